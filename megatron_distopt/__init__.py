@@ -1,0 +1,32 @@
+"""A better distributed optimizer (ZeRO stage 1) for Megatron forks, for megatron-core, and for any torch module.
+
+Importing this package is free: torch, apex, deepspeed, transformer_engine and megatron are imported when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_core.adapter import get_megatron_optimizer
+    from megatron_distopt.hosts.plain import distribute
+    from megatron_distopt.plugin import Installation, install
+
+__all__ = ["DistOptConfig", "Installation", "__version__", "distribute", "get_megatron_optimizer", "install"]
+
+_LAZY = {
+    "Installation": "megatron_distopt.plugin",
+    "distribute": "megatron_distopt.hosts.plain",
+    "get_megatron_optimizer": "megatron_distopt.hosts.megatron_core.adapter",
+    "install": "megatron_distopt.plugin",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

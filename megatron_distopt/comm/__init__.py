@@ -1,0 +1,21 @@
+"""Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
+
+from megatron_distopt.comm.agree import Field, compare, exchange, raise_together
+from megatron_distopt.comm.collectives import sum_over
+from megatron_distopt.comm.grad_sync import reduce_grads
+from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
+from megatron_distopt.comm.param_sync import gather_params, share_initial_params
+
+__all__ = [
+    "Field",
+    "Group",
+    "ProcessGroup",
+    "compare",
+    "exchange",
+    "gather_params",
+    "is_initialized",
+    "raise_together",
+    "reduce_grads",
+    "share_initial_params",
+    "sum_over",
+]

@@ -1,0 +1,102 @@
+"""Start-up checks over ranks: a difference is named before training instead of hanging in it.
+
+Everything here costs two small exchanges once. Contents travel as objects between ranks of one job, never from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_distopt.comm.groups import Group
+from megatron_distopt.errors import DistOptError, RanksDisagreeError, refusal
+
+__all__ = ["Field", "compare", "exchange", "raise_together"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing that must be equal on all ranks.
+
+    Args:
+        what: its name in the error, e.g. "param names".
+        items: in an order that matters.
+    """
+
+    what: str
+    items: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs where the items do."""
+        return hashlib.sha256("\x1f".join(self.items).encode()).hexdigest()
+
+
+def exchange(value: T, group: Group) -> list[T]:
+    """Collective: everybody's value, by rank of the group."""
+    if group.size == 1:
+        return [value]
+    values: list[T | None] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values  # type: ignore[return-value]
+
+
+def raise_together(check: Callable[[], T], group: Group) -> T:
+    """Collective: runs `check` on every rank and goes on only if it passed on all of them.
+
+    One rank that raised while the others went into a collective would leave them hanging in it.
+
+    Raises:
+        DistOptError: this rank's own, or
+        RanksDisagreeError: another rank's, with its number and text.
+    """
+    error: DistOptError | None = None
+    value: T | None = None
+    try:
+        value = check()
+    except DistOptError as caught:
+        error = caught
+    texts = exchange("" if error is None else str(error), group)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
+            raise RanksDisagreeError(refusal("start-up", f"rank {rank} refused with «{text}»", rule, remedy))
+    return value  # type: ignore[return-value]
+
+
+def compare(fields: Sequence[Field], group: Group) -> None:
+    """Collective: stops on the first field that is not equal on all ranks.
+
+    Raises:
+        RanksDisagreeError: on every rank, with the field, the first item that differs and the ranks in the minority.
+    """
+    digests = exchange([field.digest for field in fields], group)
+    for index, field in enumerate(fields):
+        column = [digest[index] for digest in digests]
+        if len(set(column)) > 1:
+            raise RanksDisagreeError(_difference(field.what, exchange(field.items, group), column))
+
+
+def _difference(what: str, items_by_rank: list[tuple[str, ...]], digests: list[str]) -> str:
+    usual = Counter(digests).most_common(1)[0][0]
+    odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual]
+    theirs, ours = items_by_rank[odd_ranks[0]], items_by_rank[digests.index(usual)]
+    number, left, right = next(
+        (number, left, right)
+        for number, (left, right) in enumerate(zip_longest(theirs, ours, fillvalue="nothing"))
+        if left != right
+    )
+    got = f"rank {odd_ranks[0]} has {left} as number {number} where rank {digests.index(usual)} has {right}"
+    rule = f"be the same on all {len(digests)} ranks"
+    remedy = f"Start rank(s) {', '.join(map(str, odd_ranks))} with the code and options of the others"
+    return refusal(what, got, rule, remedy)

@@ -1,0 +1,48 @@
+"""The collectives, each in place: a shard is a view of its bucket."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt.comm.groups import Group
+
+# torch 2.13 renamed them; the old names warn there, and older releases have only those.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+__all__ = ["all_gather", "broadcast", "reduce_scatter", "sum_over"]
+
+
+def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
+    """Collective: sums `bucket` over the group; this rank's part lands in `shard`.
+
+    Args:
+        bucket: 1-D; outside `shard` it holds nothing of meaning afterwards.
+        shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
+    """
+    if group.size > 1:
+        _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle)
+
+
+def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
+    """Collective: fills `bucket` with every rank's `shard`.
+
+    Args:
+        bucket: 1-D.
+        shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
+    """
+    if group.size > 1:
+        _all_gather(bucket, shard, group=group.handle)
+
+
+def broadcast(tensor: Tensor, group: Group) -> None:
+    """Collective: every rank gets the values of the group's rank 0."""
+    if group.size > 1:
+        dist.broadcast(tensor, group=group.handle, group_src=0)
+
+
+def sum_over(tensor: Tensor, group: Group) -> None:
+    """Collective: sums a small tensor over the group, in place."""
+    if group.size > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)

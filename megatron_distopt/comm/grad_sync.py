@@ -1,0 +1,19 @@
+"""Grads: from every rank's own sum to the owner's sum over all."""
+
+from __future__ import annotations
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm.collectives import reduce_scatter
+from megatron_distopt.comm.groups import Group
+
+__all__ = ["reduce_grads"]
+
+
+def reduce_grads(buffer: ShardedBuffer, group: Group) -> None:
+    """Collective: reduce-scatters every bucket of the grad buffer, in order.
+
+    The *sum* arrives. The average is taken where the gradient is read anyway (optimizer/sharded.py), so no pass over
+    the buffer is spent on a division, and a 16-bit gradient is not made smaller before it is added up.
+    """
+    for bucket in buffer.layout.buckets:
+        reduce_scatter(buffer.bucket_of(buffer.grad, bucket), buffer.shard_of(buffer.grad, bucket), group)

@@ -1,0 +1,49 @@
+"""Process groups, as the rest of the package sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_distopt.errors import ConfigError, refusal
+
+__all__ = ["Group", "ProcessGroup", "is_initialized"]
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed can communicate."""
+    return dist.is_available() and dist.is_initialized()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group with this process's place in it.
+
+    Args:
+        handle: torch's group; None for all ranks.
+        rank: of this process in the group.
+        size: number of ranks in the group.
+    """
+
+    handle: ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, handle: ProcessGroup | None = None) -> Group:
+        """Reads rank and size off torch's group.
+
+        Raises:
+            ConfigError: torch.distributed is not initialised.
+        """
+        if not is_initialized():
+            remedy = "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed"
+            raise ConfigError(refusal("process group", "torch.distributed is not initialised", "exist", remedy))
+        return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
+
+    @property
+    def backend(self) -> str:
+        """ "gloo", "nccl" or what else carries the group."""
+        return str(dist.get_backend(self.handle))

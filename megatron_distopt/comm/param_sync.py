@@ -1,0 +1,23 @@
+"""Params: from the owner's new values to every rank's."""
+
+from __future__ import annotations
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm.collectives import all_gather, broadcast
+from megatron_distopt.comm.groups import Group
+
+__all__ = ["gather_params", "share_initial_params"]
+
+
+def gather_params(buffer: ShardedBuffer, group: Group) -> None:
+    """Collective: all-gathers every bucket of the param buffer, in order.
+
+    `param.data` is a view of that buffer, so afterwards the module has the new values; nothing is copied.
+    """
+    for bucket in buffer.layout.buckets:
+        all_gather(buffer.bucket_of(buffer.param, bucket), buffer.shard_of(buffer.param, bucket), group)
+
+
+def share_initial_params(buffer: ShardedBuffer, group: Group) -> None:
+    """Collective: every rank starts from the values of the group's rank 0."""
+    broadcast(buffer.param, group)

@@ -1,0 +1,183 @@
+"""What a user can choose, checked where it is written down. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+from megatron_distopt.errors import ConfigError, refusal
+
+__all__ = ["ADAM_SOURCES", "DistOptConfig", "NonFinitePolicy", "Switch", "config_from_environment", "switch_from"]
+
+#: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/base.py).
+ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
+
+_ACCELERATORS = ("auto", "deepspeed", "torch")
+_PREFIX = "MEGATRON_DISTOPT_"
+#: Options that an environment variable may set: those that no host has a flag for.
+_FROM_ENVIRONMENT = ("adam", "optimizer", "nonfinite", "accelerator")
+
+
+class NonFinitePolicy(Enum):
+    """What happens when a gradient is inf or nan and no dynamic loss scale can deal with it."""
+
+    #: Stop on all ranks with an error that names rank and params. The default.
+    RAISE = "raise"
+    #: Leave params, moments and step counts as they are and go on.
+    SKIP = "skip"
+    #: Update all the same, after a warning: what the hosts do by themselves.
+    LOG = "log"
+
+
+class Switch(Enum):
+    """The values of the environment variable MEGATRON_DISTOPT."""
+
+    #: Inert: the host's own optimizer runs, for A/B comparisons.
+    OFF = "0"
+    #: Active where the host's flag asks for a distributed optimizer. The default.
+    ON = "1"
+    #: As ON, and a run that does not use it is an error.
+    REQUIRE = "require"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistOptConfig:
+    """Options of the distributed optimizer. Hosts fill in what their own flags say.
+
+    Args:
+        optimizer: "adam", "sgd", or "module:Class" of an element-wise `torch.optim.Optimizer`.
+        adam: which implementation of Adam: "auto" or one of `ADAM_SOURCES`; a named one that is absent is an error.
+        accelerator: who names the device: "deepspeed", "torch", or "auto" for DeepSpeed where it is installed.
+        lr, weight_decay, betas, eps, momentum: of the inner optimizer; weight decay is decoupled on every device.
+        decoupled_weight_decay: False for L2 decay (the decay is added to the gradient).
+        clip_grad: largest global gradient norm; 0 for no clipping.
+        count_zeros: count zero elements of the gradient at every step.
+        loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
+        initial_loss_scale, min_loss_scale: bounds of the dynamic scale.
+        growth_interval: steps without overflow until the dynamic scale doubles.
+        hysteresis: overflows in a row until it is halved.
+        nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
+        grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
+        bucket_numel: elements of a bucket; None for one bucket a buffer.
+
+    Raises:
+        ConfigError: for every value that cannot work.
+
+    >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
+    'raise'
+    """
+
+    optimizer: str = "adam"
+    adam: str = "auto"
+    accelerator: str = "auto"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    decoupled_weight_decay: bool = True
+    clip_grad: float = 0.0
+    count_zeros: bool = False
+    loss_scale: float | str | None = None
+    initial_loss_scale: float = 2.0**16
+    min_loss_scale: float = 1.0
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    nonfinite: str = "raise"
+    grads_in_fp32: bool = True
+    bucket_numel: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))
+        _check_choice("accelerator", self.accelerator, _ACCELERATORS)
+        _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
+        if ":" not in self.optimizer:
+            _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
+        _check_numbers(self)
+        _check_loss_scale(self)
+
+    @property
+    def policy(self) -> NonFinitePolicy:
+        """`nonfinite` as an enum."""
+        return NonFinitePolicy(self.nonfinite)
+
+    def described(self) -> tuple[str, ...]:
+        """`name=value` of every option, for comparison between ranks."""
+        return tuple(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        close = get_close_matches(value, choices, n=1)
+        remedy = f"Write {name}={(close or choices)[0]!r}"
+        raise ConfigError(refusal(name, repr(value), f"be one of {', '.join(choices)}", remedy))
+
+
+def _check_numbers(config: DistOptConfig) -> None:
+    for name in ("lr", "weight_decay", "eps", "momentum", "clip_grad"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(refusal(name, value, "be a finite number of at least 0", f"Write {name}=0.0 for none"))
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(refusal("betas", config.betas, "be at least 0 and below 1", "Write betas=(0.9, 0.999)"))
+    for name in ("growth_interval", "hysteresis"):
+        if getattr(config, name) < 1:
+            raise ConfigError(refusal(name, getattr(config, name), "be at least 1", f"Write {name}=1"))
+    if config.bucket_numel is not None and config.bucket_numel < 1:
+        remedy = "Write bucket_numel=None for one bucket"
+        raise ConfigError(refusal("bucket_numel", config.bucket_numel, "be at least 1 element", remedy))
+
+
+def _check_loss_scale(config: DistOptConfig) -> None:
+    scale = config.loss_scale
+    if isinstance(scale, str) and scale != "dynamic":
+        remedy = "Write loss_scale='dynamic'"
+        raise ConfigError(refusal("loss_scale", repr(scale), "be None, a positive number or 'dynamic'", remedy))
+    if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
+        remedy = "Write loss_scale=None for none"
+        raise ConfigError(refusal("loss_scale", scale, "be None, a positive number or 'dynamic'", remedy))
+    if not 0 < config.min_loss_scale <= config.initial_loss_scale:
+        got = f"{config.min_loss_scale} with initial_loss_scale {config.initial_loss_scale}"
+        rule = "be above 0 and at most the initial one"
+        raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
+
+
+def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
+    """`config` with what MEGATRON_DISTOPT_* variables say.
+
+    Args:
+        environ: usually `os.environ`.
+        config: what the variables override; the defaults where None.
+
+    Raises:
+        ConfigError: an unknown variable (it lists the valid ones) or a bad value.
+
+    >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
+    'skip'
+    """
+    known = {_PREFIX + name.upper(): name for name in _FROM_ENVIRONMENT}
+    given = {variable: value for variable, value in environ.items() if variable.startswith(_PREFIX)}
+    for variable in given:
+        if variable not in known:
+            valid = ", ".join(["MEGATRON_DISTOPT", *known])
+            close = get_close_matches(variable, known, n=1)
+            remedy = f"Write {close[0]}" if close else f"Unset {variable}"
+            raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
+    changes: dict[str, Any] = {known[variable]: value for variable, value in given.items()}
+    return dataclasses.replace(config or DistOptConfig(), **changes)
+
+
+def switch_from(environ: Mapping[str, str]) -> Switch:
+    """What the environment variable MEGATRON_DISTOPT says.
+
+    Raises:
+        ConfigError: a value that is none of the three.
+    """
+    value = environ.get("MEGATRON_DISTOPT", Switch.ON.value)
+    _check_choice("MEGATRON_DISTOPT", value, tuple(switch.value for switch in Switch))
+    return Switch(value)

@@ -1,0 +1,84 @@
+"""Every exception that the package raises on purpose.
+
+::
+
+    DistOptError
+    ├── ConfigError (ValueError)             an option has a value that cannot work
+    ├── LayoutError (ValueError)             params, buffers and groups do not fit together
+    ├── HostError                            the Megatron around us is not what we need
+    │   ├── UnknownHostError                 no adapter recognises it
+    │   └── SeamMismatchError                an attribute that we replace looks different
+    ├── CheckpointError                      a checkpoint cannot be written or read
+    ├── NonFiniteGradError (FloatingPointError)   a gradient is inf or nan and the policy is "raise"
+    ├── RanksDisagreeError                   ranks that must be alike are not
+    └── InvariantError (AssertionError)      a bug of ours
+
+Every message has one form, made by `refusal`::
+
+    Invalid <what>: <got>. Must <rule with its numbers>. <What to write or run instead.>
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DistOptError",
+    "HostError",
+    "InvariantError",
+    "LayoutError",
+    "NonFiniteGradError",
+    "RanksDisagreeError",
+    "SeamMismatchError",
+    "UnknownHostError",
+    "refusal",
+]
+
+
+class DistOptError(Exception):
+    """Base of everything that the package raises on purpose."""
+
+
+class ConfigError(DistOptError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class LayoutError(DistOptError, ValueError):
+    """Params, buffers and param groups do not fit together."""
+
+
+class HostError(DistOptError):
+    """The Megatron around the package is not what the package needs."""
+
+
+class UnknownHostError(HostError):
+    """No adapter recognises the Megatron that is installed."""
+
+
+class SeamMismatchError(HostError):
+    """An attribute of the host that the package replaces is missing or looks different."""
+
+
+class CheckpointError(DistOptError):
+    """A checkpoint cannot be written or read."""
+
+
+class NonFiniteGradError(DistOptError, FloatingPointError):
+    """A gradient holds inf or nan, and the policy for that is to stop."""
+
+
+class RanksDisagreeError(DistOptError):
+    """Ranks that must agree on something do not; names the first thing and the ranks."""
+
+
+class InvariantError(DistOptError, AssertionError):
+    """Something that the package guarantees does not hold: a bug of the package."""
+
+
+def refusal(what: str, got: object, rule: str, remedy: str) -> str:
+    """The text of every refusal.
+
+    >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
+    "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
+    """
+    return f"Invalid {what}: {got}. Must {rule}. {remedy}."

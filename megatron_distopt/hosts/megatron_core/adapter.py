@@ -1,0 +1,115 @@
+"""How our optimizer gets into megatron-core's `get_megatron_optimizer`.
+
+The host's own function runs: its param groups, its process groups, its chain. Only the two classes that it builds are
+ours, and only while it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.errors import ConfigError, SeamMismatchError, refusal
+from megatron_distopt.hosts.megatron_core.chain import ChainedOptimizer
+from megatron_distopt.hosts.megatron_core.config import check_model, check_parallel_state, merge_config
+from megatron_distopt.hosts.megatron_core.facts import SEAM
+from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+from megatron_distopt.hosts.megatron_core.report import describe
+
+__all__ = ["build", "get_megatron_optimizer", "replacement"]
+
+_log = logging.getLogger("megatron_distopt")
+
+
+def get_megatron_optimizer(
+    config: Any, model_chunks: Sequence[Module], *args: Any, options: DistOptConfig | None = None, **kwargs: Any
+) -> Any:
+    """Collective: megatron-core's function of that name, with our optimizer, without installing anything.
+
+    Args:
+        config: the host's OptimizerConfig; without `use_distributed_optimizer` the host's own optimizer comes back.
+        model_chunks: wrapped by the host's DistributedDataParallel.
+        options: ours; MEGATRON_DISTOPT_* variables override them.
+        args, kwargs: whatever else the host's function takes.
+
+    Returns:
+        The host's ChainedOptimizer (a subclass) with our optimizers in it.
+
+    Raises:
+        ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
+    """
+    original = getattr(import_module(SEAM.module), SEAM.attribute)
+    original = getattr(original, "original", original)
+    return build(original, options or DistOptConfig(), config, model_chunks, *args, **kwargs)
+
+
+def replacement(original: Callable[..., Any], options: DistOptConfig) -> Callable[..., Any]:
+    """What takes the place of the host's function when the package is installed."""
+    ours = partial(build, original, options)
+    ours.original = original  # type: ignore[attr-defined]
+    ours.__doc__ = original.__doc__
+    return ours
+
+
+def build(
+    original: Callable[..., Any],
+    options: DistOptConfig,
+    config: Any,
+    model_chunks: Sequence[Module],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Collective: `original`, with our classes in place of the host's where its config asks for a distributed one."""
+    switch = switch_from(os.environ)
+    if switch is Switch.OFF or not config.use_distributed_optimizer:
+        _check_not_required(switch)
+        return original(config, model_chunks, *args, **kwargs)
+    check_parallel_state(kwargs.get("pg_collection"))
+    merged = raise_together(lambda: _check(options, config, model_chunks), Group.of())
+    with _our_classes(original, merged):
+        optimizer = original(config, model_chunks, *args, **kwargs)
+    for each in optimizer.chained_optimizers:
+        each.check_start_up()
+    if Group.of().rank == 0:
+        _log.info("%s", describe(optimizer.chained_optimizers, merged))
+    return optimizer
+
+
+def _check(options: DistOptConfig, config: Any, model_chunks: Sequence[Module]) -> DistOptConfig:
+    merged = merge_config(config_from_environment(os.environ, options), config)
+    check_model(model_chunks, merged)
+    return merged
+
+
+def _check_not_required(switch: Switch) -> None:
+    if switch is Switch.REQUIRE:
+        rule, remedy = "be used when MEGATRON_DISTOPT=require", "Add --use-distributed-optimizer, or unset the variable"
+        raise ConfigError(refusal("run", "without use_distributed_optimizer", rule, remedy))
+
+
+@contextmanager
+def _our_classes(original: Callable[..., Any], options: DistOptConfig) -> Iterator[None]:
+    names: Mapping[str, Any] = {
+        "DistributedOptimizer": partial(DistributedOptimizer, options=options),
+        "ChainedOptimizer": ChainedOptimizer,
+    }
+    host = original.__globals__
+    missing = [name for name in names if name not in host]
+    if missing:
+        rule, remedy = f"know {' and '.join(names)}", "Use megatron-core 0.16, which this adapter was tested on"
+        raise SeamMismatchError(refusal(str(SEAM), f"no {' and no '.join(missing)} beside it", rule, remedy))
+    before = {name: host[name] for name in names}
+    host.update(names)
+    try:
+        yield
+    finally:
+        host.update(before)

@@ -1,0 +1,51 @@
+"""The buffers that megatron-core's DistributedDataParallel made, in our words.
+
+The host's layout is adopted as it is: its own collectives (reduce-scatter in backward, all-gather in forward) go on
+using it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.hosts.base import named_trainable
+from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
+
+__all__ = ["adopt_buffer", "names_by_param"]
+
+
+def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
+    """Names as the bare model has them: the wrappers' "module." is left out."""
+    return {param: _without_wrappers(name) for name, param in named_trainable(chunks).items()}
+
+
+def _without_wrappers(name: str) -> str:
+    chunk, dot, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+    while rest.startswith("module."):
+        rest = rest.removeprefix("module.")
+    return f"{chunk}{dot}{rest}"
+
+
+def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
+    """One `_ParamAndGradBuffer` of the host.
+
+    Args:
+        buffer: with `param_index_map` {param: (start, stop, bucket)}, `buckets`, `param_data`, `grad_data`.
+        name_of: names of its params.
+    """
+    group = buffer.data_parallel_group
+    return ShardedBuffer(_layout_of(buffer, name_of, group.size()), group.rank(), buffer.grad_data, buffer.param_data)
+
+
+def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -> BufferLayout:
+    slots = [
+        ParamSlot(name_of[param], bucket, Span(start, stop))
+        for param, (start, stop, bucket) in buffer.param_index_map.items()
+    ]
+    spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
+    numel_unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
+    return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)

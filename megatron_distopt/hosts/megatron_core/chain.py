@@ -1,0 +1,40 @@
+"""The host's chain over our optimizers."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
+
+from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
+from megatron_distopt.optimizer import Verdict
+
+__all__ = ["ChainedOptimizer"]
+
+
+class ChainedOptimizer(HostChainedOptimizer):
+    """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
+
+    chained_optimizers: list[DistributedOptimizer]
+
+    @torch.no_grad()
+    def step(self) -> StepOfHost:
+        """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None)."""
+        return step_together(self.chained_optimizers)
+
+    def prepare_grads(self) -> bool:
+        """Collective: measures all gradients together; True where the step must be skipped."""
+        return prepare_together(self.chained_optimizers) is Verdict.SKIP
+
+    def get_grad_norm(self) -> float:
+        """Of the whole gradient; after `prepare_grads`."""
+        return self.chained_optimizers[0].get_grad_norm()
+
+    def count_zeros(self) -> int:
+        """Of the whole gradient; after `prepare_grads`."""
+        return self.chained_optimizers[0].count_zeros()
+
+    def step_with_ready_grads(self) -> bool:
+        """Collective: updates all, then gathers the params once."""
+        update_together(self.chained_optimizers)
+        return True

@@ -1,0 +1,136 @@
+"""megatron-core's options, in our words, and what is refused before the first collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_distopt.comm import is_initialized
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
+from megatron_distopt.hosts.base import check_dtypes
+from megatron_distopt.hosts.megatron_core.buffers import names_by_param
+from megatron_distopt.hosts.megatron_core.facts import REFUSED
+from megatron_distopt.optimizer import ConstantLossScale, LossScale
+
+__all__ = ["HostLossScale", "check_model", "check_parallel_state", "loss_scale_of", "merge_config"]
+
+
+def check_parallel_state(pg_collection: object | None) -> None:
+    """The flag needs process groups.
+
+    Raises:
+        ConfigError
+    """
+    if not is_initialized() or (pg_collection is None and not parallel_state.model_parallel_is_initialized()):
+        got = "set, but parallel_state is not initialized"
+        remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
+        raise ConfigError(refusal("use_distributed_optimizer", got, "come after parallel_state", remedy))
+
+
+def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
+    """Our options with everything that the host's OptimizerConfig says.
+
+    Args:
+        options: what the host has no flag for.
+        host: the OptimizerConfig.
+
+    Raises:
+        ConfigError: a host option that cannot be combined with this optimizer.
+    """
+    for refused in REFUSED:
+        if refused.where == "config" and getattr(host, refused.option, False):
+            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
+    return dataclasses.replace(
+        options,
+        optimizer=host.optimizer if options.optimizer == "adam" else options.optimizer,
+        lr=host.lr or 0.0,
+        weight_decay=host.weight_decay,
+        betas=(host.adam_beta1, host.adam_beta2),
+        eps=host.adam_eps,
+        momentum=host.sgd_momentum,
+        decoupled_weight_decay=getattr(host, "decoupled_weight_decay", True),
+        clip_grad=host.clip_grad,
+        count_zeros=host.log_num_zeros_in_grad,
+        loss_scale=host.loss_scale or ("dynamic" if host.fp16 else None),
+        growth_interval=int(host.loss_scale_window),
+        hysteresis=host.hysteresis,
+        initial_loss_scale=host.initial_loss_scale,
+        min_loss_scale=host.min_loss_scale,
+    )
+
+
+def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
+    """Everything about the model that this rank can see by itself.
+
+    Raises:
+        HostError, ConfigError, LayoutError
+    """
+    for chunk in chunks:
+        _check_ddp(chunk)
+        in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
+        named = {name: param for param, name in names_by_param([chunk]).items()}
+        check_dtypes(named, config)
+        for name, param in named.items():
+            if param not in in_buffers:
+                rule, remedy = "lie in a buffer of its DistributedDataParallel", "Unfreeze params before wrapping"
+                raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
+
+
+def _check_ddp(chunk: Any) -> None:
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if ddp_config is None or not hasattr(chunk, "buffers") or not hasattr(chunk, "param_to_bucket_group"):
+        rule, remedy = "be wrapped by megatron.core.distributed.DistributedDataParallel", "Wrap it, or drop the flag"
+        raise HostError(refusal("model chunk", type(chunk).__name__, rule, remedy))
+    for refused in REFUSED:
+        if refused.where == "ddp_config" and getattr(ddp_config, refused.option, False):
+            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
+    if not ddp_config.use_distributed_optimizer:
+        remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
+        what = "DistributedDataParallel"
+        raise ConfigError(refusal(what, "built without use_distributed_optimizer", "be built with it", remedy))
+
+
+def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
+    """The host's grad scaler, or a constant 1.0 where it has none."""
+    return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
+
+
+class HostLossScale:
+    """The host's own grad scaler: its rules, its state.
+
+    Args:
+        grad_scaler: a MegatronGradScaler.
+    """
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self._grad_scaler = grad_scaler
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 [1]."""
+        scale: Tensor = self._grad_scaler.scale
+        return scale
+
+    def can_back_off(self) -> bool:
+        """A dynamic scaler until its scale is at the minimum, a constant one never."""
+        minimum = getattr(self._grad_scaler, "min_scale", None)
+        return minimum is not None and bool(self.scale > minimum)
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Once a step."""
+        self._grad_scaler.update(found_nonfinite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The host's."""
+        return dict(self._grad_scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The host's."""
+        self._grad_scaler.load_state_dict(state)

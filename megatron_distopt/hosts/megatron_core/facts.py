@@ -1,0 +1,36 @@
+"""What megatron-core looks like (0.16.1 from PyPI is what the tests run on). Data only; imports nothing of the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_distopt.hosts.seams import Seam
+
+__all__ = ["REFUSED", "SEAM", "Refused"]
+
+#: The factory that every training loop calls; it is imported by value almost everywhere.
+SEAM = Seam("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An option of the host that cannot be combined with this optimizer.
+
+    Args:
+        where: "config" for OptimizerConfig, "ddp_config" for DistributedDataParallelConfig.
+        option: its name; it is refused where it is truthy.
+        remedy: what to write instead.
+    """
+
+    where: str
+    option: str
+    remedy: str
+
+
+REFUSED = (
+    Refused("config", "use_precision_aware_optimizer", "Drop --use-precision-aware-optimizer"),
+    Refused("config", "optimizer_cpu_offload", "Drop --optimizer-cpu-offload"),
+    Refused("config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
+    Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
+    Refused("ddp_config", "fp8_param_gather", "Drop --fp8-param-gather"),
+)

@@ -1,0 +1,268 @@
+"""The sharded step behind the calls of megatron-core's own DistributedOptimizer.
+
+It is a subclass of the host's, because the host's training loop asks `isinstance`, and does not run the host's
+constructor, which allocates on CUDA by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import CheckpointError, HostError, refusal
+from megatron_distopt.hosts.base import check_groups_are_used, compare_ranks, plan_groups
+from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, names_by_param
+from megatron_distopt.hosts.megatron_core.config import loss_scale_of
+from megatron_distopt.hosts.megatron_core.params import is_counted, publish_main_params
+from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
+from megatron_distopt.optimizer import (
+    GradStats,
+    ShardedOptimizer,
+    Verdict,
+    choose_inner,
+    clip_divisor,
+    measure_memory,
+)
+
+__all__ = ["DistributedOptimizer"]
+
+#: What torch's optimizers take from a param group; what else the host's own inner optimizer wrote there is its own.
+_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
+
+
+class DistributedOptimizer(HostDistributedOptimizer):
+    """The host's class, with the sharded step inside.
+
+    Args:
+        optimizer: the host's inner optimizer; only its param groups are taken. None where the rank has none.
+        config: the host's OptimizerConfig.
+        grad_scaler: the host's, or None.
+        init_state_fn: kept for the host; the state's schema is discovered.
+        model_chunks: wrapped by the host's DistributedDataParallel.
+        per_model_buffers: by chunk number, the buffers of the params in question (dense or expert).
+        data_parallel_group: over which the host's buffers are sharded.
+        data_parallel_group_gloo: kept for the host, not used.
+        data_parallel_group_idx: kept for the host.
+        distributed_optimizer_instance_id: kept for the host.
+        options: ours, with what the host's config says.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Any,
+        model_chunks: Sequence[Module],
+        per_model_buffers: Mapping[int, Sequence[Any]] | None,
+        data_parallel_group: Any,
+        data_parallel_group_gloo: Any,
+        data_parallel_group_idx: int,
+        distributed_optimizer_instance_id: int,
+        *,
+        options: DistOptConfig,
+    ) -> None:
+        self.is_stub_optimizer = optimizer is None
+        self.model_chunks: list[Any] = list(model_chunks)
+        self.ddp_config: Any = self.model_chunks[0].ddp_config
+        self.grad_scaler = grad_scaler
+        self.per_model_buffers = dict(per_model_buffers or {})
+        self.buffers = list(chain.from_iterable(self.per_model_buffers.values()))
+        self.data_parallel_group = data_parallel_group
+        self.data_parallel_group_gloo = data_parallel_group_gloo
+        self.data_parallel_group_idx = data_parallel_group_idx
+        self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
+        names = names_by_param(self.model_chunks)
+        self._named = {names[param]: param for buffer in self.buffers for param in buffer.params}
+        self._options = options
+        self._groups = plan_groups(self._named, [] if optimizer is None else _groups_of(optimizer))
+        self.sharded = self._build(names)
+        MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
+        self._stats: GradStats | None = None
+        self._divisor = 1.0
+        publish_main_params(self.sharded, self._named)
+
+    def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
+        device = next(iter(self._named.values())).device if self._named else _any_device(self.model_chunks)
+        tp_group = getattr(self.model_chunks[0], "tp_group", None)
+        return ShardedOptimizer(
+            [adopt_buffer(buffer, names) for buffer in self.buffers],
+            self._groups,
+            choice=choose_inner(self._options, device.type),
+            config=self._options,
+            loss_scale=loss_scale_of(self.grad_scaler, device),
+            # The host sets its statistics group after construction; `_stats_group` reads it when it is needed.
+            stats_group=Group.of(),
+            counted=lambda name: is_counted(self._named[name], tp_group),
+        )
+
+    def check_start_up(self) -> None:
+        """Collective: what ranks must agree on.
+
+        Raises:
+            RanksDisagreeError, LayoutError: on all ranks.
+        """
+        check_groups_are_used(self._groups, self._stats_group)
+        layouts = [buffer.layout for buffer in self.sharded.buffers]
+        data = Group.of(self.data_parallel_group)
+        compare_ranks(self._options, self._named, layouts, data=data, everyone=self._stats_group)
+
+    @property
+    def _stats_group(self) -> Group:
+        return Group.of(self.get_grad_stats_parallel_group())
+
+    @torch.no_grad()
+    def step(self) -> StepOfHost:
+        """Collective: the whole step, as the host's: (updated, gradient norm, zeros)."""
+        return step_together([self])
+
+    def prepare_grads(self) -> bool:
+        """Collective: measures the gradients; True where the step must be skipped."""
+        return prepare_together([self]) is Verdict.SKIP
+
+    def get_grad_norm(self) -> float:
+        """Of the averaged, unscaled gradient; after `prepare_grads`."""
+        return self._measured.norm(self.sharded.divisor)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
+        norm = self.get_grad_norm()
+        self._divisor *= clip_divisor(norm, clip_grad)
+        return norm
+
+    def count_zeros(self) -> int:
+        """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
+        return self._measured.num_zeros or 0
+
+    def step_with_ready_grads(self) -> bool:
+        """Collective: updates, then gathers the params unless the host gathers them in forward."""
+        self.update()
+        self.gather()
+        return True
+
+    def update(self) -> None:
+        """The update alone; after `prepare_grads`."""
+        with timer(self.config, "optimizer-inner-step"):
+            self.sharded.update(self._divisor)
+        self._stats = None
+
+    def gather(self) -> None:
+        """Collective: the host's own all-gather, unless it overlaps it with forward."""
+        gather(self.config, self.ddp_config, self.model_chunks)
+
+    @property
+    def _measured(self) -> GradStats:
+        if self._stats is None:
+            rule, remedy = "be measured first", "Call prepare_grads() before it"
+            raise HostError(refusal("gradient statistics", "none", rule, remedy))
+        return self._stats
+
+    def accept(self, stats: GradStats, divisor: float) -> None:
+        """Keeps what `prepare_grads` found until the update."""
+        self._stats, self._divisor = stats, divisor
+
+    def get_parameters(self) -> list[Tensor]:
+        """The flat main params."""
+        return [run.main for run in self.sharded.runs]
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """The counted main grads, divided by the loss scale: for a chain of the host's, which measures several."""
+        if self._divisor != 1.0:
+            torch._foreach_div_([run.main_grad for run in self.sharded.runs], self._divisor)
+            self._divisor = 1.0
+        return [run.main_grad for run in self.sharded.runs if run.run.key.counted]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops `param.grad`; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
+        for param in self._named.values():
+            param.grad = None
+
+    def get_loss_scale(self) -> Tensor:
+        """fp32 [1]."""
+        return self.sharded.loss_scale.scale
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Refreshes the main params from the model, or from the more precise tensors of a checkpoint.
+
+        Args:
+            state_dict: the host's model state dict, or None for the model params as they are.
+        """
+        if state_dict is None:
+            self.sharded.reload_model_params()
+            return
+        tensor_of = self._build_model_param_to_state_dict_param_map(state_dict)
+        for run in self.sharded.runs:
+            for shard in run.run.shards:
+                source = tensor_of[self._named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
+                run.main[run.run.in_run(shard).as_slice()].copy_(source)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state on this rank: main params and moments."""
+        return measure_memory(self.sharded).state_nbytes
+
+    @property
+    def undistributed_state_nbytes(self) -> int:
+        """`state_nbytes` of a rank that held the state of all params."""
+        return measure_memory(self.sharded).undistributed_state_nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state by param name, see checkpoint/state.py."""
+        return local_state_dict(self.sharded)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's `state_dict()` back; the host gathers the params.
+
+        Raises:
+            CheckpointError: it is another rank's or another size's.
+        """
+        load_local_state_dict(self.sharded, state_dict)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, see `_refuse_checkpoint`."""
+        _refuse_checkpoint("sharded_state_dict")
+
+    def save_parameter_state(self, filename: str) -> NoReturn:
+        """Refused, see `_refuse_checkpoint`."""
+        _refuse_checkpoint("save_parameter_state")
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> NoReturn:
+        """Refused, see `_refuse_checkpoint`."""
+        _refuse_checkpoint("load_parameter_state")
+
+    def offload_to_cpu(self) -> NoReturn:
+        """Refused: an fp32 main param is a view of the host's param buffer and cannot move away from it."""
+        rule, remedy = "stay on the device of the param buffer", "Use the host's own optimizer for offloading"
+        raise HostError(refusal("offload_to_cpu", "called", rule, remedy))
+
+    def restore_from_cpu(self) -> NoReturn:
+        """Refused, as `offload_to_cpu` is."""
+        self.offload_to_cpu()
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
+    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
+    return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
+
+
+def _any_device(chunks: Sequence[Module]) -> torch.device:
+    return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
+
+
+def _refuse_checkpoint(call: str) -> NoReturn:
+    """A collective checkpoint that would lose the state of other ranks is not written at all."""
+    remedy = "Run with --no-save-optim and --no-load-optim, or keep state_dict() of every rank in a file of its own"
+    raise CheckpointError(refusal(call, "called", "wait for a format that holds the state of all ranks", remedy))

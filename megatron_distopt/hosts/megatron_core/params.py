@@ -1,0 +1,39 @@
+"""What the host reads off params: who counts them, and `main_param`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch.nn import Parameter
+
+from megatron_distopt.optimizer import ShardedOptimizer
+
+__all__ = ["is_counted", "publish_main_params"]
+
+
+def is_counted(param: Parameter, tp_group: Any) -> bool:
+    """See [Note: counted once] in optimizer/grad_norm.py; the host marks shared and duplicated params itself."""
+    return bool(param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=tp_group))
+
+
+def publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
+    """`param.main_param`: live views of the main params, which the host's parameter norm and qk-clip read and write."""
+    for param in named.values():
+        if param.dtype != torch.float32:
+            param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
+    for run in sharded.runs:
+        # The host's own filters, where one of its chains measures our params: counted is "tensor-parallel, not shared".
+        run.main.tensor_model_parallel, run.main.shared = True, not run.run.key.counted  # type: ignore[attr-defined]
+        for shard in run.run.shards if run.owns_memory else ():
+            _publish(named[shard.name], run.main[run.run.in_run(shard).as_slice()])
+
+
+def _publish(param: Any, main_param: Any) -> None:
+    copy_tensor_model_parallel_attributes(main_param, param)
+    if hasattr(param, "shared"):
+        main_param.shared = param.shared
+    param.main_param = main_param

@@ -1,0 +1,70 @@
+"""One step of several of our optimizers (dense and expert params, or chunks apart): measured and gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megatron_distopt.comm import Group
+from megatron_distopt.optimizer import Verdict, judge_together, measure_together
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+
+__all__ = ["StepOfHost", "gather", "prepare_together", "step_together", "timer", "update_together"]
+
+StepOfHost = tuple[bool, float | None, int | None]
+
+
+def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
+    if prepare_together(optimizers) is Verdict.SKIP:
+        return False, None, None
+    norm = optimizers[0].get_grad_norm()
+    for optimizer in optimizers:
+        optimizer.clip_grad_norm(optimizer.config.clip_grad)
+    num_zeros = optimizers[0].count_zeros() if optimizers[0].config.log_num_zeros_in_grad else None
+    update_together(optimizers)
+    return True, norm, num_zeros
+
+
+def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
+    with timer(optimizers[0].config, "optimizer-unscale-and-check-inf"):
+        group = Group.of(optimizers[0].get_grad_stats_parallel_group())
+        sharded = [optimizer.sharded for optimizer in optimizers]
+        # Read before the verdict: that is what the loss of this step was multiplied with.
+        divisors = [each.divisor for each in sharded]
+        stats = measure_together(sharded, group)
+        for optimizer, divisor in zip(optimizers, divisors, strict=True):
+            optimizer.accept(stats, divisor)
+        return judge_together(sharded, stats, group)
+
+
+def update_together(optimizers: Sequence[DistributedOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.update()
+        if optimizer is optimizers[0] and optimizer.config.overlap_param_gather_with_optimizer_step:
+            optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
+    chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
+    gather(optimizers[0].config, optimizers[0].ddp_config, chunks)
+
+
+def gather(config: Any, ddp_config: Any, chunks: Sequence[Any]) -> None:
+    if ddp_config.overlap_param_gather:
+        return
+    with timer(config, "params-all-gather"):
+        for chunk in chunks:
+            chunk.start_param_sync()
+
+
+@contextmanager
+def timer(config: Any, name: str) -> Iterator[None]:
+    """The host's timer of that name, where it keeps timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        config.timers(name).stop()

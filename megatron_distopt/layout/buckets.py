@@ -1,0 +1,161 @@
+"""Where every parameter lies in a contiguous buffer, and how the buffer is cut into buckets.
+
+One type covers every generation of Megatron: the whole-buffer split of the seed systems is a layout of *one* bucket,
+that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off buffers that a host already made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.layout.params import ParamSlot, ParamSpec
+from megatron_distopt.layout.span import Span
+
+__all__ = ["Bucket", "BufferLayout", "adopt", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The unit of one collective: a stretch of the buffer, padded at its end to a multiple of the shards."""
+
+    index: int
+    in_buffer: Span
+    numel_unpadded: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.numel_unpadded <= self.in_buffer.numel:
+            rule = f"be between 1 and its {self.in_buffer.numel} elements"
+            what = f"numel_unpadded of bucket {self.index}"
+            raise LayoutError(refusal(what, self.numel_unpadded, rule, "Give the end of its last param"))
+
+    def shard(self, rank: int, num_shards: int) -> Span:
+        """The part of the buffer that `rank` owns in this bucket."""
+        numel = self.in_buffer.numel // num_shards
+        return Span(rank * numel, (rank + 1) * numel).moved_by(self.in_buffer.start)
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Slots in buffer order and the buckets that tile the buffer; cannot be built wrong.
+
+    Args:
+        slots: disjoint, in buffer order, each inside its bucket.
+        buckets: tile the buffer from 0, each divisible by `num_shards`.
+        num_shards: size of the data-parallel group.
+    """
+
+    slots: tuple[ParamSlot, ...]
+    buckets: tuple[Bucket, ...]
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        _prove_shards(self)
+        _prove_buckets(self.buckets)
+        _prove_slots(self.slots, self.buckets)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.buckets[-1].in_buffer.stop
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that one rank owns, padding included."""
+        return self.numel // self.num_shards
+
+    @cached_property
+    def slot_of(self) -> dict[str, ParamSlot]:
+        """Slot by parameter name."""
+        return {slot.name: slot for slot in self.slots}
+
+
+def _prove_shards(layout: BufferLayout) -> None:
+    if layout.num_shards < 1:
+        raise LayoutError(refusal("num_shards", layout.num_shards, "be at least 1", "Give the data-parallel size"))
+    for bucket in layout.buckets:
+        if bucket.in_buffer.numel % layout.num_shards:
+            got, rule = f"{bucket.in_buffer.numel} elements", f"be divisible by the {layout.num_shards} shards"
+            raise LayoutError(refusal(f"bucket {bucket.index}", got, rule, "Pad the end of the bucket"))
+
+
+def _prove_buckets(buckets: Sequence[Bucket]) -> None:
+    if not buckets:
+        raise LayoutError(refusal("buffer", "no bucket", "have at least 1 param", "Drop the empty buffer"))
+    expected = 0
+    for index, bucket in enumerate(buckets):
+        if (bucket.index, bucket.in_buffer.start) != (index, expected):
+            got, rule = f"index {bucket.index} at {bucket.in_buffer}", f"start at {expected} with index {index}"
+            raise LayoutError(refusal("bucket", got, rule, "Give the buckets in order and without gaps"))
+        expected = bucket.in_buffer.stop
+
+
+def _prove_slots(slots: Sequence[ParamSlot], buckets: Sequence[Bucket]) -> None:
+    if len({slot.name for slot in slots}) != len(slots):
+        raise LayoutError(refusal("param names", "a name twice", "be unique in a buffer", "Give full names"))
+    for left, right in pairwise(slots):
+        if left.in_buffer.stop > right.in_buffer.start:
+            got, rule = f"{left.name} at {left.in_buffer}", f"end before {right.name} at {right.in_buffer}"
+            raise LayoutError(refusal("slot", got, rule, "Give the slots in buffer order"))
+    for slot in slots:
+        if not 0 <= slot.bucket < len(buckets):
+            got, rule = f"{slot.name} in bucket {slot.bucket}", f"name one of the {len(buckets)} buckets"
+            raise LayoutError(refusal("slot", got, rule, "Give each param its bucket"))
+        bucket = buckets[slot.bucket]
+        if slot.in_buffer.intersect(bucket.in_buffer) != slot.in_buffer:
+            rule = f"lie inside bucket {bucket.index} at {bucket.in_buffer}"
+            raise LayoutError(refusal("slot", f"{slot.name} at {slot.in_buffer}", rule, "Give each param its bucket"))
+
+
+def lay_out(
+    params: Sequence[ParamSpec], *, num_shards: int, bucket_numel: int | None = None, alignment_numel: int = 64
+) -> BufferLayout:
+    """Lays the params one after the other, in the order given, and cuts buckets at param boundaries.
+
+    Args:
+        params: in buffer order; hosts give the reverse of registration, roughly the order of backward.
+        num_shards: size of the data-parallel group.
+        bucket_numel: a bucket ends with the param that fills it to this; None for one bucket.
+        alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, which the
+            vectorised kernels of every accelerator like; the seed systems use 1.
+
+    >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
+    >>> layout.slots[1], layout.numel
+    (ParamSlot(name='b', bucket=0, in_buffer=Span(start=3, stop=7)), 8)
+    """
+    slots: list[ParamSlot] = []
+    buckets: list[Bucket] = []
+    bucket_start = cursor = 0
+    for position, param in enumerate(params):
+        in_buffer = Span(0, param.numel).moved_by(_round_up(cursor, alignment_numel))
+        slots.append(ParamSlot(param.name, len(buckets), in_buffer))
+        cursor = in_buffer.stop
+        is_full = bucket_numel is not None and cursor - bucket_start >= bucket_numel
+        if is_full or position == len(params) - 1:
+            stop = bucket_start + _round_up(cursor - bucket_start, num_shards)
+            buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
+            bucket_start = cursor = stop
+    return BufferLayout(tuple(slots), tuple(buckets), num_shards)
+
+
+def adopt(
+    slots: Iterable[ParamSlot], bucket_spans: Sequence[Span], *, num_shards: int, numel_unpadded: Sequence[int]
+) -> BufferLayout:
+    """The layout of buffers that a host made, in whatever order the host lists it.
+
+    Args:
+        slots: one a param.
+        bucket_spans: of the buffer, in order.
+        num_shards: size of the data-parallel group.
+        numel_unpadded: elements of each bucket up to the end of its last param.
+    """
+    buckets = [Bucket(i, span, numel) for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))]
+    ordered = sorted(slots, key=lambda slot: slot.in_buffer)
+    return BufferLayout(tuple(ordered), tuple(buckets), num_shards)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

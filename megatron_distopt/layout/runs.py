@@ -1,0 +1,61 @@
+"""Runs: neighbouring param shards that the optimizer can treat as one flat tensor.
+
+[Note: flat main params] An inner optimizer that sees one tensor a parameter spends its time on launching, so neighbours
+that are alike (`key`: same param group, counted alike in the gradient norm) become one 1-D tensor. Padding between two
+params of a run belongs to it: it is zero in params and grads, and an element-wise update of zeros stays zero. Padding
+at the end of a bucket does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from megatron_distopt.layout.shards import ParamShard
+from megatron_distopt.layout.span import Span
+
+__all__ = ["Run", "plan_runs"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Generic[Key]):
+    """A stretch of one rank's shard of one bucket.
+
+    Args:
+        key: what its params have in common.
+        bucket: index.
+        in_buffer: from the first element of its first param shard to the last of its last.
+        shards: in buffer order.
+    """
+
+    key: Key
+    bucket: int
+    in_buffer: Span
+    shards: tuple[ParamShard, ...]
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements between its params that belong to none."""
+        return self.in_buffer.numel - sum(shard.in_param.numel for shard in self.shards)
+
+    def in_run(self, shard: ParamShard) -> Span:
+        """Where one of its shards lies in the run's own tensor."""
+        return shard.in_buffer.relative_to(self.in_buffer.start)
+
+
+def plan_runs(shards: Iterable[ParamShard], key_of: Callable[[str], Key]) -> tuple[Run[Key], ...]:
+    """Joins neighbours of one bucket with equal keys, in buffer order.
+
+    Args:
+        shards: of one rank and one buffer, in buffer order.
+        key_of: from a param's name.
+    """
+    runs = []
+    for (bucket, key), members in groupby(shards, key=lambda shard: (shard.bucket, key_of(shard.name))):
+        joined = tuple(members)
+        runs.append(Run(key, bucket, Span(joined[0].in_buffer.start, joined[-1].in_buffer.stop), joined))
+    return tuple(runs)

@@ -1,0 +1,85 @@
+"""Which device we are on. The only file of the package that may spell out the name of a device vendor's API.
+
+DeepSpeed's accelerator abstraction is asked where DeepSpeed is installed, torch's own where it is not. Neither is
+imported before an optimizer is built: importing DeepSpeed takes seconds and initialises the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
+
+__all__ = ["CPU", "CUDA", "Accelerator", "check_devices", "find_accelerator", "has_torch_fused", "stats_dtype"]
+
+CPU = "cpu"
+CUDA = "cuda"
+
+#: Devices whose hardware has no float64.
+_WITHOUT_FLOAT64 = ("mps", "hpu")
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The device that training runs on.
+
+    Args:
+        device_type: as in `torch.device(...).type`.
+        named_by: "deepspeed" or "torch".
+    """
+
+    device_type: str
+    named_by: str
+
+
+def find_accelerator(choice: str = "auto") -> Accelerator:
+    """The accelerator of this process.
+
+    Args:
+        choice: "deepspeed", "torch", or "auto" for DeepSpeed where it is installed.
+
+    Raises:
+        ConfigError: "deepspeed" was asked for and is not installed.
+    """
+    has_deepspeed = find_spec("deepspeed") is not None
+    if choice == "deepspeed" and not has_deepspeed:
+        rule, remedy = "be installed when it is asked for", "Run pip install deepspeed, or write accelerator='torch'"
+        raise ConfigError(refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy))
+    if has_deepspeed and choice != "torch":
+        accelerator = import_module("deepspeed.accelerator").get_accelerator()
+        return Accelerator(accelerator.device_name(), "deepspeed")
+    current = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if current is None and torch.cuda.is_available():
+        current = torch.device(CUDA)
+    return Accelerator(CPU if current is None else current.type, "torch")
+
+
+def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch.device:
+    """The one device of all params.
+
+    Raises:
+        LayoutError: several devices, or one that neither the accelerator nor the CPU is.
+    """
+    if len(devices) != 1:
+        got = ", ".join(sorted(map(str, devices))) or "none"
+        raise LayoutError(refusal("param devices", got, "be exactly 1", "Move the model to one device first"))
+    device = next(iter(devices))
+    if device.type not in (accelerator.device_type, CPU):
+        rule = f"be {accelerator.device_type} (which {accelerator.named_by} names as accelerator) or cpu"
+        raise LayoutError(refusal("param device", device, rule, "Move the model with model.to(...) first"))
+    return device
+
+
+def has_torch_fused(device_type: str) -> bool:
+    """Whether torch's optimizers have fused kernels for the device."""
+    utils = import_module("torch.utils._foreach_utils")
+    return device_type in utils._get_fused_kernels_supported_devices()
+
+
+def stats_dtype(device: torch.device) -> torch.dtype:
+    """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64

@@ -1,0 +1,113 @@
+"""The number that the loss is multiplied with so that 16-bit gradients do not vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.config import DistOptConfig
+
+__all__ = ["ConstantLossScale", "DynamicLossScale", "LossScale", "make_loss_scale"]
+
+
+class LossScale(Protocol):
+    """What the sharded step needs of a loss scale; hosts wrap their own."""
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 [1]."""
+
+    def can_back_off(self) -> bool:
+        """Whether a smaller scale may cure an overflow; if not, the non-finite policy decides."""
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Once a step, with what all ranks agreed on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict()` back."""
+
+
+class ConstantLossScale:
+    """Never changes; 1.0 means none.
+
+    Args:
+        scale: above 0.
+        device: where `scale` is needed.
+    """
+
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self.scale = torch.tensor([scale], dtype=torch.float32, device=device)
+
+    def can_back_off(self) -> bool:
+        """No."""
+        return False
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the scale is an option, not a state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+
+class DynamicLossScale:
+    """Halves after `hysteresis` overflows, doubles after `growth_interval` steps without one.
+
+    Once the hysteresis is used up every further overflow halves the scale; a growth fills it again. These are the rules
+    of Megatron's DynamicGradScaler, so that loss-scale curves can be compared.
+
+    Args:
+        config: `initial_loss_scale`, `min_loss_scale`, `growth_interval`, `hysteresis`.
+        device: where `scale` is needed.
+    """
+
+    def __init__(self, config: DistOptConfig, device: torch.device) -> None:
+        self.scale = torch.tensor([config.initial_loss_scale], dtype=torch.float32, device=device)
+        self._min_scale = config.min_loss_scale
+        self._growth_interval = config.growth_interval
+        self._hysteresis = config.hysteresis
+        self._good_steps = 0
+        self._tolerated = config.hysteresis
+
+    def can_back_off(self) -> bool:
+        """Until the scale is at its minimum."""
+        return self.scale.item() > self._min_scale
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Counts the step and changes the scale where it is time."""
+        if found_nonfinite:
+            self._good_steps = 0
+            self._tolerated -= 1
+            if self._tolerated <= 0:
+                self.scale.mul_(0.5).clamp_(min=self._min_scale)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            self._good_steps = 0
+            self._tolerated = self._hysteresis
+            self.scale.mul_(2.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and both counters."""
+        return {"scale": self.scale.item(), "good_steps": self._good_steps, "tolerated": self._tolerated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict()` back."""
+        self.scale.fill_(state["scale"])
+        self._good_steps, self._tolerated = state["good_steps"], state["tolerated"]
+
+
+def make_loss_scale(config: DistOptConfig, device: torch.device) -> LossScale:
+    """The loss scale that the config asks for."""
+    if config.loss_scale == "dynamic":
+        return DynamicLossScale(config, device)
+    return ConstantLossScale(float(config.loss_scale or 1.0), device)

@@ -1,0 +1,125 @@
+"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/runs.py).
+
+A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its own main param: the
+view of the param buffer is updated in place, so it is never rounded and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import ShardedBuffer, view_of
+from megatron_distopt.errors import InvariantError, refusal
+from megatron_distopt.layout import Run, owned_shards, plan_runs
+
+__all__ = ["MainRun", "ParamGroup", "RunKey", "build_main_runs"]
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """A param group of `torch.optim` with names in place of tensors.
+
+    Args:
+        options: everything but "params": lr, weight_decay, and whatever else the host put in.
+        names: of its params on this rank; may be empty.
+    """
+
+    options: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """What the params of one run have in common.
+
+    Args:
+        group: index of the param group.
+        counted: whether this rank is the one that counts them in the gradient statistics.
+    """
+
+    group: int
+    counted: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MainRun:
+    """One flat main param with the model params and grads of the same elements.
+
+    Args:
+        run: the plan.
+        main: fp32 1-D [run.in_buffer.numel]; the inner optimizer's param.
+        model: 1-D, the same elements of the param buffer.
+        grad: 1-D, the same elements of the grad buffer.
+    """
+
+    run: Run[RunKey]
+    main: Tensor
+    model: Tensor
+    grad: Tensor
+
+    @property
+    def owns_memory(self) -> bool:
+        """False where `main` is the model param itself."""
+        return self.model.dtype != torch.float32
+
+    @property
+    def main_grad(self) -> Tensor:
+        """fp32 1-D, between `attach_grad` and `detach_grad`."""
+        if self.main.grad is None:
+            raise InvariantError(
+                refusal("main grad", "none", "be attached before it is read", "Call attach_grad first")
+            )
+        return self.main.grad
+
+    def attach_grad(self) -> None:
+        """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one until `detach_grad`."""
+        self.main.grad = self.grad.float()
+
+    def detach_grad(self) -> None:
+        """Lets go of the gradient."""
+        self.main.grad = None
+
+    def write_model(self) -> None:
+        """Rounds `main` into the param buffer."""
+        if self.owns_memory:
+            self.model.copy_(self.main)
+
+    def read_model(self) -> None:
+        """Refreshes `main` from the param buffer."""
+        if self.owns_memory:
+            self.main.copy_(self.model)
+
+
+def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], RunKey]) -> tuple[MainRun, ...]:
+    """The main params of this rank, in buffer order.
+
+    Args:
+        buffers: all of one device.
+        key_of: from a param's name.
+    """
+    return tuple(main_run for buffer in buffers for main_run in _of_buffer(buffer, key_of))
+
+
+def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey]) -> list[MainRun]:
+    runs = plan_runs(owned_shards(buffer.layout, buffer.rank), key_of)
+    models = [view_of(buffer.param.detach(), run.in_buffer) for run in runs]
+    mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)
+    grads = [view_of(buffer.grad, run.in_buffer) for run in runs]
+    return [MainRun(*parts) for parts in zip(runs, mains, models, grads, strict=True)]
+
+
+def _copy_flat(models: Sequence[Tensor]) -> list[Tensor]:
+    """fp32 copies that lie one after the other in one allocation."""
+    numels = [model.numel() for model in models]
+    if not numels:
+        return []
+    flat = torch.empty(sum(numels), dtype=torch.float32, device=models[0].device)
+    mains = [main.detach() for main in torch.split(flat, numels)]
+    for main, model in zip(mains, models, strict=True):
+        main.copy_(model)
+    return mains

@@ -1,0 +1,226 @@
+"""The sharded step: ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020, section 5.1) between a reduce-scatter of the grads and an all-gather of the params, which the host does.
+
+[Note: bytes of a step] A bf16 param with an fp32 grad, on the rank that owns it, in bytes an element::
+
+    gradient statistics      read grad                        4
+    fused Adam               read grad                        4
+                             read and write main param        8
+                             read and write two moments      16
+                             write back the divided grad      4   only where the divisor is not 1
+    cast                     read main param                  4
+                             write model param                2
+                                                             --
+                                                             42 (38 where the divisor is 1)
+
+The floor is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
+gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4).
+No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm import Group, exchange
+from megatron_distopt.config import DistOptConfig, NonFinitePolicy
+from megatron_distopt.errors import NonFiniteGradError, refusal
+from megatron_distopt.optimizer.base import InnerChoice, step_divided
+from megatron_distopt.optimizer.grad_norm import GradStats, local_stats, nonfinite_params, reduce_stats
+from megatron_distopt.optimizer.loss_scale import LossScale
+from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs
+
+__all__ = ["ShardedOptimizer", "StepResult", "Verdict", "clip_divisor", "judge_together", "measure_together"]
+
+_log = logging.getLogger("megatron_distopt")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Args:
+        updated: False where it was skipped; params, moments and step counts are then bit for bit as before.
+        grad_norm: L2 norm of the averaged, unscaled gradient before clipping; None where the step was skipped.
+        num_zeros: elements of the gradient that are exactly zero; None where they were not counted.
+    """
+
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+class Verdict(Enum):
+    """What becomes of a step once the gradient is known on all ranks."""
+
+    #: The params are updated.
+    UPDATE = "update"
+    #: Nothing is touched but the loss scale.
+    SKIP = "skip"
+
+
+def clip_divisor(norm: float, clip_grad: float) -> float:
+    """What the gradient is divided by so that its norm is at most `clip_grad`; 1.0 where it already is.
+
+    Args:
+        norm: of the gradient; one that is not finite clips nothing.
+        clip_grad: 0 for no clipping.
+
+    Source: `clip_grad_by_total_norm_fp32` of megatron-core multiplies by clip_grad / (norm + 1e-6) where that is below
+        1.
+
+    >>> clip_divisor(8.0, 0.0), clip_divisor(0.5, 1.0), round(clip_divisor(8.0, 1.0), 3)
+    (1.0, 1.0, 8.0)
+    """
+    if clip_grad <= 0 or not math.isfinite(norm):
+        return 1.0
+    return max((norm + 1e-6) / clip_grad, 1.0)
+
+
+class ShardedOptimizer:
+    """Updates the params that this rank owns.
+
+    It moves no params and no grads between ranks: the host reduce-scatters before `step` and all-gathers after it.
+
+    Args:
+        buffers: of all params, as this rank sees them.
+        groups: the same number, in the same order, on every rank; a group may have no param here.
+        choice: the inner optimizer, see `choose_inner`.
+        config: clipping, zero count and non-finite policy.
+        loss_scale: what the loss was multiplied with.
+        stats_group: ranks over which the gradient statistics are added up: all that hold a part of the model.
+        average_over: the grads arrive as sums of this many; 1 where the host averages.
+        counted: by param name, see [Note: counted once].
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ShardedBuffer],
+        groups: Sequence[ParamGroup],
+        *,
+        choice: InnerChoice,
+        config: DistOptConfig,
+        loss_scale: LossScale,
+        stats_group: Group,
+        average_over: int = 1,
+        counted: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+        self.buffers = tuple(buffers)
+        self.runs = build_main_runs(buffers, lambda name: RunKey(group_of[name], counted(name)))
+        torch_groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(groups)]
+        # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
+        self.inner = choice.build(torch_groups or [{"params": []}])
+        self.config = config
+        self.loss_scale = loss_scale
+        self.stats_group = stats_group
+        self._average_over = average_over
+
+    @property
+    def divisor(self) -> float:
+        """What the gradients in the grad buffers have to be divided by: loss scale times number of summands."""
+        return self.loss_scale.scale.item() * self._average_over
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Collective: statistics, then the update. Needs the reduced grads in this rank's shards.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+        """
+        divisor = self.divisor
+        stats = measure_together([self], self.stats_group)
+        if judge_together([self], stats, self.stats_group) is Verdict.SKIP:
+            return StepResult(updated=False, grad_norm=None, num_zeros=None)
+        norm = stats.norm(divisor)
+        self.update(divisor * clip_divisor(norm, self.config.clip_grad))
+        return StepResult(updated=True, grad_norm=norm, num_zeros=stats.num_zeros)
+
+    def attach_grads(self) -> None:
+        """Gives every main param its gradient."""
+        for run in self.runs:
+            run.attach_grad()
+
+    def update(self, divisor: float) -> None:
+        """Divides, updates and rounds into the param buffers; the grads are let go of.
+
+        Args:
+            divisor: see `divisor`, times that of clipping.
+        """
+        step_divided(self.inner, [run.main_grad for run in self.runs], divisor)
+        for run in self.runs:
+            run.write_model()
+        self.release_grads()
+
+    def release_grads(self) -> None:
+        """Lets go of attached grads."""
+        for run in self.runs:
+            run.detach_grad()
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Refreshes the main params after somebody else changed the model params."""
+        for run in self.runs:
+            run.read_model()
+
+
+def measure_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> GradStats:
+    """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
+
+    Args:
+        optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs.
+        group: all ranks that hold a part of the model.
+    """
+    count_zeros = optimizers[0].config.count_zeros
+    for optimizer in optimizers:
+        optimizer.attach_grads()
+    runs = [run for optimizer in optimizers for run in optimizer.runs]
+    local = local_stats(runs, optimizers[0].loss_scale.scale.device, count_zeros=count_zeros)
+    return reduce_stats(local, group, count_zeros=count_zeros)
+
+
+def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
+    """Collective where a gradient is not finite: what becomes of the step, the same on all ranks. Moves the loss
+    scales.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+    """
+    curable = not stats.is_finite and all(optimizer.loss_scale.can_back_off() for optimizer in optimizers)
+    for optimizer in optimizers:
+        optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
+    verdict = Verdict.UPDATE if stats.is_finite else _judge_nonfinite(optimizers, group, curable=curable)
+    if verdict is Verdict.SKIP:
+        for optimizer in optimizers:
+            optimizer.release_grads()
+    return verdict
+
+
+def _judge_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group, *, curable: bool) -> Verdict:
+    policy = optimizers[0].config.policy
+    if curable or policy is NonFinitePolicy.SKIP:
+        return Verdict.SKIP
+    runs = [run for optimizer in optimizers for run in optimizer.runs]
+    names = exchange(nonfinite_params(runs), group)
+    where = "; ".join(f"rank {rank}: {_some(found)}" for rank, found in enumerate(names) if found)
+    if policy is NonFinitePolicy.RAISE:
+        remedy = "Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them"
+        raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
+    _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
+    return Verdict.UPDATE
+
+
+def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> dict[str, object]:
+    return {**group.options, "params": [run.main for run in runs if run.run.key.group == index]}
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
