@@ -90,7 +90,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self._stats: GradStats | None = None
-        self._divisor = 1.0
+        # What the grads have to be divided by when they were measured, and what is still left to divide by: the loss
+        # scale may change in between, and clipping adds to the second.
+        self._measured_at = self._divisor = 1.0
         publish_main_params(self.sharded, self._named)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
@@ -133,7 +135,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""
-        return self._measured.norm(self.sharded.divisor)
+        return self._measured.norm(self._measured_at)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
@@ -170,7 +172,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
     def accept(self, stats: GradStats, divisor: float) -> None:
         """Keeps what `prepare_grads` found until the update."""
-        self._stats, self._divisor = stats, divisor
+        self._stats, self._measured_at, self._divisor = stats, divisor, divisor
 
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""

@@ -1,0 +1,294 @@
+"""Trains a tiny GPT of megatron-core on a CPU, with the host's optimizers or with ours, the same in everything else.
+
+`Training` is one model with its optimizer, `train(case)` gives the `Curve` of some steps. To be imported inside a rank
+(see `tests.support.spawn`): it imports the host and maps its CUDA calls for the life of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import megatron.core.optimizer as host_optimizer
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from tests.support.cases import Case, Curve, Step
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+megatron_on_cpu = importlib.import_module("megatron_on_cpu")
+megatron_on_cpu.install()
+
+# 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as real ones do.
+HIDDEN = 40
+HEADS = 4
+VOCABULARY = 128
+SEQUENCE = 16
+MICRO_BATCH = 2
+DISTINCT_BATCHES = 4  # the steps go around them, so that there is something to learn
+SEED = 1234
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(case: Case) -> Curve:
+    """Collective: trains a fresh model for `case.steps` steps."""
+    with contextlib.closing(Training(case)) as training:
+        steps: list[Step] = []
+        first_params: dict[str, Tensor] = {}
+        for _ in range(case.steps):
+            steps.append(training.step())
+            if steps[-1].success and not first_params:
+                first_params = training.params()
+        return Curve(tuple(steps), first_params, training.params())
+
+
+class Training:
+    """One GPT on this rank, its data, and an optimizer made by the host's `get_megatron_optimizer`.
+
+    The host's own optimizers compare type strings with CUDA's; that one mapping of the support module is active while
+    they are made and while they step, and at no time when the optimizer is ours.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.steps_taken = 0
+        enter_layout(case)
+        self.chunks = build_chunks(case)
+        self._undo = contextlib.ExitStack()
+        if case.optimizer == "distopt":
+            import megatron_distopt
+
+            self._undo.callback(megatron_distopt.install().undo)
+        with self.type_strings():
+            # Looked up when it is called, as a training module does that is imported after the installation.
+            self.optimizer = host_optimizer.get_megatron_optimizer(optimizer_config(case), self.chunks)
+        self._connect_schedule()
+
+    def close(self) -> None:
+        """Takes our seam out of the host again."""
+        self._undo.close()
+
+    def type_strings(self) -> contextlib.AbstractContextManager[object]:
+        """The mapping that the host's own optimizers cannot do without; nothing for ours."""
+        return contextlib.nullcontext() if self.case.optimizer == "distopt" else megatron_on_cpu.map_type_strings()
+
+    def step(self) -> Step:
+        """Collective: one iteration in the order of the host's training loop."""
+        loss = self.forward_backward()
+        loss_scale = float(self.optimizer.get_loss_scale().item())
+        with self.type_strings():
+            success, grad_norm, num_zeros = self.optimizer.step()
+        self.finish_step()
+        return Step(loss, success, grad_norm, num_zeros, loss_scale)
+
+    def forward_backward(self) -> float:
+        """Collective: zeroes gradients, runs the schedule with `finalize_model_grads`; returns the global loss."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        iterators = [microbatches(self.case, self.steps_taken) for _ in self.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        return global_loss(self.case, losses)
+
+    def finish_step(self) -> None:
+        """The host's loop enables the forward pre-hooks only after its first iteration."""
+        if self.case.overlap_param_gather and self.steps_taken == 0:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+        self.steps_taken += 1
+
+    def params(self) -> dict[str, Tensor]:
+        """Collective with overlap_param_gather: copies of the model params, up to date."""
+        if self.case.overlap_param_gather and self.steps_taken > 0:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook()
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+        return {name: param.detach().clone() for name, param in self.named_params()}
+
+    def named_params(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The model params by chunk and name, wrappers left out of the name."""
+        for index, chunk in enumerate(self.chunks):
+            for name, param in chunk.named_parameters():
+                yield f"{index}.{name.removeprefix('module.').removeprefix('module.')}", param
+
+    def _connect_schedule(self) -> None:
+        """What the host's training loop writes into the model's config before the first iteration."""
+        config = self.chunks[0].config
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if self.case.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        if self.case.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+
+
+def enter_layout(case: Case) -> None:
+    """Collective: the host's process groups for the case; kept while consecutive cases have the same layout."""
+    if case.ranks != dist.get_world_size():
+        raise ValueError(f"{case} needs {case.ranks} ranks and has {dist.get_world_size()}")
+    if parallel_state.model_parallel_is_initialized():
+        if _current_layout() == (case.tp, case.pp, case.vp):
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp if case.vp > 1 else None)
+
+
+def _current_layout() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+
+
+def build_chunks(case: Case) -> list[DistributedDataParallel]:
+    """Collective: the model chunks of this rank inside the host's DDP, from the same seed every time."""
+    torch.manual_seed(SEED)
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    config = transformer_config(case)
+    return [build_chunk(case, config, stage) for stage in range(case.vp)]
+
+
+def build_chunk(case: Case, config: TransformerConfig, stage: int) -> DistributedDataParallel:
+    vp_stage = stage if case.vp > 1 else None
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=case.tied,
+        vp_stage=vp_stage,
+    )
+    if case.precision != "fp32":
+        model = Float16Module(config, model)
+    prepare_params(case, model)
+    disable_bucketing = stage > 0 or case.overlap_param_gather_with_step  # as the host's training loop has it
+    return DistributedDataParallel(config, ddp_config(case), model, disable_bucketing=disable_bucketing)
+
+
+def prepare_params(case: Case, model: torch.nn.Module) -> None:
+    """Freezes params, and widens the norms with values that 16 bits cannot hold."""
+    for name, param in model.named_parameters():
+        if any(part in name for part in case.frozen):
+            param.requires_grad_(False)
+        if case.fp32_norms and "layernorm" in name:
+            param.data = param.data.float() + 1e-4
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
+        pipeline_dtype=DTYPES[case.precision],
+        params_dtype=DTYPES[case.precision],
+        bf16=case.precision == "bf16",
+        fp16=case.precision == "fp16",
+        attention_softmax_in_fp32=True,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def ddp_config(case: Case) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.grad_reduce_in_fp32,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_param_gather=case.overlap_param_gather,
+        use_distributed_optimizer=case.distributed,
+        average_in_collective=case.average_in_collective,
+        bucket_size=case.bucket_size,
+    )
+
+
+def optimizer_config(case: Case) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=case.optimizer_name,
+        lr=case.lr,
+        min_lr=case.lr / 10,
+        weight_decay=case.weight_decay,
+        clip_grad=case.clip_grad,
+        params_dtype=DTYPES[case.precision],
+        bf16=case.precision == "bf16",
+        fp16=case.precision == "fp16",
+        loss_scale=case.loss_scale,
+        initial_loss_scale=case.initial_loss_scale,
+        loss_scale_window=case.loss_scale_window,
+        hysteresis=case.hysteresis,
+        log_num_zeros_in_grad=case.log_num_zeros,
+        use_distributed_optimizer=case.distributed,
+        overlap_param_gather=case.overlap_param_gather,
+        overlap_param_gather_with_optimizer_step=case.overlap_param_gather_with_step,
+    )
+
+
+def microbatches(case: Case, step: int) -> Iterator[Tensor]:
+    """This data-parallel rank's part of the step's global batch: [MICRO_BATCH, SEQUENCE + 1] tokens each."""
+    generator = torch.Generator().manual_seed(SEED + step % DISTINCT_BATCHES)
+    shape = (case.num_microbatches, case.dp, MICRO_BATCH, SEQUENCE + 1)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    return iter(tokens[:, parallel_state.get_data_parallel_rank()])
+
+
+def forward_step(iterator: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    """What the host's schedules call for each microbatch."""
+    tokens = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)  # True: may not be seen
+    output = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    return output, partial(mean_loss)
+
+
+def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def global_loss(case: Case, losses: list[dict[str, Tensor]]) -> float:
+    """Collective: the mean over microbatches and data-parallel ranks; only the last pipeline stage has any."""
+    total = torch.tensor([sum(float(entry["loss"]) for entry in losses)], dtype=torch.float64)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    return float(total) / (case.num_microbatches * case.dp)

@@ -1,0 +1,176 @@
+"""Runs a function on several ranks: real processes, gloo over loopback, results back in the parent.
+
+A spawn costs seconds, so one spawn runs many cases and returns a mapping from case to value; a module-scoped fixture
+holds that mapping and pytest parametrizes over the cases:
+
+    def cases(rank: int, size: int) -> dict[str, float]: ...       # at module level: the ranks import it
+
+    @pytest.fixture(scope="module")
+    def results() -> list[dict[str, float]]:
+        return run_ranks(cases, 2)                                 # results()[rank][case]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+# A rank that waits for one that has died is told so by gloo within a moment; after this it is ended.
+_SECONDS_TO_FOLLOW_A_FAILURE = 3.0
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or ran out of time. The message has its traceback, `__cause__` the exception itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What one rank wrote before it ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    ended_at: float = 0.0
+
+
+def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds: float = 120.0) -> list[Result]:
+    """Calls `function(rank, size, *args)` on `size` processes that form one gloo process group.
+
+    Args:
+        function: importable from its module (no lambda, no closure); it and `args` are pickled.
+        size: the number of ranks.
+        args: the same for every rank.
+        seconds: the time limit for all of it, process start included.
+
+    Returns:
+        What each rank returned, in the order of the ranks.
+
+    Raises:
+        RankError: a rank raised, died, or the time limit passed. The first failure in time comes first: what the
+            other ranks report is mostly that their peer is gone.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder, _environment_of_ranks():
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=_run_rank, args=(folder, function, rank, size, args, seconds), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            late = _wait(processes, deadline=time.monotonic() + seconds)
+        finally:
+            _end(processes)
+        outcomes = [_read(Path(folder), rank) for rank in range(size)]
+        _raise_failures(outcomes, processes, late, f"{function.__module__}.{function.__qualname__}", seconds)
+        return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+@contextlib.contextmanager
+def _environment_of_ranks() -> Iterator[None]:
+    """What a process has to find in its environment before it imports torch; restored afterwards."""
+    wanted = {"OMP_NUM_THREADS": "1"}
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_rank(
+    folder: str, function: Callable[..., Any], rank: int, size: int, args: tuple[object, ...], seconds: float
+) -> None:
+    """The body of one process. It leaves an outcome file whatever happens, short of a signal."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    try:
+        # A file, not a port: test runs beside each other on one machine cannot clash.
+        store = dist.FileStore(os.path.join(folder, "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+        outcome = _Outcome(value=function(rank, size, *args), ended_at=time.time())
+    except BaseException as error:  # noqa: BLE001 - it is carried to the parent and raised there
+        outcome = _Outcome(error=error, trace=traceback.format_exc(), ended_at=time.time())
+    _write(Path(folder), rank, outcome)
+    if outcome.error is not None:
+        os._exit(1)  # peers may be waiting: no clean-up that could wait for them
+    dist.destroy_process_group()
+
+
+def _write(folder: Path, rank: int, outcome: _Outcome) -> None:
+    try:
+        payload = pickle.dumps(outcome)
+        pickle.loads(payload)
+    except Exception as error:  # noqa: BLE001 - what cannot be pickled still has to be reported
+        trace = outcome.trace or f"What the rank returned cannot be pickled: {error!r}"
+        payload = pickle.dumps(_Outcome(error=RuntimeError(trace), trace=trace, ended_at=outcome.ended_at))
+    unfinished = folder / f"rank{rank}.unfinished"
+    unfinished.write_bytes(payload)
+    unfinished.rename(folder / f"rank{rank}")
+
+
+def _read(folder: Path, rank: int) -> _Outcome | None:
+    file = folder / f"rank{rank}"
+    return pickle.loads(file.read_bytes()) if file.exists() else None
+
+
+def _wait(processes: list[SpawnProcess], deadline: float) -> list[int]:
+    """Waits until all have ended, or one failed and the others had a moment. Returns the ranks that are late."""
+    failed = False
+    while running := [process for process in processes if process.is_alive()]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return [] if failed else [rank for rank, process in enumerate(processes) if process.is_alive()]
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=left)
+        if not failed and any(process.exitcode not in (None, 0) for process in processes):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW_A_FAILURE)
+    return []
+
+
+def _end(processes: list[SpawnProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+def _raise_failures(
+    outcomes: list[_Outcome | None], processes: list[SpawnProcess], late: list[int], name: str, seconds: float
+) -> None:
+    failures = [(outcome.ended_at, rank, outcome) for rank, outcome in enumerate(outcomes) if outcome and outcome.error]
+    if failures:
+        failures.sort(key=lambda failure: failure[:2])
+        traces = "\n".join(f"--- rank {rank} of {len(outcomes)}:\n{outcome.trace}" for _, rank, outcome in failures)
+        raise RankError(f"{name} failed on rank {failures[0][1]}.\n{traces}") from failures[0][2].error
+    if late:
+        raise RankError(f"{name} was still running on ranks {late} after {seconds:g} s. A collective may be missing.")
+    dead = {rank: processes[rank].exitcode for rank, outcome in enumerate(outcomes) if outcome is None}
+    if dead:
+        raise RankError(f"{name} left no result on ranks {sorted(dead)}; exit codes {dead}.")
