@@ -39,7 +39,7 @@ class Run:
 
 
 def _config(**changes: object) -> DistOptConfig:
-    """torch's for-each kernels compute an element the same wherever a tensor begins and ends; see FUSED for the others."""
+    """With torch's for-each kernels: they compute an element the same wherever its tensor ends (see FUSED)."""
     options = {"accelerator": "torch", "adam": "torch_foreach", "lr": 0.01, "weight_decay": 0.1, **changes}
     return DistOptConfig(**options)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ CASES = {
 }
 
 #: torch's fused CPU kernels round an element in the scalar tail of a tensor now and then differently from the same
-#: element in the vectorised middle (seen for about 1 element in 1,000 that changed sides), and sharding moves the tails.
+#: element in the vectorised middle (about 1 in 1,000 of those that changed sides), and sharding moves the tails.
 FUSED = {"fused adam": 1e-6, "fused sgd": 1e-6}
 
 

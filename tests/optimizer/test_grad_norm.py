@@ -1,0 +1,169 @@
+"""Gradient statistics of sharded models against those of the whole model in one process, for each kind of duplicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterDict
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import Group
+from megatron_distopt.layout import ParamShard, Run, Span
+from megatron_distopt.optimizer.grad_norm import local_stats, reduce_stats
+from megatron_distopt.optimizer.main_params import MainRun, RunKey
+from tests.support.spawn import run_ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A param on one model-parallel rank.
+
+    Args:
+        whole: name of the tensor of the whole model.
+        rows: of it that this rank holds, first and last exclusive; all where None.
+        counted: whether this rank counts it.
+    """
+
+    whole: str
+    rows: tuple[int, int] | None = None
+    counted: bool = True
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its part of the whole model's."""
+        return WHOLE[self.whole] if self.rows is None else WHOLE[self.whole][slice(*self.rows)]
+
+
+#: The whole model's gradient; small integers over 2**8 with some zeros, so that every sum below is exact.
+WHOLE = {
+    name: torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float() / 256
+    for seed, (name, shape) in enumerate({"embedding": (16, 5), "linear": (8, 9), "norm": (9,), "head": (6, 5)}.items())
+}
+
+#: By kind: the params of model-parallel rank 0 and 1.
+MODELS = {
+    "no duplicate": [
+        {"a": Piece("embedding"), "b": Piece("norm")},
+        {"a": Piece("linear"), "b": Piece("head")},
+    ],
+    "tensor parallel with a duplicated norm": [
+        {"weight": Piece("linear", (0, 4)), "norm": Piece("norm")},
+        {"weight": Piece("linear", (4, 8)), "norm": Piece("norm", counted=False)},
+    ],
+    "pipeline with a shared embedding": [
+        {"embedding": Piece("embedding"), "linear": Piece("linear")},
+        {"head": Piece("head"), "embedding": Piece("embedding", counted=False)},
+    ],
+    "sequence parallel norms on both ranks": [
+        {"norm": Piece("norm"), "weight": Piece("linear", (0, 4)), "norm2": Piece("embedding")},
+        {
+            "norm": Piece("norm", counted=False),
+            "weight": Piece("linear", (4, 8)),
+            "norm2": Piece("embedding", counted=False),
+        },
+    ],
+    "a rank that counts nothing": [
+        {"norm": Piece("norm"), "linear": Piece("linear")},
+        {"norm": Piece("norm", counted=False), "linear": Piece("linear", counted=False)},
+    ],
+}
+
+
+class Part(Module):
+    """The params of one model-parallel rank."""
+
+    def __init__(self, pieces: dict[str, Piece]) -> None:
+        super().__init__()
+        self.held = ParameterDict({name: Parameter(piece.tensor.clone()) for name, piece in pieces.items()})
+
+    def forward(self, pieces: dict[str, Piece]) -> Tensor:
+        """A loss whose gradient is the whole model's."""
+        return torch.stack([(self.held[name] * piece.tensor).sum() for name, piece in pieces.items()]).sum()
+
+
+def measure(rank: int, size: int) -> dict[str, tuple[float | None, int | None]]:
+    """2 model-parallel × 2 data-parallel ranks: ranks 0, 2 are one data-parallel group and 1, 3 the other."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return {kind: _measure(parts[rank % 2], groups[rank % 2]) for kind, parts in MODELS.items()}
+
+
+def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float | None, int | None]:
+    model = Part(pieces)
+    optimizer = distribute(
+        model,
+        DistOptConfig(accelerator="torch", count_zeros=True, bucket_numel=40),
+        process_group=group,
+        stats_process_group=dist.group.WORLD,
+        counted=lambda name: pieces[name.removeprefix("held.")].counted,
+    )
+    model(pieces).backward()
+    result = optimizer.step()
+    return result.grad_norm, result.num_zeros
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, tuple[float | None, int | None]]]:
+    return run_ranks(measure, 4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_stats_when_params_are_duplicated_then_each_element_counts_once(
+    measured: list[dict[str, tuple[float | None, int | None]]], kind: str
+) -> None:
+    pieces = [piece for part in MODELS[kind] for piece in part.values()]
+    counted = torch.cat([piece.tensor.flatten() for piece in pieces if piece.counted])
+    wanted = (float(counted.double().norm()), int((counted == 0).sum()))
+    for rank in range(4):
+        # All sums are exact; one square root in float64 is left on either side.
+        assert measured[rank][kind] == pytest.approx(wanted, rel=1e-15, abs=0.0)
+
+
+def test_the_duplicates_when_counted_twice_then_would_change_the_norm() -> None:
+    """The models above could not tell a wrong count from a right one if the duplicated gradients were zero."""
+    assert all(WHOLE[name].abs().sum() > 0 for name in ("norm", "embedding", "linear"))
+
+
+@pytest.mark.parametrize(
+    ("change", "finite", "norm"),
+    [
+        (lambda grad: grad.fill_(0.5), True, 0.5 * 3000**0.5),
+        # Above the 1.8e19 at which a sum of squares overflows in fp32.
+        (lambda grad: grad.fill_(3e19), True, 3e19 * 3000**0.5),
+        (lambda grad: grad.zero_().index_fill_(0, torch.tensor([7]), float("inf")), False, float("inf")),
+        (lambda grad: grad.zero_().index_fill_(0, torch.tensor([2999]), float("nan")), False, None),
+    ],
+    ids=["ordinary", "huge", "inf", "nan"],
+)
+def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
+    change: Callable[[Tensor], Tensor], finite: bool, norm: float | None
+) -> None:
+    grad = torch.empty(3000)
+    change(grad)
+    run = _main_run(grad, counted=True)
+    stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
+    assert stats.is_finite == finite
+    if norm is not None:
+        # fp32 squares in pieces: 1e-7 each, and their sum in float64.
+        assert stats.norm(1.0) == pytest.approx(norm, rel=1e-6)
+
+
+def test_local_stats_when_an_uncounted_param_is_infinite_then_is_not_finite() -> None:
+    runs = [_main_run(torch.ones(4), counted=True), _main_run(torch.full((4,), float("inf")), counted=False)]
+    stats = reduce_stats(
+        local_stats(runs, torch.device("cpu"), count_zeros=False), Group(None, 0, 1), count_zeros=False
+    )
+    assert (stats.num_nonfinite_ranks, stats.sum_of_squares, stats.num_zeros) == (1, 4.0, None)
+
+
+def _main_run(grad: Tensor, *, counted: bool) -> MainRun:
+    span = Span(0, grad.numel())
+    shard = ParamShard("p", 0, 0, span, span, span, span)
+    main = torch.zeros_like(grad)
+    run = MainRun(Run(RunKey(0, counted), 0, span, (shard,)), main, main, grad)
+    run.attach_grad()
+    return run

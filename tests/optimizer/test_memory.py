@@ -1,0 +1,103 @@
+"""At most 6 + 12/n bytes an element for bf16 params with fp32 grads at group size n, read off what is allocated."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Linear, Sequential
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.optimizer import Memory
+from tests.support.spawn import run_ranks
+
+WIDTH = 384
+SIZES = (1, 2, 4)
+
+#: Step counts, loss scale and statistics: scalars, a few for each run; and the alignment of each param to 64 elements.
+CONSTANT_NBYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes on one rank after training steps.
+
+    Args:
+        numel: of the model.
+        allocated: in all tensors of the process that were not there before, each storage once.
+        reported: by the optimizer.
+    """
+
+    numel: int
+    allocated: int
+    reported: Memory
+
+
+def measure(rank: int, world_size: int) -> dict[tuple[int, bool], Found]:
+    groups = {size: dist.new_group(range(size)) for size in SIZES}
+    return {
+        (size, fp32): _measure(group, fp32=fp32)
+        for size, group in groups.items()
+        for fp32 in (True, False)
+        if rank < size
+    }
+
+
+def _measure(group: dist.ProcessGroup, *, fp32: bool) -> Found:
+    before = _storages()
+    model = Sequential(*(Linear(WIDTH, WIDTH) for _ in range(4))).bfloat16()
+    config = DistOptConfig(accelerator="torch", clip_grad=1.0, grads_in_fp32=fp32, bucket_numel=100_000)
+    optimizer = distribute(model, config, process_group=group)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    after = _storages()
+    allocated = sum(nbytes for address, nbytes in after.items() if address not in before)
+    return Found(sum(param.numel() for param in model.parameters()), allocated, optimizer.memory)
+
+
+def _storages() -> dict[int, int]:
+    gc.collect()
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[int, bool], Found]]:
+    return run_ranks(measure, max(SIZES))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_when_bf16_with_fp32_grads_then_six_and_twelve_over_n(
+    found: list[dict[tuple[int, bool], Found]], size: int
+) -> None:
+    for rank in range(size):
+        case = found[rank][size, True]
+        assert case.allocated <= (6 + 12 / size) * case.numel + CONSTANT_NBYTES
+        # A bound that a forgotten copy of the params (2 bytes) would break.
+        assert 0.5 * case.numel > CONSTANT_NBYTES
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_when_grads_are_16_bit_then_four_and_twelve_over_n(
+    found: list[dict[tuple[int, bool], Found]], size: int
+) -> None:
+    for rank in range(size):
+        case = found[rank][size, False]
+        assert case.allocated <= (4 + 12 / size) * case.numel + CONSTANT_NBYTES
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reported_memory_when_compared_then_is_what_is_allocated(
+    found: list[dict[tuple[int, bool], Found]], size: int
+) -> None:
+    for rank in range(size):
+        case = found[rank][size, True]
+        reported = case.reported.param_nbytes + case.reported.grad_nbytes + case.reported.state_nbytes
+        assert 0 <= case.allocated - reported <= CONSTANT_NBYTES
+        # fp32 main param and two moments of every param.
+        assert case.reported.undistributed_state_nbytes == 12 * case.numel
