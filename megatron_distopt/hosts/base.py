@@ -29,11 +29,13 @@ __all__ = [
 
 def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
     """Every trainable param of the model once, by name; of several chunks with the chunk's number in front."""
-    named: dict[str, Parameter] = {}
+    name_of: dict[Parameter, str] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
-        named.update((prefix + name, param) for name, param in chunk.named_parameters() if param.requires_grad)
-    return named
+        for name, param in chunk.named_parameters():
+            if param.requires_grad:
+                name_of.setdefault(param, prefix + name)  # one that two chunks share is one param
+    return {name: param for param, name in name_of.items()}
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:

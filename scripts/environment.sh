@@ -1,0 +1,44 @@
+# Sourced by the other scripts: `prepare EXTRA` makes .venv in the root of the repository and installs the package with
+# that extra. Sets: root, venv, gpus. Needs Python 3.10 or newer (PYTHON names the interpreter; python3).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+gpus=0
+if nvidia-smi -L >/dev/null 2>&1; then
+    gpus=$(nvidia-smi -L | wc -l)
+fi
+
+fail() {
+    echo "$(basename "$0"): $1" >&2
+    exit "${2:-1}"
+}
+
+# The release that this was tried with on CPUs; with a GPU the newest, built for the CUDA of the day.
+_torch() { [ "$gpus" -gt 0 ] && echo torch || echo torch==2.13.0; }
+
+_pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"; }
+
+_make_venv() {
+    local python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "Invalid interpreter: $("$python" --version 2>&1). Must be Python 3.10 or newer. Name one: PYTHON=python3.11 $0"
+    "$python" -m venv "$venv" || {
+        rm -rf "$venv"
+        fail "Invalid Python: it has no venv. Must have it. On Debian and Ubuntu: apt-get install python3-venv"
+    }
+}
+
+# torch goes first and is then held: deepspeed and megatron-core ask for any torch, and must not move it.
+prepare() {
+    local extra=$1 wanted
+    [ -x "$venv/bin/python" ] || { echo "making $venv"; _make_venv; }
+    wanted="$(_torch) $(cat "$root/setup.py" "$root/pyproject.toml" | cksum)"
+    if [ "$(cat "$venv/$extra.installed" 2>/dev/null || true)" = "$wanted" ]; then
+        return
+    fi
+    echo "installing megatron-distopt[$extra]: minutes, once"
+    _pip_install "$(_torch)"
+    "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints"
+    _pip_install --constraint "$venv/constraints" --editable "$root[$extra]"
+    echo "$wanted" >"$venv/$extra.installed"
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lints, checks types and runs the tests. Needs Python 3.10 or newer and nothing else; what it installs goes to .venv.
+# Arguments are handed to pytest: scripts/test.sh tests/layout
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare dev
+cd "$root"
+export PATH="$venv/bin:$PATH"
+echo "ruff check" && ruff check .
+echo "ruff format" && ruff format --check --quiet .
+echo "mypy" && mypy
+python -m pytest "$@"

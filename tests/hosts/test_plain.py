@@ -1,0 +1,445 @@
+"""The plain host: its calls, its kinds of models, its refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Embedding, LayerNorm, Linear, Module, Sequential
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.errors import CheckpointError, ConfigError, DistOptError, LayoutError, RanksDisagreeError
+from tests.support.models import Params, exact_grads
+from tests.support.spawn import run_ranks
+
+SIZE = 3
+# torch's for-each kernels are the same to the bit wherever a tensor ends (test_sharded_equals_undistributed.py, FUSED).
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
+
+
+class Tied(Module):
+    """Input and output embedding are one param; a norm stays in fp32, and one param is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = Embedding(13, 8).bfloat16()
+        self.norm = LayerNorm(8)
+        self.frozen = Linear(8, 8, bias=False).bfloat16().requires_grad_(False)
+        self.head = Linear(8, 13, bias=False).bfloat16()
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.norm(self.embedding(tokens).float()).bfloat16())
+        return torch.nn.functional.cross_entropy(self.head(hidden).float(), tokens)
+
+
+def tied_and_frozen(rank: int) -> dict[str, Any]:
+    model = Tied()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = distribute(model, CONFIG)
+    for _ in range(3):
+        _step(optimizer, model(torch.arange(13)))
+    after = dict(model.named_parameters())
+    return {
+        "names": sorted(slot.name for buffer in optimizer.sharded.buffers for slot in buffer.layout.slots),
+        "is_tied": model.head.weight is model.embedding.weight,
+        "frozen_equal": torch.equal(before["frozen.weight"], after["frozen.weight"]),
+        "moved": not torch.equal(before["embedding.weight"], after["embedding.weight"]),
+        # A norm weight that had been through bf16 would be a multiple of 2**-8 near 1.
+        "norm_is_fine": bool(((after["norm.weight"].detach() * 256) % 1 != 0).any()),
+        "params": [param.detach().float() for param in after.values()],
+    }
+
+
+def chunks_equal_one_model(rank: int) -> dict[str, Any]:
+    whole, halves = Params(), [Params(), Params()]
+    one = distribute(whole, CONFIG)
+    several = distribute(halves, CONFIG)
+    grads = exact_grads(0, 0, rank)
+    _step(one, whole(grads))
+    _step(several, halves[0](grads) + halves[1](grads))
+    names = [slot.name for buffer in several.sharded.buffers for slot in buffer.layout.slots]
+    shared = Linear(2, 2, bias=False)
+    across = distribute([shared, Sequential(shared)], CONFIG)
+    equal = all(
+        torch.equal(left, right)
+        for half in halves
+        for left, right in zip(whole.parameters(), half.parameters(), strict=True)
+    )
+    slots = [slot.name for buffer in across.sharded.buffers for slot in buffer.layout.slots]
+    return {"equal": equal, "first_name": names[0], "shared_between_chunks": slots}
+
+
+def groups_stay_alike(rank: int) -> dict[str, Any]:
+    """Param groups of a model so small that ranks own nothing of a group, or nothing at all."""
+    model = Linear(1, 1)
+    groups = [
+        {"params": [model.weight], "lr_mult": 2.0, "is_decoupled_lr": True},
+        {"params": [model.bias], "weight_decay": 0.0, "default_config": True},
+    ]
+    optimizer = distribute(model, CONFIG, param_groups=groups)
+    before = model.weight.item()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    _step(optimizer, model(torch.ones(1, 1)).sum())
+    frozen_by_lr = model.weight.item() == before
+    optimizer.param_groups[0]["lr"] = 0.5
+    _step(optimizer, model(torch.ones(1, 1)).sum())
+    keys = [sorted(set(group) - {"params"}) for group in optimizer.param_groups]
+    return {
+        "owned": sum(run.main.numel() for run in optimizer.sharded.runs),
+        "keys": keys,
+        "extras": (optimizer.param_groups[0]["lr_mult"], optimizer.param_groups[1]["weight_decay"]),
+        "lr_is_live": frozen_by_lr and model.weight.item() != before,
+    }
+
+
+def own_optimizer_instance(rank: int) -> dict[str, Any]:
+    model, reference = Params(), Params()
+    own = torch.optim.RMSprop(model.groups(), lr=0.01)
+    optimizer = distribute(model, CONFIG, optimizer=own)
+    whole = torch.optim.RMSprop(reference.groups(), lr=0.01)
+    for step in range(3):
+        _step(optimizer, model(exact_grads(step, 0, rank)))
+        grads = [exact_grads(step, 0, each) for each in range(SIZE)]
+        for name, param in reference.named():
+            param.grad = torch.stack([grad[name] for grad in grads]).sum(0) / SIZE
+        whole.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return {"equal": all(torch.equal(left, right) for left, right in pairs), "is_own": optimizer.sharded.inner is own}
+
+
+def state_round_trip(rank: int) -> dict[str, Any]:
+    """Two more steps after loading equal two more steps without."""
+    config = dataclasses.replace(CONFIG, loss_scale="dynamic", growth_interval=2, initial_loss_scale=64.0)
+    first, second = Params(default=torch.float16), Params(default=torch.float16)
+    one, other = distribute(first, config), distribute(second, config)
+    for step in range(3):
+        _step(one, first(exact_grads(step, 0, rank)))
+    saved = copy.deepcopy(one.state_dict())
+    other.load_state_dict(saved)
+    same_at_once = _equal(first, second)
+    for step in range(3, 5):
+        _step(one, first(exact_grads(step, 0, rank)))
+        _step(other, second(exact_grads(step, 0, rank)))
+    foreign = {**saved, "param_shards": {}} if rank == 1 else saved
+    return {
+        "same_at_once": same_at_once,
+        "same_later": _equal(first, second),
+        "scales": (one.sharded.loss_scale.scale.item(), other.sharded.loss_scale.scale.item()),
+        "refusal": _refusal(lambda: other.load_state_dict(foreign)),
+        "unchanged": _equal(first, second),
+    }
+
+
+def starts_from_rank_zero(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    model = Linear(5, 3)
+    distribute(model, CONFIG)
+    return {"weight": model.weight.detach().clone()}
+
+
+def reload_after_change(rank: int) -> dict[str, Any]:
+    model = Linear(4, 4, bias=False).bfloat16()
+    optimizer = distribute(model, dataclasses.replace(CONFIG, lr=0.0, weight_decay=0.0))
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    optimizer.reload_model_params()
+    _step(optimizer, model(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+    return {"kept": bool((model.weight == 0.5).all())}
+
+
+def _float64(rank: int) -> object:
+    return distribute(Linear(2, 2).double(), CONFIG)
+
+
+def _fp16_without_scale(rank: int) -> object:
+    return distribute(Linear(2, 2).half(), CONFIG)
+
+
+def _nothing_trainable(rank: int) -> object:
+    return distribute(Linear(2, 2).requires_grad_(False), CONFIG)
+
+
+def _in_two_groups(rank: int) -> object:
+    model = Linear(2, 2, bias=False)
+    return distribute(model, CONFIG, param_groups=[{"params": [model.weight]}, {"params": [model.weight]}])
+
+
+def _in_no_group(rank: int) -> object:
+    model = Linear(2, 2)
+    return distribute(model, CONFIG, param_groups=[{"params": [model.weight]}])
+
+
+def _in_no_buffer(rank: int) -> object:
+    model = Linear(2, 2)
+    return distribute(model, CONFIG, param_groups=[{"params": [*model.parameters(), *Linear(1, 1).parameters()]}])
+
+
+def _empty_group(rank: int) -> object:
+    model = Linear(2, 2)
+    return distribute(model, CONFIG, param_groups=[{"params": list(model.parameters())}, {"params": []}])
+
+
+def _on_meta(rank: int) -> object:
+    return distribute(Linear(2, 2, device="meta"), CONFIG)
+
+
+def _one_rank_only(rank: int) -> object:
+    return distribute(Linear(2, 2).to(torch.float64 if rank == 2 else torch.float32), CONFIG)
+
+
+def _other_options(rank: int) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, lr=0.5 if rank == 1 else 0.01))
+
+
+def _other_names(rank: int) -> object:
+    return distribute(Sequential(Linear(2, 2)) if rank == 1 else Linear(2, 2), CONFIG)
+
+
+def _other_shape(rank: int) -> object:
+    return distribute(Linear(2, 3 if rank == 0 else 2), CONFIG)
+
+
+def _other_dtype(rank: int) -> object:
+    return distribute(Linear(2, 2).to(torch.bfloat16 if rank == 2 else torch.float32), CONFIG)
+
+
+def _other_order(rank: int) -> object:
+    model = Module()
+    for name in ("b", "a") if rank == 0 else ("a", "b"):
+        model.add_module(name, Linear(2, 2, bias=False))
+    return distribute(model, CONFIG)
+
+
+BAD: dict[
+    str, tuple[Callable[[int], object], tuple[type[DistOptError], str] | dict[int, tuple[type[DistOptError], str]]]
+] = {
+    "float64": (
+        _float64,
+        (
+            LayoutError,
+            "Invalid dtype of param 'bias': float64. Must be one of float32, bfloat16, float16. "
+            "Convert or freeze the param.",
+        ),
+    ),
+    "fp16 without loss scale": (
+        _fp16_without_scale,
+        (
+            ConfigError,
+            "Invalid loss_scale: None with fp16 params. Must be a number or 'dynamic'. Write loss_scale='dynamic'.",
+        ),
+    ),
+    "nothing trainable": (
+        _nothing_trainable,
+        (LayoutError, "Invalid model: no trainable param. Must have at least 1. Unfreeze something."),
+    ),
+    "in two groups": (
+        _in_two_groups,
+        (
+            LayoutError,
+            "Invalid param 'weight': in 2 param groups. Must be in exactly 1. Give every trainable param one group.",
+        ),
+    ),
+    "in no group": (
+        _in_no_group,
+        (
+            LayoutError,
+            "Invalid param 'bias': in 0 param groups. Must be in exactly 1. Give every trainable param one group.",
+        ),
+    ),
+    "in no buffer": (
+        _in_no_buffer,
+        (
+            LayoutError,
+            "Invalid param group 0: 2 params in no buffer. Must hold only trainable params of the model's buffers. "
+            "Leave out frozen and foreign params.",
+        ),
+    ),
+    "empty group": (
+        _empty_group,
+        (
+            LayoutError,
+            "Invalid param group 1: no params on any of 3 ranks. Must have a param on at least 1 rank. "
+            "Leave the group out.",
+        ),
+    ),
+    "on meta": (
+        _on_meta,
+        (
+            LayoutError,
+            "Invalid param device: meta. Must be cpu (which torch names as accelerator) or cpu. "
+            "Move the model with model.to(...) first.",
+        ),
+    ),
+    "one rank only": (
+        _one_rank_only,
+        {
+            0: (
+                RanksDisagreeError,
+                "Invalid start-up: rank 2 refused with «Invalid dtype of param 'bias': float64. Must be one of "
+                "float32, bfloat16, float16. Convert or freeze the param.». Must pass on all 3 ranks. "
+                "Mend what that rank reports.",
+            ),
+            2: (
+                LayoutError,
+                "Invalid dtype of param 'bias': float64. Must be one of float32, bfloat16, float16. "
+                "Convert or freeze the param.",
+            ),
+        },
+    ),
+    "other options": (
+        _other_options,
+        (
+            RanksDisagreeError,
+            "Invalid options: rank 1 has lr=0.5 as number 3 where rank 0 has lr=0.01. Must be the same on all 3 "
+            "ranks. Start rank(s) 1 with the code and options of the others.",
+        ),
+    ),
+    "other names": (
+        _other_names,
+        (
+            RanksDisagreeError,
+            "Invalid param names: rank 1 has 0.bias as number 0 where rank 0 has bias. Must be the same on all 3 "
+            "ranks. Start rank(s) 1 with the code and options of the others.",
+        ),
+    ),
+    "other shape": (
+        _other_shape,
+        (
+            RanksDisagreeError,
+            "Invalid param shapes: rank 0 has bias[3] as number 0 where rank 1 has bias[2]. Must be the same on all "
+            "3 ranks. Start rank(s) 0 with the code and options of the others.",
+        ),
+    ),
+    "other dtype": (
+        _other_dtype,
+        (
+            RanksDisagreeError,
+            "Invalid param dtypes: rank 2 has bias bfloat16 as number 0 where rank 0 has bias float32. Must be the "
+            "same on all 3 ranks. Start rank(s) 2 with the code and options of the others.",
+        ),
+    ),
+    "other order": (
+        _other_order,
+        (
+            RanksDisagreeError,
+            "Invalid param names: rank 0 has a.weight as number 0 where rank 1 has b.weight. Must be the same on all "
+            "3 ranks. Start rank(s) 0 with the code and options of the others.",
+        ),
+    ),
+}
+
+GOOD = {
+    function.__name__: function
+    for function in (
+        tied_and_frozen,
+        chunks_equal_one_model,
+        groups_stay_alike,
+        own_optimizer_instance,
+        state_round_trip,
+        starts_from_rank_zero,
+        reload_after_change,
+    )
+}
+
+
+def run_all(rank: int, size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {name: function(rank) for name, function in GOOD.items()}
+    results.update({name: _refusal(lambda make=make: make(rank)) for name, (make, _) in BAD.items()})  # type: ignore[misc]
+    return results
+
+
+def _refusal(make: Callable[[], object]) -> tuple[type[DistOptError], str] | None:
+    try:
+        make()
+    except DistOptError as error:
+        return type(error), str(error)
+    return None
+
+
+def _step(optimizer: Any, loss: Tensor) -> None:
+    optimizer.scale_loss(loss).backward()
+    assert optimizer.step().updated, "these gradients are finite"
+    optimizer.zero_grad()
+
+
+def _equal(first: Module, second: Module) -> bool:
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(run_all, SIZE)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    expected = BAD[name][1]
+    for rank in range(SIZE):
+        wanted = expected.get(rank, expected[0]) if isinstance(expected, dict) else expected
+        assert results[rank][name] == wanted
+
+
+def test_tied_and_frozen_params_when_trained_then_are_one_and_none(results: list[dict[str, Any]]) -> None:
+    for rank in range(SIZE):
+        found = results[rank]["tied_and_frozen"]
+        assert found["names"] == ["embedding.weight", "norm.bias", "norm.weight"]
+        assert found["is_tied"] and found["frozen_equal"] and found["moved"] and found["norm_is_fine"]
+        first = results[0]["tied_and_frozen"]["params"]
+        assert all(torch.equal(left, right) for left, right in zip(found["params"], first, strict=True))
+
+
+def test_chunks_when_given_as_a_list_then_train_as_one_model(results: list[dict[str, Any]]) -> None:
+    wanted = {"equal": True, "first_name": "chunk1.held.wide_weight", "shared_between_chunks": ["chunk0.weight"]}
+    assert [result["chunks_equal_one_model"] for result in results] == [wanted] * SIZE
+
+
+def test_param_groups_when_a_rank_owns_nothing_then_have_the_same_form(results: list[dict[str, Any]]) -> None:
+    found = [result["groups_stay_alike"] for result in results]
+    # Two elements, 64 apart, over three ranks: the middle one owns neither.
+    assert [each["owned"] for each in found] == [1, 0, 1]
+    assert all(each["keys"] == found[0]["keys"] for each in found)
+    assert all({"lr_mult", "is_decoupled_lr"} <= set(each["keys"][0]) for each in found)
+    assert all(each["extras"] == (2.0, 0.0) and each["lr_is_live"] for each in found)
+
+
+def test_own_optimizer_when_given_then_equals_itself_undistributed(results: list[dict[str, Any]]) -> None:
+    assert all(result["own_optimizer_instance"] == {"equal": True, "is_own": True} for result in results)
+
+
+def test_state_dict_when_loaded_then_continues_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for rank in range(SIZE):
+        found = results[rank]["state_round_trip"]
+        assert found["same_at_once"] and found["same_later"] and found["unchanged"]
+        # Growth after steps 2 and 4: the second doubling needs the counter that was saved after step 3.
+        assert found["scales"] == (256.0, 256.0)
+        assert found["refusal"][0] is (CheckpointError if rank == 1 else RanksDisagreeError)
+        assert "Must hold exactly this rank's param shards." in found["refusal"][1]
+
+
+def test_distribute_when_ranks_start_apart_then_all_have_rank_zeros_params(results: list[dict[str, Any]]) -> None:
+    weights = [result["starts_from_rank_zero"]["weight"] for result in results]
+    assert torch.equal(weights[1], weights[0]) and torch.equal(weights[2], weights[0])
+
+
+def test_reload_model_params_when_model_changed_then_main_params_follow(results: list[dict[str, Any]]) -> None:
+    assert all(result["reload_after_change"]["kept"] for result in results)
+
+
+def test_distribute_when_process_group_is_missing_then_says_how_to_start() -> None:
+    with pytest.raises(ConfigError) as caught:
+        distribute(Linear(2, 2), CONFIG)
+    assert str(caught.value) == (
+        "Invalid process group: torch.distributed is not initialised. Must exist. "
+        "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed."
+    )
