@@ -23,6 +23,7 @@ class Case:
     num_microbatches: int = 2
     lr: float = 3e-3
     weight_decay: float = 0.1
+    decoupled_weight_decay: bool = True
     clip_grad: float = 1.0
     log_num_zeros: bool = False
     loss_scale: float | None = None

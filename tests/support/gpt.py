@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer as host_optimizer
+import megatron_on_cpu
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -33,8 +31,6 @@ from torch import Tensor
 
 from tests.support.cases import Case, Curve, Step
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-megatron_on_cpu = importlib.import_module("megatron_on_cpu")
 megatron_on_cpu.install()
 
 # 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as real ones do.
@@ -249,6 +245,7 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         lr=case.lr,
         min_lr=case.lr / 10,
         weight_decay=case.weight_decay,
+        decoupled_weight_decay=case.decoupled_weight_decay,
         clip_grad=case.clip_grad,
         params_dtype=DTYPES[case.precision],
         bf16=case.precision == "bf16",

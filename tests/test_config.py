@@ -1,0 +1,261 @@
+"""Every option, what it refuses word for word, and what environment variables may say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_distopt.config import (
+    ADAM_SOURCES,
+    DistOptConfig,
+    NonFinitePolicy,
+    Switch,
+    config_from_environment,
+    switch_from,
+)
+from megatron_distopt.errors import ConfigError
+
+ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu"
+VARIABLES = (
+    "MEGATRON_DISTOPT, MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, "
+    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR"
+)
+
+
+def at_least_zero(name: str, got: object) -> str:
+    return f"Invalid {name}: {got}. Must be a finite number of at least 0. Write {name}=0.0 for none."
+
+
+def no_loss_scale(got: object, remedy: str) -> str:
+    return f"Invalid loss_scale: {got}. Must be None, a positive number or 'dynamic'. {remedy}."
+
+
+def no_min_loss_scale(minimum: float, initial: float) -> str:
+    return (
+        f"Invalid min_loss_scale: {minimum} with initial_loss_scale {initial}. "
+        "Must be above 0 and at most the initial one. Write min_loss_scale=1.0."
+    )
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"adam": "torch_fuse"}, f"Invalid adam: 'torch_fuse'. Must be one of {ADAMS}. Write adam='torch_fused'."),
+    ({"adam": "xyz"}, f"Invalid adam: 'xyz'. Must be one of {ADAMS}. Write adam='auto'."),
+    (
+        {"accelerator": "deepsped"},
+        "Invalid accelerator: 'deepsped'. Must be one of auto, deepspeed, torch. Write accelerator='deepspeed'.",
+    ),
+    (
+        {"nonfinite": "skipp"},
+        "Invalid nonfinite: 'skipp'. Must be one of raise, skip, log. Write nonfinite='skip'.",
+    ),
+    (
+        {"nonfinite": "explode"},
+        "Invalid nonfinite: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+    ),
+    (
+        {"optimizer": "adamw"},
+        "Invalid optimizer: 'adamw'. Must be one of adam, sgd, module:Class. Write optimizer='adam'.",
+    ),
+    ({"lr": -1e-3}, at_least_zero("lr", -0.001)),
+    ({"lr": math.nan}, at_least_zero("lr", "nan")),
+    ({"weight_decay": math.inf}, at_least_zero("weight_decay", "inf")),
+    ({"eps": -1.0}, at_least_zero("eps", -1.0)),
+    ({"momentum": -0.5}, at_least_zero("momentum", -0.5)),
+    ({"clip_grad": -1.0}, at_least_zero("clip_grad", -1.0)),
+    (
+        {"betas": (0.9, 1.0)},
+        "Invalid betas: (0.9, 1.0). Must be at least 0 and below 1. Write betas=(0.9, 0.999).",
+    ),
+    (
+        {"betas": (-0.1, 0.9)},
+        "Invalid betas: (-0.1, 0.9). Must be at least 0 and below 1. Write betas=(0.9, 0.999).",
+    ),
+    ({"growth_interval": 0}, "Invalid growth_interval: 0. Must be at least 1. Write growth_interval=1."),
+    ({"hysteresis": 0}, "Invalid hysteresis: 0. Must be at least 1. Write hysteresis=1."),
+    (
+        {"bucket_numel": 0},
+        "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
+    ),
+    ({"loss_scale": "static"}, no_loss_scale("'static'", "Write loss_scale='dynamic'")),
+    ({"loss_scale": 0.0}, no_loss_scale(0.0, "Write loss_scale=None for none")),
+    ({"loss_scale": -8}, no_loss_scale(-8, "Write loss_scale=None for none")),
+    ({"loss_scale": math.inf}, no_loss_scale("inf", "Write loss_scale=None for none")),
+    ({"loss_scale": math.nan}, no_loss_scale("nan", "Write loss_scale=None for none")),
+    ({"min_loss_scale": 0.0}, no_min_loss_scale(0.0, 65536.0)),
+    ({"min_loss_scale": 4.0, "initial_loss_scale": 2.0}, no_min_loss_scale(4.0, 2.0)),
+    ({"min_loss_scale": math.nan}, no_min_loss_scale(math.nan, 65536.0)),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSALS)
+def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        DistOptConfig(**options)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *({"adam": source} for source in ADAM_SOURCES),
+        *({"nonfinite": policy.value} for policy in NonFinitePolicy),
+        {"optimizer": "sgd", "momentum": 0.0},
+        {"optimizer": "torch.optim:Adagrad"},
+        {"lr": 0.0, "weight_decay": 0.0, "eps": 0.0, "betas": (0.0, 0.0)},
+        {"loss_scale": 1024},
+        {"loss_scale": "dynamic", "min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1},
+        {"bucket_numel": 1, "growth_interval": 1},
+    ],
+)
+def test_config_when_values_are_at_the_border_then_accepted(options: dict[str, Any]) -> None:
+    config = DistOptConfig(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+def test_config_when_written_to_then_refused() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DistOptConfig().lr = 1.0  # type: ignore[misc]
+
+
+def test_config_when_replaced_then_checked_again() -> None:
+    with pytest.raises(ConfigError, match=r"^Invalid hysteresis: 0\. "):
+        dataclasses.replace(DistOptConfig(), hysteresis=0)
+
+
+def test_config_when_given_by_position_then_refused() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        DistOptConfig("adam")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", NonFinitePolicy)
+def test_policy_when_named_then_the_enum(policy: NonFinitePolicy) -> None:
+    assert DistOptConfig(nonfinite=policy.value).policy is policy
+
+
+#: For every option a value that is not its default.
+OTHER_VALUES: dict[str, Any] = {
+    "optimizer": "sgd",
+    "adam": "torch_foreach",
+    "accelerator": "torch",
+    "lr": 2e-3,
+    "weight_decay": 0.5,
+    "betas": (0.8, 0.9),
+    "eps": 1e-6,
+    "momentum": 0.1,
+    "decoupled_weight_decay": False,
+    "clip_grad": 1.0,
+    "count_zeros": True,
+    "loss_scale": "dynamic",
+    "initial_loss_scale": 8.0,
+    "min_loss_scale": 0.5,
+    "growth_interval": 5,
+    "hysteresis": 3,
+    "nonfinite": "skip",
+    "grads_in_fp32": False,
+    "bucket_numel": 100,
+}
+
+
+def test_described_when_read_then_it_names_every_option_in_order() -> None:
+    names = [line.partition("=")[0] for line in DistOptConfig().described()]
+    assert names == [field.name for field in dataclasses.fields(DistOptConfig)]
+    assert sorted(names) == sorted(OTHER_VALUES)
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_described_when_one_option_differs_then_one_line_does(name: str) -> None:
+    plain = DistOptConfig().described()
+    changed = DistOptConfig(**{name: OTHER_VALUES[name]}).described()
+    assert set(changed) - set(plain) == {f"{name}={OTHER_VALUES[name]!r}"}
+
+
+def test_environment_when_variables_are_set_then_they_override_the_config() -> None:
+    environ = {
+        "MEGATRON_DISTOPT_ADAM": "torch_foreach",
+        "MEGATRON_DISTOPT_OPTIMIZER": "torch.optim:AdamW",
+        "MEGATRON_DISTOPT_NONFINITE": "log",
+        "MEGATRON_DISTOPT_ACCELERATOR": "torch",
+        "MEGATRON_DISTOPT": "require",
+        "MEGATRON_PATH": "not ours",
+        "HOME": "/root",
+    }
+    config = config_from_environment(environ, DistOptConfig(lr=0.5, adam="apex"))
+    expected = DistOptConfig(
+        lr=0.5, adam="torch_foreach", optimizer="torch.optim:AdamW", nonfinite="log", accelerator="torch"
+    )
+    assert config == expected
+
+
+def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
+    config = DistOptConfig(lr=0.5)
+    assert config_from_environment({}, config) == config
+    assert config_from_environment({}) == DistOptConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "remedy"),
+    [
+        ("MEGATRON_DISTOPT_ADAN", "Write MEGATRON_DISTOPT_ADAM"),
+        ("MEGATRON_DISTOPT_NON_FINITE", "Write MEGATRON_DISTOPT_NONFINITE"),
+        ("MEGATRON_DISTOPT_" + "Z" * 40, "Unset MEGATRON_DISTOPT_" + "Z" * 40),
+    ],
+)
+def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones_and_the_nearest(
+    variable: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_environment({variable: "1"})
+    assert str(error.value) == f"Invalid environment variable: {variable}. Must be one of {VARIABLES}. {remedy}."
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        (
+            "MEGATRON_DISTOPT_NONFINITE",
+            "ignore",
+            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+        ),
+        ("MEGATRON_DISTOPT_ADAM", "", f"Invalid adam: ''. Must be one of {ADAMS}. Write adam='auto'."),
+    ],
+)
+def test_environment_when_a_value_is_bad_then_refused_like_the_option(variable: str, value: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_environment({variable: value})
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("environ", "switch"),
+    [
+        ({}, Switch.ON),
+        ({"MEGATRON_DISTOPT": "0"}, Switch.OFF),
+        ({"MEGATRON_DISTOPT": "1"}, Switch.ON),
+        ({"MEGATRON_DISTOPT": "require"}, Switch.REQUIRE),
+    ],
+)
+def test_switch_when_set_or_not_then_this_member(environ: dict[str, str], switch: Switch) -> None:
+    assert switch_from(environ) is switch
+
+
+@pytest.mark.parametrize(("value", "nearest"), [("requires", "require"), ("requir", "require"), ("off", "0")])
+def test_switch_when_the_value_is_unknown_then_refused(value: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        switch_from({"MEGATRON_DISTOPT": value})
+    text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 0, 1, require. Write MEGATRON_DISTOPT={nearest!r}."
+    assert str(error.value) == text
+
+
+def test_config_when_imported_alone_then_torch_is_not() -> None:
+    """Launchers and command lines check options before anything heavy is loaded."""
+    probe = "import sys; import megatron_distopt.config; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["False", "False"]
