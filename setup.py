@@ -23,7 +23,7 @@ setup(
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
     package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.4"],
+    install_requires=["torch"],
     extras_require={
         "deepspeed": DEEPSPEED,
         "megatron-core": MEGATRON_CORE,

@@ -39,7 +39,8 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
 def broadcast(tensor: Tensor, group: Group) -> None:
     """Collective: every rank gets the values of the group's rank 0."""
     if group.size > 1:
-        dist.broadcast(tensor, group=group.handle, group_src=0)
+        first = 0 if group.handle is None else dist.get_global_rank(group.handle, 0)
+        dist.broadcast(tensor, src=first, group=group.handle)
 
 
 def sum_over(tensor: Tensor, group: Group) -> None:

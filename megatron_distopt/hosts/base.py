@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
         LayoutError: on all ranks.
     """
     counts = exchange([len(param_group.names) for param_group in groups], group)
-    for index, column in enumerate(zip(*counts, strict=False)):
+    # A rank that has no group at all counts as one with empty groups.
+    for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):
             got, remedy = f"no params on any of {group.size} ranks", "Leave the group out"
             raise LayoutError(refusal(f"param group {index}", got, "have a param on at least 1 rank", remedy))

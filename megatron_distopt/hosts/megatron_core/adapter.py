@@ -6,7 +6,6 @@ ours, and only while it runs.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,9 @@ from megatron_distopt.hosts.megatron_core.chain import ChainedOptimizer
 from megatron_distopt.hosts.megatron_core.config import check_model, check_parallel_state, merge_config
 from megatron_distopt.hosts.megatron_core.facts import SEAM
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
-from megatron_distopt.hosts.megatron_core.report import describe
+from megatron_distopt.hosts.megatron_core.report import announce, describe
 
 __all__ = ["build", "get_megatron_optimizer", "replacement"]
-
-_log = logging.getLogger("megatron_distopt")
 
 
 def get_megatron_optimizer(
@@ -80,7 +77,7 @@ def build(
     for each in optimizer.chained_optimizers:
         each.check_start_up()
     if Group.of().rank == 0:
-        _log.info("%s", describe(optimizer.chained_optimizers, merged))
+        announce(describe(optimizer.chained_optimizers, merged))
     return optimizer
 
 

@@ -17,7 +17,13 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes
 from megatron_distopt.hosts.megatron_core.buffers import names_by_param
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
-from megatron_distopt.optimizer import ConstantLossScale, LossScale
+from megatron_distopt.optimizer import (
+    ConstantLossScale,
+    LossScale,
+    check_devices,
+    choose_inner,
+    find_accelerator,
+)
 
 __all__ = ["HostLossScale", "check_model", "check_parallel_state", "loss_scale_of", "merge_config"]
 
@@ -72,6 +78,10 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
     Raises:
         HostError, ConfigError, LayoutError
     """
+    devices = {param.device for param in names_by_param(chunks)}
+    if devices:
+        device = check_devices(devices, find_accelerator(config.accelerator))
+        choose_inner(config, device.type)
     for chunk in chunks:
         _check_ddp(chunk)
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
@@ -11,7 +12,17 @@ from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.optimizer import choose_inner, find_accelerator, measure_memory
 from megatron_distopt.version import VERSION
 
-__all__ = ["describe"]
+__all__ = ["announce", "describe"]
+
+_log = logging.getLogger("megatron_distopt")
+
+
+def announce(text: str) -> None:
+    """Logs at INFO; in a program that set up no logging at all, to stderr all the same."""
+    if not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+    _log.info("%s", text)
 
 
 def describe(optimizers: Sequence[DistributedOptimizer], config: DistOptConfig) -> str:

@@ -1,0 +1,197 @@
+"""What the megatron-core host refuses, word for word, on all ranks and before training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_distopt import DistOptConfig
+from megatron_distopt.errors import (
+    CheckpointError,
+    ConfigError,
+    DistOptError,
+    HostError,
+    LayoutError,
+    RanksDisagreeError,
+)
+from tests.support.spawn import run_ranks
+
+SIZE = 2
+Refusal = tuple[type[DistOptError], str]
+
+
+def run_all(rank: int, size: int) -> dict[str, Refusal | None]:
+    return {name: _refusal(lambda make=make: make(rank)) for name, make in _cases().items()}  # type: ignore[misc]
+
+
+def _refusal(make: Callable[[], object]) -> Refusal | None:
+    try:
+        make()
+    except DistOptError as error:
+        return type(error), str(error)
+    return None
+
+
+def _cases() -> dict[str, Callable[[int], object]]:
+    """In this order: the first one runs before there is a parallel_state."""
+    return {
+        "no parallel_state": _without_parallel_state,
+        "ddp without the flag": lambda rank: _build(ddp={"use_distributed_optimizer": False}),
+        "no ddp": lambda rank: _build(unwrapped=True),
+        "unfrozen after wrapping": lambda rank: _build(frozen_when_wrapped=True),
+        "float64": lambda rank: _build(double=True),
+        "fp16 params without fp16": lambda rank: _build(half=True),
+        "precision aware": lambda rank: _build(optimizer={"use_precision_aware_optimizer": True}),
+        "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
+        "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
+        "one rank only": lambda rank: _build(double=rank == 1),
+        "ranks disagree on options": lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
+        "required and not used": lambda rank: _required(),
+        "checkpoint": lambda rank: _build().chained_optimizers[0].save_parameter_state("nowhere"),
+        "sharded checkpoint": lambda rank: _build().chained_optimizers[0].sharded_state_dict({}),
+    }
+
+
+def _without_parallel_state(rank: int) -> object:
+    from megatron.core.optimizer import OptimizerConfig
+
+    import megatron_distopt
+
+    return megatron_distopt.get_megatron_optimizer(OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [])
+
+
+def _build(
+    *,
+    ddp: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    options: DistOptConfig | None = None,
+    unwrapped: bool = False,
+    frozen_when_wrapped: bool = False,
+    double: bool = False,
+    half: bool = False,
+) -> Any:
+    """`get_megatron_optimizer` on the tests' tiny GPT, with something wrong."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    import megatron_distopt
+    from tests.support import gpt
+    from tests.support.cases import Case
+
+    case = Case("distopt", dp=SIZE)
+    gpt.enter_layout(case)
+    config = gpt.transformer_config(case)
+    model = gpt.build_chunks(case)[0].module
+    if double:
+        model.double()
+    if half:
+        model.half()
+    first = next(model.parameters())
+    first.requires_grad_(not frozen_when_wrapped)
+    ddp_config = dataclasses.replace(gpt.ddp_config(case), **(ddp or {}))
+    chunk = model if unwrapped else DistributedDataParallel(config, ddp_config, model)
+    first.requires_grad_(True)
+    host_config = gpt.optimizer_config(case)
+    for name, value in (optimizer or {}).items():
+        setattr(host_config, name, value)  # past the checks of the host's own constructor
+    return megatron_distopt.get_megatron_optimizer(host_config, [chunk], options=options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield
+
+
+def _required() -> object:
+    with _environment("MEGATRON_DISTOPT", "require"):
+        return _build(optimizer={"use_distributed_optimizer": False})
+
+
+FLOAT64 = (
+    "Invalid dtype of param '{}': float64. Must be one of float32, bfloat16, float16. Convert or freeze the param."
+)
+EMBEDDING = "embedding.word_embeddings.weight"
+NOT_THERE = (
+    "Must wait for a format that holds the state of all ranks. Run with --no-save-optim and --no-load-optim, or keep "
+    "state_dict() of every rank in a file of its own."
+)
+WANTED: dict[str, Refusal] = {
+    "no parallel_state": (
+        ConfigError,
+        "Invalid use_distributed_optimizer: set, but parallel_state is not initialized. Must come after "
+        "parallel_state. Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...).",
+    ),
+    "ddp without the flag": (
+        ConfigError,
+        "Invalid DistributedDataParallel: built without use_distributed_optimizer. Must be built with it. "
+        "Write DistributedDataParallelConfig(use_distributed_optimizer=True).",
+    ),
+    "no ddp": (
+        HostError,
+        "Invalid model chunk: GPTModel. Must be wrapped by megatron.core.distributed.DistributedDataParallel. "
+        "Wrap it, or drop the flag.",
+    ),
+    "unfrozen after wrapping": (
+        LayoutError,
+        f"Invalid param '{EMBEDDING}': in no buffer. Must lie in a buffer of its DistributedDataParallel. "
+        "Unfreeze params before wrapping.",
+    ),
+    "float64": (LayoutError, FLOAT64.format(EMBEDDING)),
+    "fp16 params without fp16": (
+        ConfigError,
+        "Invalid loss_scale: None with fp16 params. Must be a number or 'dynamic'. Write loss_scale='dynamic'.",
+    ),
+    "precision aware": (
+        ConfigError,
+        "Invalid use_precision_aware_optimizer: set. Must be off with this distributed optimizer. "
+        "Drop --use-precision-aware-optimizer.",
+    ),
+    "unknown optimizer": (
+        ConfigError,
+        "Invalid optimizer: 'lion'. Must be one of adam, sgd, module:Class. Write optimizer='adam'.",
+    ),
+    "absent adam": (
+        ConfigError,
+        "Invalid adam 'apex': has no kernels for cpu. Must be usable when it is asked for by name. "
+        "Install it, or write adam='auto'.",
+    ),
+    "required and not used": (
+        ConfigError,
+        "Invalid run: without use_distributed_optimizer. Must be used when MEGATRON_DISTOPT=require. "
+        "Add --use-distributed-optimizer, or unset the variable.",
+    ),
+    "ranks disagree on options": (
+        RanksDisagreeError,
+        "Invalid options: rank 1 has lr=0.1 as number 3 where rank 0 has lr=0.2. Must be the same on all 2 ranks. "
+        "Start rank(s) 1 with the code and options of the others.",
+    ),
+    "checkpoint": (CheckpointError, f"Invalid save_parameter_state: called. {NOT_THERE}"),
+    "sharded checkpoint": (CheckpointError, f"Invalid sharded_state_dict: called. {NOT_THERE}"),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Refusal | None]]:
+    return run_ranks(run_all, SIZE)
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
+    found: list[dict[str, Refusal | None]], name: str
+) -> None:
+    for rank in range(SIZE):
+        assert found[rank][name] == WANTED[name]
+
+
+def test_host_when_one_rank_refuses_then_the_other_says_which(found: list[dict[str, Refusal | None]]) -> None:
+    own = FLOAT64.format(EMBEDDING)
+    assert found[1]["one rank only"] == (LayoutError, own)
+    assert found[0]["one rank only"] == (
+        RanksDisagreeError,
+        f"Invalid start-up: rank 1 refused with «{own}». Must pass on all 2 ranks. Mend what that rank reports.",
+    )
