@@ -1,0 +1,272 @@
+"""Where params lie and how the buffer is cut: examples, laws, and every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_distopt.errors import LayoutError
+from megatron_distopt.layout import Bucket, BufferLayout, ParamSlot, ParamSpec, Span, adopt, lay_out
+
+NUM_SHARDS = st.integers(1, 9)
+BUCKET_NUMEL = st.none() | st.integers(1, 120)
+ALIGNMENT = st.sampled_from((1, 2, 7, 64))
+
+
+def params_of(numels: Sequence[int]) -> list[ParamSpec]:
+    return [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
+
+
+PARAMS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(params_of)
+
+
+@pytest.mark.parametrize(
+    ("numels", "options", "slots", "buckets"),
+    [
+        pytest.param([3, 4], {"num_shards": 2}, [(0, 3), (3, 7)], [(0, 8, 7)], id="padded to the shards"),
+        pytest.param([3, 4], {"num_shards": 1}, [(0, 3), (3, 7)], [(0, 7, 7)], id="no padding for one shard"),
+        pytest.param([1], {"num_shards": 3}, [(0, 1)], [(0, 3, 1)], id="fewer elements than shards"),
+        pytest.param(
+            [5, 5, 5],
+            {"num_shards": 2, "bucket_numel": 8},
+            [(0, 5), (5, 10), (10, 15)],
+            [(0, 10, 10), (10, 16, 5)],
+            id="a bucket ends with the param that fills it",
+        ),
+        pytest.param(
+            [9, 1],
+            {"num_shards": 2, "bucket_numel": 4},
+            [(0, 9), (10, 11)],
+            [(0, 10, 9), (10, 12, 1)],
+            id="a param larger than a bucket is not cut",
+        ),
+        pytest.param(
+            [3, 4],
+            {"num_shards": 2, "alignment_numel": 64},
+            [(0, 3), (64, 68)],
+            [(0, 68, 68)],
+            id="params are aligned",
+        ),
+        pytest.param(
+            [3, 2],
+            {"num_shards": 3, "alignment_numel": 4, "bucket_numel": 1},
+            [(0, 3), (4, 6)],
+            [(0, 3, 3), (3, 6, 3)],
+            id="aligned in the buffer, not in the bucket",
+        ),
+    ],
+)
+def test_lay_out_when_given_an_example_then_slots_and_buckets_are_these(
+    numels: list[int],
+    options: dict[str, int],
+    slots: list[tuple[int, int]],
+    buckets: list[tuple[int, int, int]],
+) -> None:
+    layout = lay_out(params_of(numels), **{"alignment_numel": 1, **options})
+    assert [(slot.in_buffer.start, slot.in_buffer.stop) for slot in layout.slots] == slots
+    found = [(bucket.in_buffer.start, bucket.in_buffer.stop, bucket.numel_unpadded) for bucket in layout.buckets]
+    assert found == buckets
+    assert layout.numel == buckets[-1][1]
+    assert layout.shard_numel * options["num_shards"] == layout.numel
+
+
+def test_lay_out_when_no_alignment_is_named_then_params_start_at_multiples_of_64() -> None:
+    layout = lay_out(params_of([3, 65, 1]), num_shards=2)
+    assert [slot.in_buffer.start for slot in layout.slots] == [0, 64, 192]
+
+
+def test_slot_of_when_a_name_is_given_then_its_slot_comes_back() -> None:
+    layout = lay_out(params_of([3, 4]), num_shards=2, alignment_numel=1)
+    assert layout.slot_of == {"p0": ParamSlot("p0", 0, Span(0, 3)), "p1": ParamSlot("p1", 0, Span(3, 7))}
+
+
+def test_shard_when_a_rank_is_given_then_its_part_of_the_bucket_in_the_buffer() -> None:
+    bucket = Bucket(1, Span(10, 16), 5)
+    assert [bucket.shard(rank, 3) for rank in range(3)] == [Span(10, 12), Span(12, 14), Span(14, 16)]
+
+
+@settings(deadline=None)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+def test_buckets_when_laid_out_then_they_tile_the_buffer_and_divide_by_the_shards(
+    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+) -> None:
+    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
+    assert layout.buckets[0].in_buffer.start == 0
+    assert all(left.in_buffer.stop == right.in_buffer.start for left, right in pairwise(layout.buckets))
+    assert layout.buckets[-1].in_buffer.stop == layout.numel
+    for bucket in layout.buckets:
+        shards = [bucket.shard(rank, num_shards) for rank in range(num_shards)]
+        assert len({shard.numel for shard in shards}) == 1
+        assert shards[0].start == bucket.in_buffer.start and shards[-1].stop == bucket.in_buffer.stop
+        assert all(left.stop == right.start for left, right in pairwise(shards))
+
+
+@settings(deadline=None)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+def test_slots_when_laid_out_then_disjoint_in_order_aligned_and_inside_their_bucket(
+    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+) -> None:
+    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [(p.name, p.numel) for p in params]
+    assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots))
+    for slot in layout.slots:
+        bucket = layout.buckets[slot.bucket]
+        assert slot.in_buffer.start % alignment_numel == 0
+        assert bucket.in_buffer.start <= slot.in_buffer.start < slot.in_buffer.stop <= bucket.in_buffer.stop
+
+
+@settings(deadline=None)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+def test_buckets_when_laid_out_then_each_is_closed_by_the_first_param_that_fills_it(
+    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+) -> None:
+    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    for bucket in layout.buckets:
+        stops = [slot.in_buffer.stop - bucket.in_buffer.start for slot in layout.slots if slot.bucket == bucket.index]
+        assert bucket.numel_unpadded == stops[-1]
+        assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards
+        if bucket_numel is not None:
+            assert all(stop < bucket_numel for stop in stops[:-1])
+            assert stops[-1] >= bucket_numel or bucket is layout.buckets[-1]
+    assert bucket_numel is not None or len(layout.buckets) == 1
+
+
+@settings(deadline=None)
+@given(
+    params=PARAMS,
+    num_shards=NUM_SHARDS,
+    bucket_numel=BUCKET_NUMEL,
+    alignment_numel=ALIGNMENT,
+    random=st.randoms(use_true_random=False),
+)
+def test_adopt_when_slots_come_in_any_order_then_the_same_layout(
+    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int, random: Random
+) -> None:
+    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    shuffled = list(layout.slots)
+    random.shuffle(shuffled)
+    adopted = adopt(
+        shuffled,
+        [bucket.in_buffer for bucket in layout.buckets],
+        num_shards=num_shards,
+        numel_unpadded=[bucket.numel_unpadded for bucket in layout.buckets],
+    )
+    assert adopted == layout
+
+
+def a_layout(
+    *slots: tuple[str, int, int, int],
+    buckets: Sequence[Bucket] = (Bucket(0, Span(0, 4), 4), Bucket(1, Span(4, 8), 4)),
+    num_shards: int = 2,
+) -> BufferLayout:
+    """A layout by hand; a slot is (name, bucket, start, stop)."""
+    placed = tuple(ParamSlot(name, bucket, Span(start, stop)) for name, bucket, start, stop in slots)
+    return BufferLayout(placed, tuple(buckets), num_shards)
+
+
+REFUSALS: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: ParamSpec("w", 0),
+        "Invalid param 'w': 0 elements. Must have at least 1 element. Freeze or drop it.",
+    ),
+    (
+        lambda: ParamSpec("w", 6, (2, 4)),
+        "Invalid param 'w': shape (2, 4). Must have a shape of 6 elements. Give its own shape.",
+    ),
+    (
+        lambda: Bucket(3, Span(0, 8), 0),
+        "Invalid numel_unpadded of bucket 3: 0. Must be between 1 and its 8 elements. Give the end of its last param.",
+    ),
+    (
+        lambda: Bucket(3, Span(0, 8), 9),
+        "Invalid numel_unpadded of bucket 3: 9. Must be between 1 and its 8 elements. Give the end of its last param.",
+    ),
+    (
+        lambda: a_layout(num_shards=0),
+        "Invalid num_shards: 0. Must be at least 1. Give the data-parallel size.",
+    ),
+    (
+        lambda: a_layout(num_shards=3),
+        "Invalid bucket 0: 4 elements. Must be divisible by the 3 shards. Pad the end of the bucket.",
+    ),
+    (
+        lambda: a_layout(buckets=()),
+        "Invalid buffer: no bucket. Must have at least 1 param. Drop the empty buffer.",
+    ),
+    (
+        lambda: lay_out([], num_shards=2),
+        "Invalid buffer: no bucket. Must have at least 1 param. Drop the empty buffer.",
+    ),
+    (
+        lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(6, 8), 2))),
+        "Invalid bucket: index 1 at Span(start=6, stop=8). Must start at 4 with index 1. "
+        "Give the buckets in order and without gaps.",
+    ),
+    (
+        lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(2, Span(4, 8), 4))),
+        "Invalid bucket: index 2 at Span(start=4, stop=8). Must start at 4 with index 1. "
+        "Give the buckets in order and without gaps.",
+    ),
+    (
+        lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)),
+        "Invalid param names: a name twice. Must be unique in a buffer. Give full names.",
+    ),
+    (
+        lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)),
+        "Invalid slot: v at Span(start=0, stop=3). Must end before w at Span(start=2, stop=4). "
+        "Give the slots in buffer order.",
+    ),
+    (
+        lambda: a_layout(("v", 0, 2, 4), ("w", 0, 0, 2)),
+        "Invalid slot: v at Span(start=2, stop=4). Must end before w at Span(start=0, stop=2). "
+        "Give the slots in buffer order.",
+    ),
+    (
+        lambda: a_layout(("w", 2, 0, 2)),
+        "Invalid slot: w in bucket 2. Must name one of the 2 buckets. Give each param its bucket.",
+    ),
+    (
+        lambda: a_layout(("w", -1, 4, 8)),
+        "Invalid slot: w in bucket -1. Must name one of the 2 buckets. Give each param its bucket.",
+    ),
+    (
+        lambda: a_layout(("w", 0, 2, 6)),
+        "Invalid slot: w at Span(start=2, stop=6). Must lie inside bucket 0 at Span(start=0, stop=4). "
+        "Give each param its bucket.",
+    ),
+    (
+        lambda: a_layout(("w", 0, 4, 6)),
+        "Invalid slot: w at Span(start=4, stop=6). Must lie inside bucket 0 at Span(start=0, stop=4). "
+        "Give each param its bucket.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSALS)
+def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        make()
+    assert str(error.value) == text
+
+
+def test_layout_when_by_hand_and_right_then_accepted() -> None:
+    """The refusals above are not refusals of everything."""
+    layout = a_layout(("v", 0, 0, 3), ("w", 1, 4, 8))
+    assert (layout.numel, layout.shard_numel) == (8, 4)
+    assert ParamSpec("w", 8, (2, 4)).shape == (2, 4)
+
+
+def test_adopt_when_two_params_overlap_then_refused_whatever_the_order() -> None:
+    slots = [ParamSlot("w", 0, Span(2, 4)), ParamSlot("v", 0, Span(0, 3))]
+    with pytest.raises(LayoutError) as error:
+        adopt(slots, [Span(0, 4)], num_shards=2, numel_unpadded=[4])
+    assert str(error.value) == (
+        "Invalid slot: v at Span(start=0, stop=3). Must end before w at Span(start=2, stop=4). "
+        "Give the slots in buffer order."
+    )

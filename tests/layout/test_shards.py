@@ -1,0 +1,160 @@
+"""Who owns what: every element has one owner, in four index spaces that agree, at a cost that ranks do not raise."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any, SupportsIndex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_distopt.layout import BufferLayout, ParamShard, ParamSlot, ParamSpec, Span, lay_out, owned_shards
+
+LAYOUTS = st.builds(
+    lay_out,
+    st.lists(st.integers(1, 60), min_size=1, max_size=12).map(
+        lambda numels: [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
+    ),
+    num_shards=st.integers(1, 9),
+    bucket_numel=st.none() | st.integers(1, 120),
+    alignment_numel=st.sampled_from((1, 2, 7, 64)),
+)
+
+
+def all_shards(layout: BufferLayout) -> list[ParamShard]:
+    return [shard for rank in range(layout.num_shards) for shard in owned_shards(layout, rank)]
+
+
+@pytest.mark.parametrize(
+    ("numels", "num_shards", "owned"),
+    [
+        pytest.param([3, 4], 2, [[("p0", 0, 3), ("p1", 0, 1)], [("p1", 1, 4)]], id="a param cut in two"),
+        pytest.param([8], 4, [[("p0", i, i + 2)] for i in (0, 2, 4, 6)], id="a param cut by every shard"),
+        pytest.param([1, 1, 1, 1], 2, [[("p0", 0, 1), ("p1", 0, 1)], [("p2", 0, 1), ("p3", 0, 1)]], id="none is cut"),
+        pytest.param([1], 3, [[("p0", 0, 1)], [], []], id="ranks that own nothing"),
+        pytest.param([2, 1], 1, [[("p0", 0, 2), ("p1", 0, 1)]], id="one rank owns everything"),
+    ],
+)
+def test_owned_shards_when_given_an_example_then_each_rank_owns_these(
+    numels: list[int], num_shards: int, owned: list[list[tuple[str, int, int]]]
+) -> None:
+    params = [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
+    layout = lay_out(params, num_shards=num_shards, alignment_numel=1)
+    for rank, expected in enumerate(owned):
+        found = [(shard.name, shard.in_param.start, shard.in_param.stop) for shard in owned_shards(layout, rank)]
+        assert found == expected
+
+
+def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_index_space() -> None:
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=2, bucket_numel=5, alignment_numel=1)
+    assert [bucket.in_buffer for bucket in layout.buckets] == [Span(0, 6), Span(6, 12)]
+    in_a, in_b = owned_shards(layout, 1)
+    assert in_a == ParamShard("a", 1, 0, Span(3, 5), Span(3, 5), Span(3, 5), Span(0, 2))
+    assert in_b == ParamShard("b", 1, 1, Span(3, 6), Span(9, 12), Span(3, 6), Span(0, 3))
+
+
+@settings(deadline=None)
+@given(layout=LAYOUTS)
+def test_owned_shards_when_all_ranks_are_taken_then_every_param_is_tiled_once(layout: BufferLayout) -> None:
+    shards = all_shards(layout)
+    for slot in layout.slots:
+        pieces = sorted(shard.in_param for shard in shards if shard.name == slot.name)
+        assert pieces[0].start == 0
+        assert pieces[-1].stop == slot.in_buffer.numel
+        assert all(left.stop == right.start for left, right in pairwise(pieces))
+    assert all(shard.in_param.numel > 0 for shard in shards)
+    # Each border between two ranks cuts at most one param of the bucket.
+    assert len(shards) <= len(layout.slots) + (layout.num_shards - 1) * len(layout.buckets)
+
+
+@settings(deadline=None)
+@given(layout=LAYOUTS)
+def test_owned_shards_when_one_is_looked_at_then_its_index_spaces_agree(layout: BufferLayout) -> None:
+    for shard in all_shards(layout):
+        slot, bucket = layout.slot_of[shard.name], layout.buckets[shard.bucket]
+        shard_numel = bucket.in_buffer.numel // layout.num_shards
+        assert slot.bucket == shard.bucket
+        assert shard.in_param.moved_by(slot.in_buffer.start) == shard.in_buffer
+        assert shard.in_bucket.moved_by(bucket.in_buffer.start) == shard.in_buffer
+        assert shard.in_shard.moved_by(shard.rank * shard_numel) == shard.in_bucket
+        assert shard.in_shard.stop <= shard_numel
+
+
+@settings(deadline=None)
+@given(layout=LAYOUTS)
+def test_owned_shards_when_of_one_rank_then_in_buffer_order_with_its_number(layout: BufferLayout) -> None:
+    for rank in range(layout.num_shards):
+        shards = owned_shards(layout, rank)
+        assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(shards))
+        assert {shard.rank for shard in shards} <= {rank}
+
+
+class CountedSlots(tuple[ParamSlot, ...]):
+    """Counts how many slots are looked up and how often all of them are gone through."""
+
+    lookups = 0
+    passes = 0
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        self.lookups += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return super().__iter__()
+
+
+def large_layout(num_shards: int, *, num_params: int = 20_000, bucket_numel: int | None = None) -> BufferLayout:
+    """10^12 elements in 20,000 params of several sizes."""
+    numels = [(index % 5 + 1) * (10**8 // 6) for index in range(num_params)]
+    params = [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
+    return lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel)
+
+
+@pytest.mark.parametrize("bucket_numel", [None, 40 * 10**9])
+@pytest.mark.parametrize("num_shards", [2, 4096])
+def test_owned_shards_when_the_model_is_large_then_a_rank_looks_only_at_what_it_owns(
+    num_shards: int, bucket_numel: int | None
+) -> None:
+    layout = large_layout(num_shards, bucket_numel=bucket_numel)
+    assert layout.numel >= 0.99e12
+    slots = CountedSlots(layout.slots)
+    counted = dataclasses.replace(layout, slots=slots)
+    for rank in (0, num_shards // 2, num_shards - 1):
+        slots.lookups = slots.passes = 0
+        shards = owned_shards(counted, rank)
+        assert shards
+        # One pass for the starts; then in each bucket what is owned, and one slot too many on either side.
+        assert slots.passes == 1
+        assert slots.lookups <= len(shards) + 2 * len(layout.buckets)
+
+
+def test_owned_shards_when_ranks_are_4096_then_the_shards_of_all_are_params_plus_borders() -> None:
+    num_params = 1000
+    for num_shards in (2, 4096):
+        layout = large_layout(num_shards, num_params=num_params)
+        num_owned = sum(len(owned_shards(layout, rank)) for rank in range(num_shards))
+        assert num_params <= num_owned <= num_params + num_shards - 1
+
+
+def test_lay_out_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    prove = Span.__post_init__
+
+    def count(span: Span) -> None:
+        nonlocal made
+        made += 1
+        prove(span)
+
+    monkeypatch.setattr(Span, "__post_init__", count)
+    spans_of: dict[tuple[int, int], int] = {}
+    for num_params in (10_000, 20_000):
+        for num_shards in (2, 4096):
+            made = 0
+            large_layout(num_shards, num_params=num_params)
+            spans_of[num_params, num_shards] = made
+    # A span with its shift and its proof a param, and one for the bucket: nothing for the ranks, linear in the params.
+    assert spans_of[20_000, 4096] == spans_of[20_000, 2]
+    assert spans_of[20_000, 2] - spans_of[10_000, 2] == 3 * 10_000
