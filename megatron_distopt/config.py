@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,12 +13,26 @@ from typing import Any
 
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["ADAM_SOURCES", "DistOptConfig", "NonFinitePolicy", "Switch", "config_from_environment", "switch_from"]
+__all__ = [
+    "ADAM_SOURCES",
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "DistOptConfig",
+    "NonFinitePolicy",
+    "Switch",
+    "config_from_environment",
+    "switch_from",
+]
 
 #: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/base.py).
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
 
+#: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
+LARGEST_SCALE = 2.0**127
+SMALLEST_SCALE = 2.0**-126
+
 _ACCELERATORS = ("auto", "deepspeed", "torch")
+_MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PREFIX = "MEGATRON_DISTOPT_"
 #: Options that an environment variable may set: those that no host has a flag for.
 _FROM_ENVIRONMENT = ("adam", "optimizer", "nonfinite", "accelerator")
@@ -60,7 +75,7 @@ class DistOptConfig:
         loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
         initial_loss_scale, min_loss_scale: bounds of the dynamic scale.
         growth_interval: steps without overflow until the dynamic scale doubles.
-        hysteresis: overflows in a row until it is halved.
+        hysteresis: overflows until it is halved, counted from the last growth.
         nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
         grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
         bucket_numel: elements of a bucket; None for one bucket a buffer.
@@ -96,7 +111,7 @@ class DistOptConfig:
         _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))
         _check_choice("accelerator", self.accelerator, _ACCELERATORS)
         _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
-        if ":" not in self.optimizer:
+        if not _MODULE_AND_CLASS.fullmatch(self.optimizer):
             _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
         _check_numbers(self)
         _check_loss_scale(self)
@@ -123,8 +138,9 @@ def _check_numbers(config: DistOptConfig) -> None:
         value = getattr(config, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(refusal(name, value, "be a finite number of at least 0", f"Write {name}=0.0 for none"))
-    if not all(0 <= beta < 1 for beta in config.betas):
-        raise ConfigError(refusal("betas", config.betas, "be at least 0 and below 1", "Write betas=(0.9, 0.999)"))
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        rule = "be 2 numbers of at least 0 and below 1"
+        raise ConfigError(refusal("betas", config.betas, rule, "Write betas=(0.9, 0.999)"))
     for name in ("growth_interval", "hysteresis"):
         if getattr(config, name) < 1:
             raise ConfigError(refusal(name, getattr(config, name), "be at least 1", f"Write {name}=1"))
@@ -138,12 +154,12 @@ def _check_loss_scale(config: DistOptConfig) -> None:
     if isinstance(scale, str) and scale != "dynamic":
         remedy = "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", repr(scale), "be None, a positive number or 'dynamic'", remedy))
-    if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
+    if isinstance(scale, (int, float)) and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         remedy = "Write loss_scale=None for none"
-        raise ConfigError(refusal("loss_scale", scale, "be None, a positive number or 'dynamic'", remedy))
-    if not 0 < config.min_loss_scale <= config.initial_loss_scale:
+        raise ConfigError(refusal("loss_scale", scale, "be None, 'dynamic' or a number from 2**-126 to 2**127", remedy))
+    if not SMALLEST_SCALE <= config.min_loss_scale <= config.initial_loss_scale <= LARGEST_SCALE:
         got = f"{config.min_loss_scale} with initial_loss_scale {config.initial_loss_scale}"
-        rule = "be above 0 and at most the initial one"
+        rule = "be at least 2**-126 and at most the initial one, which must be at most 2**127"
         raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
 
 
@@ -165,8 +181,9 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     for variable in given:
         if variable not in known:
             valid = ", ".join(["MEGATRON_DISTOPT", *known])
-            close = get_close_matches(variable, known, n=1)
-            remedy = f"Write {close[0]}" if close else f"Unset {variable}"
+            # Without the prefix, which would make everything look alike.
+            close = get_close_matches(variable.removeprefix(_PREFIX), [name.upper() for name in _FROM_ENVIRONMENT], n=1)
+            remedy = f"Write {_PREFIX}{close[0]}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
     changes: dict[str, Any] = {known[variable]: value for variable, value in given.items()}
     return dataclasses.replace(config or DistOptConfig(), **changes)
@@ -179,5 +196,5 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
         ConfigError: a value that is none of the three.
     """
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value)
-    _check_choice("MEGATRON_DISTOPT", value, tuple(switch.value for switch in Switch))
+    _check_choice("MEGATRON_DISTOPT", value, (Switch.ON.value, Switch.OFF.value, Switch.REQUIRE.value))
     return Switch(value)

@@ -100,13 +100,13 @@ def _prove_slots(slots: Sequence[ParamSlot], buckets: Sequence[Bucket]) -> None:
         if left.in_buffer.stop > right.in_buffer.start:
             got, rule = f"{left.name} at {left.in_buffer}", f"end before {right.name} at {right.in_buffer}"
             raise LayoutError(refusal("slot", got, rule, "Give the slots in buffer order"))
+    unpadded = [Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start) for bucket in buckets]
     for slot in slots:
         if not 0 <= slot.bucket < len(buckets):
             got, rule = f"{slot.name} in bucket {slot.bucket}", f"name one of the {len(buckets)} buckets"
             raise LayoutError(refusal("slot", got, rule, "Give each param its bucket"))
-        bucket = buckets[slot.bucket]
-        if slot.in_buffer.intersect(bucket.in_buffer) != slot.in_buffer:
-            rule = f"lie inside bucket {bucket.index} at {bucket.in_buffer}"
+        if slot.in_buffer.intersect(unpadded[slot.bucket]) != slot.in_buffer:
+            rule = f"lie inside the unpadded part of bucket {slot.bucket} at {unpadded[slot.bucket]}"
             raise LayoutError(refusal("slot", f"{slot.name} at {slot.in_buffer}", rule, "Give each param its bucket"))
 
 
@@ -126,6 +126,7 @@ def lay_out(
     >>> layout.slots[1], layout.numel
     (ParamSlot(name='b', bucket=0, in_buffer=Span(start=3, stop=7)), 8)
     """
+    _check_numbers(num_shards=num_shards, alignment_numel=alignment_numel, bucket_numel=bucket_numel)
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
     bucket_start = cursor = 0
@@ -139,6 +140,12 @@ def lay_out(
             buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
             bucket_start = cursor = stop
     return BufferLayout(tuple(slots), tuple(buckets), num_shards)
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise LayoutError(refusal(name, number, "be at least 1", f"Write {name}=1 or more"))
 
 
 def adopt(

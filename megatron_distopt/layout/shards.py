@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.buckets import Bucket, BufferLayout
 from megatron_distopt.layout.span import Span
 
@@ -47,6 +48,9 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
     >>> [(shard.name, shard.in_param) for shard in owned_shards(layout, 1)]
     [('b', Span(start=1, stop=4))]
     """
+    if not 0 <= rank < layout.num_shards:
+        rule = f"be at least 0 and below the {layout.num_shards} shards"
+        raise LayoutError(refusal("rank", rank, rule, "Give the rank inside the data-parallel group"))
     starts = [slot.in_buffer.start for slot in layout.slots]
     return tuple(shard for bucket in layout.buckets for shard in _owned_in_bucket(layout, starts, bucket, rank))
 

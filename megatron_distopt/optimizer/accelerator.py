@@ -52,10 +52,15 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
     if has_deepspeed and choice != "torch":
         accelerator = import_module("deepspeed.accelerator").get_accelerator()
         return Accelerator(accelerator.device_name(), "deepspeed")
-    current = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if current is None and torch.cuda.is_available():
-        current = torch.device(CUDA)
-    return Accelerator(CPU if current is None else current.type, "torch")
+    return Accelerator(_torch_device_type(), "torch")
+
+
+def _torch_device_type() -> str:
+    """Asks whether the device is there: a torch that was compiled for one names it on a machine without as well."""
+    if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        return CPU if current is None else current.type
+    return CUDA if torch.cuda.is_available() else CPU
 
 
 def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch.device:
@@ -69,7 +74,8 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
         raise LayoutError(refusal("param devices", got, "be exactly 1", "Move the model to one device first"))
     device = next(iter(devices))
     if device.type not in (accelerator.device_type, CPU):
-        rule = f"be {accelerator.device_type} (which {accelerator.named_by} names as accelerator) or cpu"
+        known = dict.fromkeys((accelerator.device_type, CPU))
+        rule = f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as accelerator)"
         raise LayoutError(refusal("param device", device, rule, "Move the model with model.to(...) first"))
     return device
 

@@ -52,10 +52,12 @@ class _AdamSource:
     Args:
         missing: why it cannot be used on a device type, or None where it can.
         build: from param groups and config.
+        must_compile: why it would first have to be compiled, which is done only for one that is asked for by name.
     """
 
     missing: Callable[[str], str | None]
     build: Callable[..., Optimizer]
+    must_compile: Callable[[], str | None] = lambda: None
 
 
 def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -100,14 +102,15 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
 
 
 def _best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
+    """The last one of every list, torch's for-each AdamW, runs everywhere."""
     passed_over: list[str] = []
-    for name in _PREFERENCES.get(device_type, ("deepspeed", "torch_fused", "torch_foreach")):
-        reason = _ADAMS[name].missing(device_type)
+    *better, last = _PREFERENCES.get(device_type, _PREFERENCE_ELSEWHERE)
+    for name in better:
+        reason = _ADAMS[name].missing(device_type) or _ADAMS[name].must_compile()
         if reason is None:
             return InnerChoice(name, partial(_ADAMS[name].build, config=config), tuple(passed_over))
         passed_over.append(f"{name}: {reason}")
-    got, rule = "; ".join(passed_over), f"have an Adam for {device_type}"
-    raise ConfigError(refusal("installation", got, rule, "Install a newer torch"))
+    return InnerChoice(last, partial(_ADAMS[last].build, config=config), tuple(passed_over))
 
 
 def _named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -149,6 +152,8 @@ def _missing_symbol(module: str, symbol: str) -> str | None:
         return None if hasattr(import_module(module), symbol) else f"{module} has no {symbol}"
     except ImportError as error:
         return f"not installed ({error})"
+    except (OSError, RuntimeError, AttributeError) as error:
+        return f"installed, but its import fails ({error})"
 
 
 def _missing_transformer_engine(device_type: str) -> str | None:
@@ -162,15 +167,18 @@ def _missing_apex(device_type: str) -> str | None:
     if folders and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
         remedy = "pip uninstall apex, then build NVIDIA apex from its sources"
         return f"the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; {remedy}"
-    return _needs_cuda(device_type) or _missing_symbol("apex.optimizers", "FusedAdam")
+    missing = _needs_cuda(device_type) or _missing_symbol("apex.optimizers", "FusedAdam")
+    without_kernels = None if find_spec("amp_C") is not None else "built without its CUDA extensions (no amp_C)"
+    return missing or without_kernels
 
 
 def _missing_deepspeed(device_type: str) -> str | None:
-    """Only an op that was built with DeepSpeed: one that is not would be compiled when it is first used."""
     if device_type == CPU:
-        return "has no fused Adam for cpu (ask for adam='deepspeed_cpu' to have that compiled)"
-    if find_spec("deepspeed") is None:
-        return "not installed"
+        return "has no fused Adam for cpu (adam='deepspeed_cpu' is its Adam for cpu)"
+    return None if find_spec("deepspeed") is not None else "not installed"
+
+
+def _must_compile_deepspeed() -> str | None:
     installed = import_module("deepspeed.git_version_info").installed_ops
     return None if installed.get("fused_adam") else "its fused_adam op was not built at install time"
 
@@ -208,7 +216,9 @@ _ADAMS = {
         _missing_transformer_engine, _builder("transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode")
     ),
     "apex": _AdamSource(_missing_apex, _builder("apex.optimizers", "FusedAdam", "adam_w_mode")),
-    "deepspeed": _AdamSource(_missing_deepspeed, _builder("deepspeed.ops.adam", "FusedAdam", "adam_w_mode")),
+    "deepspeed": _AdamSource(
+        _missing_deepspeed, _builder("deepspeed.ops.adam", "FusedAdam", "adam_w_mode"), _must_compile_deepspeed
+    ),
     "deepspeed_cpu": _AdamSource(
         _missing_deepspeed_cpu, _builder("deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode")
     ),
@@ -218,7 +228,8 @@ _ADAMS = {
     ),
 }
 
-_PREFERENCES = {
+_PREFERENCE_ELSEWHERE = ("deepspeed", "torch_fused", "torch_foreach")
+_PREFERENCES: dict[str, tuple[str, ...]] = {
     CUDA: ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach"),
     CPU: ("torch_fused", "torch_foreach"),
 }

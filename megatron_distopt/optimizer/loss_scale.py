@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import LARGEST_SCALE, DistOptConfig
 
 __all__ = ["ConstantLossScale", "DynamicLossScale", "LossScale", "make_loss_scale"]
 
@@ -63,7 +63,7 @@ class DynamicLossScale:
     """Halves after `hysteresis` overflows, doubles after `growth_interval` steps without one.
 
     Once the hysteresis is used up every further overflow halves the scale; a growth fills it again. These are the rules
-    of Megatron's DynamicGradScaler, so that loss-scale curves can be compared.
+    of Megatron's DynamicGradScaler, so that loss-scale curves can be compared; but the scale stays below infinity.
 
     Args:
         config: `initial_loss_scale`, `min_loss_scale`, `growth_interval`, `hysteresis`.
@@ -94,7 +94,7 @@ class DynamicLossScale:
         if self._good_steps == self._growth_interval:
             self._good_steps = 0
             self._tolerated = self._hysteresis
-            self.scale.mul_(2.0)
+            self.scale.mul_(2.0).clamp_(max=LARGEST_SCALE)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and both counters."""

@@ -36,21 +36,49 @@ class Patch:
     replace: Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class _Applied:
+    """A seam with the object that was there and the one that is there now."""
+
+    seam: Seam
+    original: Any
+    ours: Any
+
+
 def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every seam, then replaces all of them.
+    """Checks every seam, makes every replacement, and only then puts them in.
+
+    Returns:
+        What puts the originals back, also into modules that imported a replacement by value since. It refuses, and
+        changes nothing, where somebody has replaced ours meanwhile.
 
     Raises:
         UnknownHostError: a module cannot be imported.
         SeamMismatchError: an attribute is missing, has another signature, or was replaced by somebody else.
     """
     originals = [_check(patch.seam) for patch in patches]
-    rebound: list[tuple[ModuleType, str, Any]] = []
-    for patch, original in zip(patches, originals, strict=True):
-        ours = patch.replace(original)
-        for module in _holders(patch.seam.attribute, original):
-            rebound.append((module, patch.seam.attribute, original))
-            setattr(module, patch.seam.attribute, ours)
-    return lambda: _restore(rebound)
+    pairs = zip(patches, originals, strict=True)
+    applied = [_Applied(patch.seam, original, patch.replace(original)) for patch, original in pairs]
+    for each in applied:
+        _rebind(each.seam.attribute, each.original, each.ours)
+    return lambda: _undo(applied)
+
+
+def _undo(applied: Sequence[_Applied]) -> None:
+    for each in applied:
+        if getattr(sys.modules.get(each.seam.module), each.seam.attribute, None) is not each.ours:
+            got, remedy = "replaced by somebody else since", "Undo that replacement first"
+            raise SeamMismatchError(refusal(str(each.seam), got, "still be megatron_distopt's", remedy))
+    for each in applied:
+        _rebind(each.seam.attribute, each.ours, each.original)
+
+
+def _rebind(attribute: str, old: Any, new: Any) -> None:
+    """In every loaded module that holds `old` under that name."""
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    for module in modules:
+        if vars(module).get(attribute) is old:
+            setattr(module, attribute, new)
 
 
 def _check(seam: Seam) -> Any:
@@ -59,7 +87,9 @@ def _check(seam: Seam) -> Any:
     except ImportError as error:
         rule, remedy = "be importable", "Install megatron-core, or start in the folder of your Megatron"
         raise UnknownHostError(refusal(f"host module {seam.module}", error, rule, remedy)) from error
-    original = getattr(module, seam.attribute, None)
+    if not hasattr(module, seam.attribute):
+        raise SeamMismatchError(refusal(str(seam), "missing", "exist", "Use a Megatron that docs/hosts.md lists"))
+    original = getattr(module, seam.attribute)
     if not inspect.isfunction(original) or original.__module__ != seam.module:
         owner = getattr(original, "__module__", None) or type(original).__name__
         remedy = "Take the other patcher out, or install megatron_distopt before it"
@@ -72,13 +102,3 @@ def _check(seam: Seam) -> Any:
         remedy = "Use a Megatron that docs/hosts.md lists"
         raise SeamMismatchError(refusal(f"signature of {seam}", f"({', '.join(names)})", rule, remedy))
     return original
-
-
-def _holders(attribute: str, original: Any) -> list[ModuleType]:
-    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
-    return [module for module in modules if vars(module).get(attribute) is original]
-
-
-def _restore(rebound: Sequence[tuple[ModuleType, str, Any]]) -> None:
-    for module, attribute, original in rebound:
-        setattr(module, attribute, original)
