@@ -26,20 +26,35 @@ VARIABLES = (
     "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR"
 )
 
+#: The float64 numbers next to the bounds of a loss scale.
+ABOVE_LARGEST = math.nextafter(2.0**127, math.inf)
+BELOW_SMALLEST = math.nextafter(2.0**-126, 0.0)
+
 
 def at_least_zero(name: str, got: object) -> str:
     return f"Invalid {name}: {got}. Must be a finite number of at least 0. Write {name}=0.0 for none."
 
 
-def no_loss_scale(got: object, remedy: str) -> str:
-    return f"Invalid loss_scale: {got}. Must be None, a positive number or 'dynamic'. {remedy}."
+def no_betas(got: object) -> str:
+    return f"Invalid betas: {got}. Must be 2 numbers of at least 0 and below 1. Write betas=(0.9, 0.999)."
+
+
+def no_loss_scale(got: object) -> str:
+    return (
+        f"Invalid loss_scale: {got}. Must be None, 'dynamic' or a number from 2**-126 to 2**127. "
+        "Write loss_scale=None for none."
+    )
 
 
 def no_min_loss_scale(minimum: float, initial: float) -> str:
     return (
         f"Invalid min_loss_scale: {minimum} with initial_loss_scale {initial}. "
-        "Must be above 0 and at most the initial one. Write min_loss_scale=1.0."
+        "Must be at least 2**-126 and at most the initial one, which must be at most 2**127. Write min_loss_scale=1.0."
     )
+
+
+def no_optimizer(got: str) -> str:
+    return f"Invalid optimizer: {got!r}. Must be one of adam, sgd, module:Class. Write optimizer='adam'."
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -57,9 +72,22 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"nonfinite": "explode"},
         "Invalid nonfinite: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'.",
     ),
-    (
-        {"optimizer": "adamw"},
-        "Invalid optimizer: 'adamw'. Must be one of adam, sgd, module:Class. Write optimizer='adam'.",
+    *(
+        ({"optimizer": name}, no_optimizer(name))
+        for name in (
+            "adamw",
+            "",
+            "torch.optim.Adagrad",
+            ":Adagrad",
+            ".optim:Adagrad",
+            "torch.optim:",
+            "torch..optim:Adagrad",
+            "torch.optim:Adagrad:Adagrad",
+            "torch.optim:Adagrad.step",
+            "torch.optim: Adagrad",
+            "torch.optim:Adagrad\n",
+            "torch.2optim:Adagrad",
+        )
     ),
     ({"lr": -1e-3}, at_least_zero("lr", -0.001)),
     ({"lr": math.nan}, at_least_zero("lr", "nan")),
@@ -67,13 +95,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1.0}, at_least_zero("eps", -1.0)),
     ({"momentum": -0.5}, at_least_zero("momentum", -0.5)),
     ({"clip_grad": -1.0}, at_least_zero("clip_grad", -1.0)),
-    (
-        {"betas": (0.9, 1.0)},
-        "Invalid betas: (0.9, 1.0). Must be at least 0 and below 1. Write betas=(0.9, 0.999).",
-    ),
-    (
-        {"betas": (-0.1, 0.9)},
-        "Invalid betas: (-0.1, 0.9). Must be at least 0 and below 1. Write betas=(0.9, 0.999).",
+    *(
+        ({"betas": betas}, no_betas(betas))
+        for betas in ((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (), (0.9,), (0.9, 0.99, 0.999))
     ),
     ({"growth_interval": 0}, "Invalid growth_interval: 0. Must be at least 1. Write growth_interval=1."),
     ({"hysteresis": 0}, "Invalid hysteresis: 0. Must be at least 1. Write hysteresis=1."),
@@ -81,12 +105,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"bucket_numel": 0},
         "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
     ),
-    ({"loss_scale": "static"}, no_loss_scale("'static'", "Write loss_scale='dynamic'")),
-    ({"loss_scale": 0.0}, no_loss_scale(0.0, "Write loss_scale=None for none")),
-    ({"loss_scale": -8}, no_loss_scale(-8, "Write loss_scale=None for none")),
-    ({"loss_scale": math.inf}, no_loss_scale("inf", "Write loss_scale=None for none")),
-    ({"loss_scale": math.nan}, no_loss_scale("nan", "Write loss_scale=None for none")),
+    (
+        {"loss_scale": "static"},
+        "Invalid loss_scale: 'static'. Must be None, a positive number or 'dynamic'. Write loss_scale='dynamic'.",
+    ),
+    *(
+        ({"loss_scale": scale}, no_loss_scale(scale))
+        for scale in (0.0, -8, math.inf, math.nan, 2**128, ABOVE_LARGEST, 2.0**-127, BELOW_SMALLEST)
+    ),
     ({"min_loss_scale": 0.0}, no_min_loss_scale(0.0, 65536.0)),
+    ({"min_loss_scale": BELOW_SMALLEST}, no_min_loss_scale(BELOW_SMALLEST, 65536.0)),
+    ({"initial_loss_scale": ABOVE_LARGEST}, no_min_loss_scale(1.0, ABOVE_LARGEST)),
+    ({"initial_loss_scale": math.inf}, no_min_loss_scale(1.0, math.inf)),
+    ({"initial_loss_scale": math.nan}, no_min_loss_scale(1.0, math.nan)),
     ({"min_loss_scale": 4.0, "initial_loss_scale": 2.0}, no_min_loss_scale(4.0, 2.0)),
     ({"min_loss_scale": math.nan}, no_min_loss_scale(math.nan, 65536.0)),
 ]
@@ -108,9 +139,10 @@ def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy
         *({"adam": source} for source in ADAM_SOURCES),
         *({"nonfinite": policy.value} for policy in NonFinitePolicy),
         {"optimizer": "sgd", "momentum": 0.0},
-        {"optimizer": "torch.optim:Adagrad"},
+        *({"optimizer": name} for name in ("torch.optim:Adagrad", "module:Class", "_my2.lion_3:_Lion4")),
         {"lr": 0.0, "weight_decay": 0.0, "eps": 0.0, "betas": (0.0, 0.0)},
-        {"loss_scale": 1024},
+        *({"loss_scale": scale} for scale in (1024, 2**127, 2.0**127, 2.0**-126)),
+        {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
         {"loss_scale": "dynamic", "min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1},
         {"bucket_numel": 1, "growth_interval": 1},
     ],
@@ -132,7 +164,7 @@ def test_config_when_replaced_then_checked_again() -> None:
 
 def test_config_when_given_by_position_then_refused() -> None:
     with pytest.raises(TypeError, match="positional"):
-        DistOptConfig("adam")  # type: ignore[misc]
+        DistOptConfig("adam")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("policy", NonFinitePolicy)
@@ -205,6 +237,12 @@ def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
     [
         ("MEGATRON_DISTOPT_ADAN", "Write MEGATRON_DISTOPT_ADAM"),
         ("MEGATRON_DISTOPT_NON_FINITE", "Write MEGATRON_DISTOPT_NONFINITE"),
+        ("MEGATRON_DISTOPT_OPTIMISER", "Write MEGATRON_DISTOPT_OPTIMIZER"),
+        ("MEGATRON_DISTOPT_ACCEL", "Write MEGATRON_DISTOPT_ACCELERATOR"),
+        # Nothing like any of ours but for the prefix.
+        ("MEGATRON_DISTOPT_LR", "Unset MEGATRON_DISTOPT_LR"),
+        ("MEGATRON_DISTOPT_BUCKET_NUMEL", "Unset MEGATRON_DISTOPT_BUCKET_NUMEL"),
+        ("MEGATRON_DISTOPT_", "Unset MEGATRON_DISTOPT_"),
         ("MEGATRON_DISTOPT_" + "Z" * 40, "Unset MEGATRON_DISTOPT_" + "Z" * 40),
     ],
 )
@@ -246,11 +284,16 @@ def test_switch_when_set_or_not_then_this_member(environ: dict[str, str], switch
     assert switch_from(environ) is switch
 
 
-@pytest.mark.parametrize(("value", "nearest"), [("requires", "require"), ("requir", "require"), ("off", "0")])
-def test_switch_when_the_value_is_unknown_then_refused(value: str, nearest: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [("requires", "require"), ("requir", "require"), ("00", "0"), ("11", "1"), ("off", "1"), ("true", "1"), ("", "1")],
+)
+def test_switch_when_the_value_is_unknown_then_refused_and_the_nearest_or_the_default_is_named(
+    value: str, nearest: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         switch_from({"MEGATRON_DISTOPT": value})
-    text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 0, 1, require. Write MEGATRON_DISTOPT={nearest!r}."
+    text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 1, 0, require. Write MEGATRON_DISTOPT={nearest!r}."
     assert str(error.value) == text
 
 

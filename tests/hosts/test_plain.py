@@ -274,7 +274,7 @@ BAD: dict[
         _on_meta,
         (
             LayoutError,
-            "Invalid param device: meta. Must be cpu (which torch names as accelerator) or cpu. "
+            "Invalid param device: meta. Must be cpu (torch names cpu as accelerator). "
             "Move the model with model.to(...) first.",
         ),
     ),

@@ -118,7 +118,8 @@ def test_slots_when_laid_out_then_disjoint_in_order_aligned_and_inside_their_buc
     for slot in layout.slots:
         bucket = layout.buckets[slot.bucket]
         assert slot.in_buffer.start % alignment_numel == 0
-        assert bucket.in_buffer.start <= slot.in_buffer.start < slot.in_buffer.stop <= bucket.in_buffer.stop
+        unpadded_stop = bucket.in_buffer.start + bucket.numel_unpadded
+        assert bucket.in_buffer.start <= slot.in_buffer.start < slot.in_buffer.stop <= unpadded_stop
 
 
 @settings(deadline=None)
@@ -237,13 +238,56 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: a_layout(("w", 0, 2, 6)),
-        "Invalid slot: w at Span(start=2, stop=6). Must lie inside bucket 0 at Span(start=0, stop=4). "
-        "Give each param its bucket.",
+        "Invalid slot: w at Span(start=2, stop=6). Must lie inside the unpadded part of bucket 0 at "
+        "Span(start=0, stop=4). Give each param its bucket.",
     ),
     (
         lambda: a_layout(("w", 0, 4, 6)),
-        "Invalid slot: w at Span(start=4, stop=6). Must lie inside bucket 0 at Span(start=0, stop=4). "
-        "Give each param its bucket.",
+        "Invalid slot: w at Span(start=4, stop=6). Must lie inside the unpadded part of bucket 0 at "
+        "Span(start=0, stop=4). Give each param its bucket.",
+    ),
+    (
+        lambda: a_layout(("v", 0, 0, 4), ("w", 1, 6, 8), buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(4, 8), 3))),
+        "Invalid slot: w at Span(start=6, stop=8). Must lie inside the unpadded part of bucket 1 at "
+        "Span(start=4, stop=7). Give each param its bucket.",
+    ),
+    (
+        lambda: a_layout(("w", 0, 3, 4), buckets=(Bucket(0, Span(0, 4), 3),)),
+        "Invalid slot: w at Span(start=3, stop=4). Must lie inside the unpadded part of bucket 0 at "
+        "Span(start=0, stop=3). Give each param its bucket.",
+    ),
+    (
+        lambda: adopt([ParamSlot("w", 0, Span(0, 4))], [Span(0, 4)], num_shards=2, numel_unpadded=[3]),
+        "Invalid slot: w at Span(start=0, stop=4). Must lie inside the unpadded part of bucket 0 at "
+        "Span(start=0, stop=3). Give each param its bucket.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=0),
+        "Invalid num_shards: 0. Must be at least 1. Write num_shards=1 or more.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=-2),
+        "Invalid num_shards: -2. Must be at least 1. Write num_shards=1 or more.",
+    ),
+    (
+        lambda: lay_out([], num_shards=0),
+        "Invalid num_shards: 0. Must be at least 1. Write num_shards=1 or more.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=0),
+        "Invalid alignment_numel: 0. Must be at least 1. Write alignment_numel=1 or more.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=-64),
+        "Invalid alignment_numel: -64. Must be at least 1. Write alignment_numel=1 or more.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=2, bucket_numel=0),
+        "Invalid bucket_numel: 0. Must be at least 1. Write bucket_numel=1 or more.",
+    ),
+    (
+        lambda: lay_out(params_of([3]), num_shards=2, bucket_numel=-1),
+        "Invalid bucket_numel: -1. Must be at least 1. Write bucket_numel=1 or more.",
     ),
 ]
 
@@ -259,6 +303,9 @@ def test_layout_when_by_hand_and_right_then_accepted() -> None:
     """The refusals above are not refusals of everything."""
     layout = a_layout(("v", 0, 0, 3), ("w", 1, 4, 8))
     assert (layout.numel, layout.shard_numel) == (8, 4)
+    padded = a_layout(("v", 0, 0, 3), ("w", 1, 4, 7), buckets=(Bucket(0, Span(0, 4), 3), Bucket(1, Span(4, 8), 3)))
+    assert (padded.numel, padded.shard_numel) == (8, 4)
+    assert lay_out(params_of([3]), num_shards=1, bucket_numel=1, alignment_numel=1).numel == 3
     assert ParamSpec("w", 8, (2, 4)).shape == (2, 4)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import BufferLayout, ParamShard, ParamSlot, ParamSpec, Span, lay_out, owned_shards
 
 LAYOUTS = st.builds(
@@ -53,6 +54,17 @@ def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_in
     in_a, in_b = owned_shards(layout, 1)
     assert in_a == ParamShard("a", 1, 0, Span(3, 5), Span(3, 5), Span(3, 5), Span(0, 2))
     assert in_b == ParamShard("b", 1, 1, Span(3, 6), Span(9, 12), Span(3, 6), Span(0, 3))
+
+
+@pytest.mark.parametrize("rank", [-1, -2, 2, 4096])
+def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused(rank: int) -> None:
+    layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
+    with pytest.raises(LayoutError) as error:
+        owned_shards(layout, rank)
+    assert str(error.value) == (
+        f"Invalid rank: {rank}. Must be at least 0 and below the 2 shards. "
+        "Give the rank inside the data-parallel group."
+    )
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import LARGEST_SCALE, SMALLEST_SCALE, DistOptConfig
 from megatron_distopt.optimizer import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ class Rules:
 def scales_by_the_rules(rules: Rules, overflows: Sequence[bool]) -> list[float]:
     """The scale after every step, from the whole history instead of from counters.
 
-    It doubles when `growth_interval` steps in a row were good since the last overflow or growth. An overflow halves it
-    unless fewer than `hysteresis` overflows, itself included, were met since the last growth.
+    It doubles, up to 2**127, when `growth_interval` steps in a row were good since the last overflow or growth. An
+    overflow halves it unless fewer than `hysteresis` overflows, itself included, were met since the last growth.
     """
     scales: list[float] = []
     scale, since_growth = rules.initial, 0
@@ -50,7 +50,7 @@ def scales_by_the_rules(rules: Rules, overflows: Sequence[bool]) -> list[float]:
             scale = max(scale / 2, rules.minimum)
         num_good = next((back for back, bad in enumerate(reversed(recent)) if bad), len(recent))
         if num_good == rules.growth_interval:
-            scale, since_growth = scale * 2, step + 1
+            scale, since_growth = min(scale * 2, 2.0**127), step + 1
         elif num_good > rules.growth_interval:
             raise AssertionError("the window starts anew after each growth")
         scales.append(scale)
@@ -72,7 +72,7 @@ def steps(text: str) -> list[bool]:
 
 RULES = st.builds(
     Rules,
-    initial=st.sampled_from((1.0, 4.0, 2.0**16)),
+    initial=st.sampled_from((1.0, 4.0, 2.0**16, 2.0**125)),
     minimum=st.sampled_from((0.25, 1.0)),
     growth_interval=st.integers(1, 4),
     hysteresis=st.integers(1, 3),
@@ -98,6 +98,34 @@ def test_dynamic_scale_when_steps_are_good_or_not_then_it_follows_the_table(
 ) -> None:
     assert run(Rules().build(), steps(overflows)) == scales
     assert scales_by_the_rules(Rules(), steps(overflows)) == scales
+
+
+def test_bounds_when_read_then_the_last_powers_of_two_that_fp32_has_in_full() -> None:
+    assert (LARGEST_SCALE, SMALLEST_SCALE) == (2.0**127, 2.0**-126)
+    assert torch.tensor([2 * LARGEST_SCALE], dtype=torch.float32).isinf().all()
+    assert torch.finfo(torch.float32).smallest_normal == SMALLEST_SCALE
+    for bound in (LARGEST_SCALE, SMALLEST_SCALE):
+        assert make_loss_scale(DistOptConfig(loss_scale=bound), CPU).scale.item() == bound
+
+
+@pytest.mark.parametrize(
+    ("initial", "overflows", "exponents"),
+    [
+        pytest.param(2.0**126, "....", [127, 127, 127, 127], id="stays at the largest"),
+        pytest.param(2.0**127, "..x.", [127, 127, 126, 127], id="halves from there and comes back"),
+        pytest.param(1.5 * 2.0**126, "..", [127, 127], id="from what is no power of two"),
+    ],
+)
+def test_dynamic_scale_when_it_would_grow_beyond_fp32_then_it_stays_at_the_largest_power_of_two(
+    initial: float, overflows: str, exponents: list[int]
+) -> None:
+    rules = Rules(initial=initial, growth_interval=1, hysteresis=1)
+    assert run(rules.build(), steps(overflows)) == [2.0**exponent for exponent in exponents]
+
+
+def test_dynamic_scale_when_growth_is_cut_off_then_it_fills_the_hysteresis_all_the_same() -> None:
+    rules = Rules(initial=2.0**127, growth_interval=2, hysteresis=2)
+    assert run(rules.build(), steps("x..xx")) == [2.0**127, 2.0**127, 2.0**127, 2.0**127, 2.0**126]
 
 
 @settings(deadline=None)

@@ -1,0 +1,187 @@
+"""Who names the device, and which devices are refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.optimizer import Accelerator, check_devices, find_accelerator
+from megatron_distopt.optimizer.accelerator import has_torch_fused, stats_dtype
+
+NOT_INSTALLED = (
+    "Invalid accelerator 'deepspeed': deepspeed is not installed. Must be installed when it is asked for. "
+    "Run pip install deepspeed, or write accelerator='torch'."
+)
+FAKE_DEEPSPEED = """
+class Xpu:
+    def device_name(self):
+        return "xpu"
+
+def get_accelerator():
+    return Xpu()
+"""
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither installed nor loaded; what was loaded before is back afterwards."""
+    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "deepspeed"}
+    for name in loaded:
+        del sys.modules[name]
+    monkeypatch.setattr("megatron_distopt.optimizer.accelerator.find_spec", lambda name: None)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    sys.modules.update(loaded)
+
+
+@pytest.fixture
+def fake_deepspeed(without_deepspeed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A DeepSpeed on a machine with an XPU, the only one that can be found; returns the file of its accelerator."""
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "accelerator.py").write_text(FAKE_DEEPSPEED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_distopt.optimizer.accelerator.find_spec", find_spec)
+    return package / "accelerator.py"
+
+
+def torch_sees(
+    device: torch.device | None, monkeypatch: pytest.MonkeyPatch, *, is_there: bool = True, has_cuda: bool = False
+) -> None:
+    """As on a machine whose torch was compiled for the device."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None and is_there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+
+
+@pytest.mark.parametrize("choice", ["auto", "deepspeed"])
+def test_find_accelerator_when_deepspeed_is_installed_then_it_names_the_device(
+    choice: str, fake_deepspeed: Path
+) -> None:
+    assert find_accelerator(choice) == Accelerator("xpu", "deepspeed")
+
+
+def test_find_accelerator_when_the_real_deepspeed_is_installed_then_it_is_asked() -> None:
+    abstraction = pytest.importorskip("deepspeed.accelerator")
+    assert find_accelerator() == Accelerator(abstraction.get_accelerator().device_name(), "deepspeed")
+
+
+def test_find_accelerator_when_torch_is_chosen_then_deepspeed_is_not_even_imported(
+    fake_deepspeed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_deepspeed.write_text("raise RuntimeError('imported')")
+    torch_sees(None, monkeypatch)
+    assert find_accelerator("torch") == Accelerator("cpu", "torch")
+    assert "deepspeed" not in sys.modules
+    with pytest.raises(RuntimeError, match=r"^imported$"):
+        find_accelerator("deepspeed")
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+@pytest.mark.parametrize("device", [None, torch.device("xpu"), torch.device("mps")])
+def test_find_accelerator_when_deepspeed_is_absent_then_torch_names_the_device(
+    choice: str, device: torch.device | None, without_deepspeed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(device, monkeypatch)
+    assert find_accelerator(choice) == Accelerator("cpu" if device is None else device.type, "torch")
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu"])
+def test_find_accelerator_when_torch_was_compiled_for_a_device_that_is_not_there_then_cpu(
+    name: str, without_deepspeed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(torch.device(name), monkeypatch, is_there=False)
+    assert find_accelerator() == Accelerator("cpu", "torch")
+
+
+@pytest.mark.parametrize(("has_cuda", "name"), [(True, "cuda"), (False, "cpu")])
+def test_find_accelerator_when_torch_does_not_know_accelerators_then_cuda_is_asked(
+    has_cuda: bool, name: str, without_deepspeed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(None, monkeypatch, has_cuda=has_cuda)
+    assert find_accelerator() == Accelerator(name, "torch")
+    monkeypatch.delattr(torch, "accelerator")
+    assert find_accelerator() == Accelerator(name, "torch")
+
+
+def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(without_deepspeed: None) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_accelerator("deepspeed")
+    assert str(error.value) == NOT_INSTALLED
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator"),
+    [
+        ("cpu", Accelerator("cpu", "torch")),
+        ("cpu", Accelerator("cuda", "deepspeed")),
+        ("cuda:1", Accelerator("cuda", "torch")),
+        ("xpu", Accelerator("xpu", "deepspeed")),
+    ],
+)
+def test_check_devices_when_it_is_the_accelerator_or_the_cpu_then_accepted(
+    device: str, accelerator: Accelerator
+) -> None:
+    assert check_devices({torch.device(device)}, accelerator) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        (
+            ["cuda:0", "cpu"],
+            "Invalid param devices: cpu, cuda:0. Must be exactly 1. Move the model to one device first.",
+        ),
+        (
+            ["cuda:0", "cuda:1"],
+            "Invalid param devices: cuda:0, cuda:1. Must be exactly 1. Move the model to one device first.",
+        ),
+        ([], "Invalid param devices: none. Must be exactly 1. Move the model to one device first."),
+        (
+            ["meta"],
+            "Invalid param device: meta. Must be cuda or cpu (deepspeed names cuda as accelerator). "
+            "Move the model with model.to(...) first.",
+        ),
+        (
+            ["xpu:0"],
+            "Invalid param device: xpu:0. Must be cuda or cpu (deepspeed names cuda as accelerator). "
+            "Move the model with model.to(...) first.",
+        ),
+    ],
+)
+def test_check_devices_when_mixed_or_foreign_then_refused(devices: list[str], text: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        check_devices({torch.device(name) for name in devices}, Accelerator("cuda", "deepspeed"))
+    assert str(error.value) == text
+
+
+def test_check_devices_when_params_are_on_meta_then_refused() -> None:
+    params = torch.nn.Linear(2, 2, device="meta").parameters()
+    with pytest.raises(LayoutError) as error:
+        check_devices({param.device for param in params}, Accelerator("cpu", "torch"))
+    assert str(error.value) == (
+        "Invalid param device: meta. Must be cpu (torch names cpu as accelerator). "
+        "Move the model with model.to(...) first."
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float64), ("cuda", torch.float64), ("mps", torch.float32), ("hpu", torch.float32)],
+)
+def test_stats_dtype_when_the_device_has_no_float64_then_float32(device: str, dtype: torch.dtype) -> None:
+    assert stats_dtype(torch.device(device)) is dtype
+
+
+def test_has_torch_fused_when_the_device_has_kernels_then_true() -> None:
+    assert has_torch_fused("cpu")
+    assert has_torch_fused("cuda")
+    assert not has_torch_fused("meta")

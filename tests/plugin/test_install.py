@@ -1,0 +1,254 @@
+"""The library door: what `install()` returns, when it refuses, and the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import megatron_distopt
+from megatron_distopt import DistOptConfig, Installation, install
+from megatron_distopt.errors import ConfigError, SeamMismatchError, UnknownHostError
+from megatron_distopt.hosts.detect import Host
+from megatron_distopt.hosts.seams import Seam
+
+SEAM = Seam("fake_megatron", "get_megatron_optimizer", ("config", "model_chunks"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of ours is set before a test, nothing is installed before and after it."""
+    for variable in [name for name in os.environ if name.startswith("MEGATRON_DISTOPT")]:
+        monkeypatch.delenv(variable)
+    installed: list[Installation] = import_module("megatron_distopt.plugin.install")._installed
+    assert installed == []
+    yield
+    for installation in list(installed):
+        installation.undo()
+
+
+def replacement(original: Callable[..., Any], config: DistOptConfig) -> Callable[..., Any]:
+    return lambda *args: ("ours", config, original)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host that `install` finds: a module with a factory that says "host's"."""
+    module = ModuleType("fake_megatron")
+    exec('def get_megatron_optimizer(config, model_chunks):\n    return "host\'s"', vars(module))
+    monkeypatch.setitem(sys.modules, "fake_megatron", module)
+    door = import_module("megatron_distopt.plugin.install")
+    monkeypatch.setattr(door, "find_host", lambda: Host("fake", SEAM, replacement))
+    return module
+
+
+def test_install_when_a_host_is_there_then_its_factory_is_ours_with_the_options(host: Any) -> None:
+    original = host.get_megatron_optimizer
+    installation = install(DistOptConfig(nonfinite="skip"))
+    assert installation.is_active
+    assert installation.config == DistOptConfig(nonfinite="skip")
+    assert host.get_megatron_optimizer(None, []) == ("ours", installation.config, original)
+
+
+def test_install_when_variables_are_set_then_they_override_the_options(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT_NONFINITE", "log")
+    installation = install(DistOptConfig(nonfinite="skip", lr=0.5))
+    assert installation.config == DistOptConfig(nonfinite="log", lr=0.5)
+    assert host.get_megatron_optimizer(None, [])[1] == installation.config
+
+
+def test_install_when_switched_off_then_the_host_is_as_it_was(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = host.get_megatron_optimizer
+    monkeypatch.setenv("MEGATRON_DISTOPT", "0")
+    installation = install()
+    assert not installation.is_active
+    assert host.get_megatron_optimizer is original
+    installation.undo()
+    assert host.get_megatron_optimizer is original
+
+
+def test_install_when_switched_off_then_no_host_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT", "0")
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert not install().is_active
+
+
+def test_install_when_switched_on_again_then_it_is_active(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT", "0")
+    install(DistOptConfig(lr=0.5))
+    monkeypatch.setenv("MEGATRON_DISTOPT", "1")
+    assert install().is_active
+
+
+@pytest.mark.parametrize("switch", ["1", "require"])
+def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT", switch)
+    monkeypatch.setitem(sys.modules, "megatron", None)  # an import of it fails as if it were not installed
+    with pytest.raises(UnknownHostError) as error:
+        install()
+    assert str(error.value) == (
+        "Invalid host: no Megatron that can be imported. Must provide megatron.core.optimizer.get_megatron_optimizer. "
+        "Run pip install megatron-core==0.16.1, or use megatron_distopt.distribute(...) without a Megatron."
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        (
+            "MEGATRON_DISTOPT",
+            "requires",
+            "Invalid MEGATRON_DISTOPT: 'requires'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT='require'.",
+        ),
+        (
+            "MEGATRON_DISTOPT_NONFINITE",
+            "ignore",
+            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+        ),
+        (
+            "MEGATRON_DISTOPT_NONFINIT",
+            "skip",
+            "Invalid environment variable: MEGATRON_DISTOPT_NONFINIT. Must be one of MEGATRON_DISTOPT, "
+            "MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, MEGATRON_DISTOPT_NONFINITE, "
+            "MEGATRON_DISTOPT_ACCELERATOR. Write MEGATRON_DISTOPT_NONFINITE.",
+        ),
+    ],
+)
+def test_install_when_a_variable_is_bad_then_refused_and_the_host_is_as_it_was(
+    variable: str, value: str, text: str, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = host.get_megatron_optimizer
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as error:
+        install()
+    assert str(error.value) == text
+    assert host.get_megatron_optimizer is original
+
+
+def test_install_when_called_twice_with_the_same_options_then_the_first_installation(host: Any) -> None:
+    first = install(DistOptConfig(nonfinite="skip"))
+    ours = host.get_megatron_optimizer
+    assert install(DistOptConfig(nonfinite="skip")) is first
+    assert host.get_megatron_optimizer is ours
+
+
+def test_install_when_called_twice_with_other_options_then_refused_and_the_first_stays(host: Any) -> None:
+    first = install(DistOptConfig(nonfinite="skip"))
+    ours = host.get_megatron_optimizer
+    with pytest.raises(ConfigError) as error:
+        install(DistOptConfig(nonfinite="log"))
+    assert str(error.value) == (
+        "Invalid second install(): other options. Must have the options of the first. "
+        "Call undo() on the first installation, or install once."
+    )
+    assert host.get_megatron_optimizer is ours
+    assert install(DistOptConfig(nonfinite="skip")) is first
+
+
+def test_undo_when_called_then_the_host_is_as_it_was_and_other_options_can_be_installed(host: Any) -> None:
+    original = host.get_megatron_optimizer
+    first = install(DistOptConfig(nonfinite="skip"))
+    first.undo()
+    assert host.get_megatron_optimizer is original
+    second = install(DistOptConfig(nonfinite="log"))
+    assert second is not first
+    assert host.get_megatron_optimizer(None, []) == ("ours", second.config, original)
+
+
+def test_undo_when_called_twice_then_the_second_does_nothing(host: Any) -> None:
+    first = install()
+    first.undo()
+    second = install()
+    ours = host.get_megatron_optimizer
+    first.undo()
+    assert host.get_megatron_optimizer is ours
+    assert install() is second
+
+
+def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone(host: Any) -> None:
+    original = host.get_megatron_optimizer
+    first = install()
+    ours = host.get_megatron_optimizer
+
+    def theirs() -> None:
+        pass
+
+    host.get_megatron_optimizer = theirs
+    with pytest.raises(SeamMismatchError) as error:
+        first.undo()
+    assert str(error.value) == (
+        "Invalid fake_megatron.get_megatron_optimizer: replaced by somebody else since. "
+        "Must still be megatron_distopt's. Undo that replacement first."
+    )
+    assert host.get_megatron_optimizer is theirs
+    assert install() is first
+    host.get_megatron_optimizer = ours
+    first.undo()
+    assert host.get_megatron_optimizer is original
+
+
+def test_install_when_the_host_looks_different_then_refused_and_nothing_is_installed(host: Any) -> None:
+    exec("def get_megatron_optimizer(model):\n    pass", vars(host))
+    with pytest.raises(SeamMismatchError) as error:
+        install()
+    assert str(error.value) == (
+        "Invalid signature of fake_megatron.get_megatron_optimizer: (model). Must start with (config, model_chunks). "
+        "Use a Megatron that docs/hosts.md lists."
+    )
+    exec("def get_megatron_optimizer(config, model_chunks):\n    pass", vars(host))
+    assert install().is_active
+
+
+def test_install_when_looked_up_on_the_package_then_it_is_this_function() -> None:
+    assert megatron_distopt.install is install
+    assert megatron_distopt.Installation is Installation
+
+
+REAL_HOST = """
+import json, sys, types
+
+import megatron.core.optimizer as host
+import megatron_distopt
+from megatron_distopt.errors import ConfigError
+
+original = host.get_megatron_optimizer
+trainer = types.ModuleType("trainer")
+trainer.get_megatron_optimizer = original
+sys.modules["trainer"] = trainer
+installation = megatron_distopt.install()
+ours = host.get_megatron_optimizer
+report = {"replaced": ours is not original, "rebound": trainer.get_megatron_optimizer is ours}
+try:
+    trainer.get_megatron_optimizer(types.SimpleNamespace(use_distributed_optimizer=False), [])
+except ConfigError as error:
+    report["refused"] = str(error)
+installation.undo()
+report["undone"] = host.get_megatron_optimizer is original and trainer.get_megatron_optimizer is original
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_install_when_required_and_the_real_host_runs_without_its_flag_then_refused() -> None:
+    environ = {**os.environ, "MEGATRON_DISTOPT": "require", "MEGATRON_DISTOPT_ACCELERATOR": "torch"}
+    result = subprocess.run(
+        [sys.executable, "-c", REAL_HOST], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {
+        "replaced": True,
+        "rebound": True,
+        "refused": "Invalid run: without use_distributed_optimizer. Must be used when MEGATRON_DISTOPT=require. "
+        "Add --use-distributed-optimizer, or unset the variable.",
+        "undone": True,
+    }

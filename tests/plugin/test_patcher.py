@@ -1,0 +1,284 @@
+"""Replacing functions of code that is not ours, and putting them back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_distopt.errors import DistOptError, SeamMismatchError, UnknownHostError
+from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.plugin.patcher import Patch, apply
+
+HOST = """
+def make_optimizer(config, model_chunks, no_weight_decay=None):
+    return f"host's for {config}"
+
+def make_scheduler(optimizer):
+    return "host's scheduler"
+"""
+OPTIMIZER = Seam("fake_host", "make_optimizer", ("config", "model_chunks"))
+SCHEDULER = Seam("fake_host", "make_scheduler", ("optimizer",))
+
+REMEDY = "Take the other patcher out, or install megatron_distopt before it."
+
+
+def module_of(name: str, monkeypatch: pytest.MonkeyPatch, code: str = "", **attributes: object) -> Any:
+    """A loaded module with what `code` defines and the attributes."""
+    module = ModuleType(name)
+    exec(code, vars(module))
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return module_of("fake_host", monkeypatch, HOST)
+
+
+@pytest.fixture
+def trainer(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A training module that imported both functions by value."""
+    return module_of("fake_trainer", monkeypatch, "from fake_host import make_optimizer, make_scheduler")
+
+
+def ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: f"ours in place of {original(*args, **kwargs)}"
+
+
+def snapshot(*modules: Any) -> list[tuple[object, object]]:
+    return [(module.make_optimizer, module.make_scheduler) for module in modules]
+
+
+def refused(*seams: Seam) -> DistOptError:
+    with pytest.raises(DistOptError) as error:
+        apply([Patch(seam, ours) for seam in seams])
+    return error.value
+
+
+def test_apply_when_the_seam_fits_then_the_host_calls_ours_which_has_the_original(host: Any) -> None:
+    apply([Patch(OPTIMIZER, ours)])
+    assert host.make_optimizer("config", []) == "ours in place of host's for config"
+
+
+def test_apply_when_a_module_imported_by_value_then_it_is_rebound_to_the_same_object(host: Any, trainer: Any) -> None:
+    apply([Patch(OPTIMIZER, ours)])
+    assert trainer.make_optimizer is host.make_optimizer
+    assert trainer.make_optimizer("config", []) == "ours in place of host's for config"
+    assert trainer.make_scheduler is host.make_scheduler
+    assert trainer.make_scheduler(None) == "host's scheduler"
+
+
+def test_apply_when_a_module_has_another_object_of_that_name_then_it_is_left_alone(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = module_of("fake_other", monkeypatch, HOST)
+    before = own.make_optimizer
+    apply([Patch(OPTIMIZER, ours)])
+    assert own.make_optimizer is before
+
+
+def test_undo_when_a_module_imported_ours_by_value_since_then_it_has_the_original_too(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(host)
+    undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+    late = module_of("fake_late", monkeypatch, "from fake_host import make_optimizer, make_scheduler")
+    assert snapshot(late) == snapshot(host) != before
+    undo()
+    assert snapshot(host, late) == before * 2
+
+
+def test_undo_when_a_module_has_another_object_of_that_name_since_then_it_is_left_alone(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undo = apply([Patch(OPTIMIZER, ours)])
+    own = module_of("fake_other", monkeypatch, HOST)
+    before = own.make_optimizer
+    undo()
+    assert own.make_optimizer is before
+
+
+@pytest.mark.parametrize("seam", [OPTIMIZER, SCHEDULER])
+def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes(
+    seam: Seam, host: Any, trainer: Any
+) -> None:
+    before = snapshot(host, trainer)
+    undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+    installed = getattr(host, seam.attribute)
+    setattr(host, seam.attribute, ours(installed))
+    replaced = snapshot(host, trainer)
+    with pytest.raises(SeamMismatchError) as error:
+        undo()
+    assert str(error.value) == (
+        f"Invalid {seam}: replaced by somebody else since. Must still be megatron_distopt's. "
+        "Undo that replacement first."
+    )
+    assert snapshot(host, trainer) == replaced
+    setattr(host, seam.attribute, installed)
+    undo()
+    assert snapshot(host, trainer) == before
+
+
+def test_undo_when_called_then_every_module_has_the_original_object_again(host: Any, trainer: Any) -> None:
+    before = snapshot(host, trainer)
+    undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+    assert all(
+        old is not new
+        for olds, news in zip(before, snapshot(host, trainer), strict=True)
+        for old, new in zip(olds, news, strict=True)
+    )
+    undo()
+    assert snapshot(host, trainer) == before
+
+
+def test_apply_when_undone_then_it_can_be_applied_and_undone_again(host: Any, trainer: Any) -> None:
+    before = snapshot(host, trainer)
+    for _ in range(2):
+        undo = apply([Patch(OPTIMIZER, ours)])
+        # Not "ours in place of ours": the second time, too, it is the host's function that is replaced.
+        assert trainer.make_optimizer("config", []) == "ours in place of host's for config"
+        undo()
+        assert snapshot(host, trainer) == before
+
+
+def test_apply_when_nothing_is_to_be_patched_then_nothing_changes(host: Any, trainer: Any) -> None:
+    before = snapshot(host, trainer)
+    apply([])()
+    assert snapshot(host, trainer) == before
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Seam("fake_host", "no_such_function", ()),
+        Seam("fake_host", "make_scheduler", ("config",)),
+        Seam("no_such_host", "make_optimizer", ()),
+    ],
+)
+def test_apply_when_the_second_seam_does_not_fit_then_the_first_is_not_replaced(
+    second: Seam, host: Any, trainer: Any
+) -> None:
+    before = snapshot(host, trainer)
+    made: list[object] = []
+    with pytest.raises(DistOptError):
+        apply([Patch(OPTIMIZER, made.append), Patch(second, ours)])
+    assert snapshot(host, trainer) == before
+    assert made == []
+
+
+def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_put_in(host: Any, trainer: Any) -> None:
+    before = snapshot(host, trainer)
+    seen: list[object] = []
+
+    def fail(original: object) -> object:
+        seen.extend([original, *snapshot(host, trainer)])
+        raise RuntimeError("cannot be made")
+
+    with pytest.raises(RuntimeError, match=r"^cannot be made$"):
+        apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, fail)])
+    assert seen == [host.make_scheduler, *before]
+    assert snapshot(host, trainer) == before
+    # Nothing is left behind that would be taken for somebody else's.
+    apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])()
+    assert snapshot(host, trainer) == before
+
+
+def test_apply_when_the_module_is_missing_then_refused() -> None:
+    error = refused(Seam("no_such_host.core", "make_optimizer", ()))
+    assert isinstance(error, UnknownHostError)
+    assert str(error) == (
+        "Invalid host module no_such_host.core: No module named 'no_such_host'. Must be importable. "
+        "Install megatron-core, or start in the folder of your Megatron."
+    )
+
+
+def test_apply_when_the_attribute_is_missing_then_refused(host: Any) -> None:
+    error = refused(Seam("fake_host", "no_such_function", ()))
+    assert isinstance(error, SeamMismatchError)
+    assert str(error) == (
+        "Invalid fake_host.no_such_function: missing. Must exist. Use a Megatron that docs/hosts.md lists."
+    )
+
+
+def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missing(host: Any) -> None:
+    host.make_optimizer = None
+    error = refused(OPTIMIZER)
+    assert isinstance(error, SeamMismatchError)
+    assert str(error) == (
+        f"Invalid fake_host.make_optimizer: not the host's own function but NoneType's. Must be untouched. {REMEDY}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rule"),
+    [
+        (("config", "model_chunks", "scale_lr"), "start with (config, model_chunks, scale_lr)"),
+        (("model_chunks", "config"), "start with (model_chunks, config)"),
+        (
+            ("config", "model_chunks", "no_weight_decay", "more"),
+            "start with (config, model_chunks, no_weight_decay, more)",
+        ),
+    ],
+)
+def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str, ...], rule: str, host: Any) -> None:
+    error = refused(Seam("fake_host", "make_optimizer", parameters))
+    assert isinstance(error, SeamMismatchError)
+    assert str(error) == (
+        "Invalid signature of fake_host.make_optimizer: (config, model_chunks, no_weight_decay). "
+        f"Must {rule}. Use a Megatron that docs/hosts.md lists."
+    )
+
+
+@pytest.mark.parametrize("parameters", [(), ("config",), ("config", "model_chunks", "no_weight_decay")])
+def test_apply_when_the_signature_starts_as_declared_then_accepted(parameters: tuple[str, ...], host: Any) -> None:
+    apply([Patch(Seam("fake_host", "make_optimizer", parameters), ours)])
+    assert host.make_optimizer("config", []) == "ours in place of host's for config"
+
+
+def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_name(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = module_of("other_patcher", monkeypatch, HOST)
+    host.make_optimizer = other.make_optimizer
+    error = refused(OPTIMIZER)
+    assert isinstance(error, SeamMismatchError)
+    assert str(error) == (
+        "Invalid fake_host.make_optimizer: not the host's own function but other_patcher's. "
+        f"Must be untouched. {REMEDY}"
+    )
+    assert host.make_optimizer is other.make_optimizer
+
+
+def test_apply_when_it_is_applied_already_then_refused(host: Any) -> None:
+    undo = apply([Patch(OPTIMIZER, ours)])
+    installed = host.make_optimizer
+    assert str(refused(OPTIMIZER)) == (
+        f"Invalid fake_host.make_optimizer: not the host's own function but {__name__}'s. Must be untouched. {REMEDY}"
+    )
+    assert host.make_optimizer is installed
+    undo()
+
+
+class CannotLookUp(ModuleType):
+    """Modules that compute their attributes must not be asked for every name that somebody patches."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"asked for {name}")
+
+
+def test_apply_when_a_loaded_module_computes_its_attributes_then_it_is_not_asked(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fake_lazy", CannotLookUp("fake_lazy"))
+    monkeypatch.setitem(sys.modules, "fake_not_a_module", object())
+    apply([Patch(OPTIMIZER, ours)])
+    assert host.make_optimizer("config", []) == "ours in place of host's for config"
+
+
+def test_seam_when_written_out_then_module_and_attribute() -> None:
+    assert str(OPTIMIZER) == "fake_host.make_optimizer"

@@ -1,0 +1,287 @@
+"""The rules of the tree, held by reading it: who may import whom, what stays in one file, what is never written.
+
+The checker is the first part; the second runs it on the package; the third runs it on bad files, to see it fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import megatron_distopt
+
+NAME = "megatron_distopt"
+PACKAGE = Path(megatron_distopt.__file__).parent
+#: Each may import those before it and itself.
+LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "hosts", "plugin")
+#: Each may import those before it, and everybody may import them.
+COMMON = ("version", "errors", "config")
+ACCELERATOR = "optimizer/accelerator.py"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package: its path from the package's folder, its text, and what Python makes of it."""
+
+    path: str
+    text: str
+
+    @property
+    def layer(self) -> str:
+        return self.path.partition("/")[0].removesuffix(".py")
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text)))
+
+
+Rule = Callable[[Source], Iterator[str]]
+
+
+def sources(folder: Path) -> list[Source]:
+    files = sorted(folder.rglob("*.py"))
+    return [Source(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+def violations(folder: Path, rule: Rule) -> list[str]:
+    return [f"{source.path}: {what}" for source in sources(folder) for what in rule(source)]
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names that a node imports: by statement, or by import_module with the name spelled out."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return []
+
+
+def all_imported(source: Source) -> list[str]:
+    return [name for node in source.nodes for name in imported(node)]
+
+
+def follows_the_arrow(source: Source) -> Iterator[str]:
+    """The package's own __init__ is the shop window: it names things of every layer and imports them when asked."""
+    order = COMMON if source.layer in COMMON else (*COMMON, *LAYERS)
+    allowed = order[: order.index(source.layer) + 1] if source.layer in order else order
+    for name in all_imported(source):
+        parts = name.split(".")
+        if name.startswith("."):
+            yield f"relative import {name}"
+        elif parts[0] == NAME and (len(parts) == 1 or parts[1] not in allowed):
+            yield f"imports {name}"
+
+
+def keeps_layout_pure(source: Source) -> Iterator[str]:
+    for name in all_imported(source) if source.layer == "layout" else ():
+        ours = name.startswith((f"{NAME}.layout.", f"{NAME}.errors."))
+        if not ours and name.split(".")[0] not in sys.stdlib_module_names:
+            yield f"imports {name}"
+
+
+def keeps_collectives_in_comm(source: Source) -> Iterator[str]:
+    used = [ast.unparse(node) for node in source.nodes if isinstance(node, ast.Attribute)]
+    for name in [*all_imported(source), *used] if source.layer not in ("comm", "checkpoint") else ():
+        if name == "torch.distributed" or name.startswith("torch.distributed."):
+            yield f"uses {name}"
+
+
+def keeps_megatron_in_hosts(source: Source) -> Iterator[str]:
+    for name in all_imported(source) if source.layer != "hosts" else ():
+        if name.split(".")[0] == "megatron":
+            yield f"imports {name}"
+
+
+def keeps_device_names_in_accelerator(source: Source) -> Iterator[str]:
+    for node in source.nodes if source.path != ACCELERATOR else ():
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:.*)?", str(node.value)):
+            yield f"line {node.lineno}: {node.value!r}"
+
+
+def prints_only_in_cli(source: Source) -> Iterator[str]:
+    for node in source.nodes if source.path != "plugin/cli.py" else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            yield f"line {node.lineno}: print"
+
+
+def asserts_with_a_message(source: Source) -> Iterator[str]:
+    yield from (f"line {node.lineno}: assert" for node in source.nodes if isinstance(node, ast.Assert) and not node.msg)
+
+
+def names_what_it_catches(source: Source) -> Iterator[str]:
+    handlers = [node for node in source.nodes if isinstance(node, ast.ExceptHandler)]
+    yield from (f"line {node.lineno}: bare except" for node in handlers if node.type is None)
+
+
+def leaves_nothing_to_do(source: Source) -> Iterator[str]:
+    yield from re.findall(r"\b(?:TODO|FIXME|XXX)\b.*", source.text)
+
+
+def names_what_is_public(source: Source) -> Iterator[str]:
+    """A file with nothing but a docstring has nothing to name."""
+    module = ast.parse(source.text)
+    docstring = [module.body[0]] if ast.get_docstring(module) else []
+    body = [node for node in module.body if node not in docstring and ast.unparse(node)[:15] != "from __future__"]
+    exported = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    if body and not exported:
+        yield "no __all__"
+    for name in ast.literal_eval(exported[0].value) if exported else ():
+        if name not in defined(module):
+            yield f"__all__ names {name}"
+
+
+def defined(module: ast.Module) -> set[str]:
+    """What is bound at the top of a module, TYPE_CHECKING blocks included."""
+    names: set[str] = set()
+    for node in [inner for top in module.body for inner in (top.body if isinstance(top, ast.If) else [top])]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {target.id for target in ast.walk(node) if isinstance(target, ast.Name)}
+    return names
+
+
+RULES: tuple[Rule, ...] = (
+    follows_the_arrow,
+    keeps_layout_pure,
+    keeps_collectives_in_comm,
+    keeps_megatron_in_hosts,
+    keeps_device_names_in_accelerator,
+    prints_only_in_cli,
+    asserts_with_a_message,
+    names_what_it_catches,
+    leaves_nothing_to_do,
+    names_what_is_public,
+)
+
+#: What `import megatron_distopt` must leave alone.
+HEAVY = ("apex", "deepspeed", "megatron", "numpy", "torch", "transformer_engine")
+
+
+def heavy_after(statement: str) -> list[str]:
+    """Which of them a fresh interpreter has loaded after a statement."""
+    probe = f"import json, sys\n{statement}\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=120)
+    loaded: list[str] = json.loads(result.stdout)
+    return loaded
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_when_read_then_it_keeps_the_rule(rule: Rule) -> None:
+    assert violations(PACKAGE, rule) == []
+
+
+def test_package_when_listed_then_every_layer_is_there_and_nothing_else() -> None:
+    layers = {source.layer for source in sources(PACKAGE)}
+    assert layers == {*LAYERS, *COMMON, "__init__"} | (layers & {"__main__"})
+    assert len(sources(PACKAGE)) >= 40
+
+
+def test_package_when_imported_then_nothing_heavy_is_loaded() -> None:
+    assert heavy_after(f"import {NAME}") == []
+
+
+def test_package_when_a_layer_with_torch_is_imported_then_the_probe_sees_it() -> None:
+    assert "torch" in heavy_after(f"import {NAME}.buffers")
+
+
+def test_package_when_a_name_is_unknown_then_the_usual_error() -> None:
+    with pytest.raises(AttributeError) as error:
+        megatron_distopt.__getattr__("distributed")
+    assert str(error.value) == "module 'megatron_distopt' has no attribute 'distributed'"
+
+
+BAD: list[tuple[Rule, str, str, str]] = [
+    (follows_the_arrow, "layout/a.py", f"from {NAME}.buffers import flat", f"imports {NAME}.buffers.flat"),
+    (follows_the_arrow, "buffers/a.py", f"from {NAME} import comm", f"imports {NAME}.comm"),
+    (follows_the_arrow, "comm/a.py", f"import {NAME}.optimizer.base", f"imports {NAME}.optimizer.base"),
+    (follows_the_arrow, "hosts/new/a.py", f"def f():\n    import {NAME}.plugin", f"imports {NAME}.plugin"),
+    (follows_the_arrow, "hosts/a.py", f"from {NAME} import install", f"imports {NAME}.install"),
+    (follows_the_arrow, "hosts/a.py", f"import {NAME}", f"imports {NAME}"),
+    (follows_the_arrow, "hosts/a.py", "from ..plugin import install", "relative import ..plugin.install"),
+    (follows_the_arrow, "errors.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
+    (follows_the_arrow, "config.py", f"from {NAME}.layout import Span", f"imports {NAME}.layout.Span"),
+    (follows_the_arrow, "comm/a.py", f"import_module('{NAME}.hosts.plain')", f"imports {NAME}.hosts.plain"),
+    (
+        follows_the_arrow,
+        "comm/a.py",
+        f"if TYPE_CHECKING:\n    from {NAME}.hosts import base",
+        f"imports {NAME}.hosts.base",
+    ),
+    (keeps_layout_pure, "layout/a.py", "import torch", "imports torch"),
+    (keeps_layout_pure, "layout/a.py", "from numpy import prod", "imports numpy.prod"),
+    (keeps_layout_pure, "layout/a.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
+    (keeps_collectives_in_comm, "optimizer/a.py", "import torch.distributed as dist", "uses torch.distributed"),
+    (keeps_collectives_in_comm, "hosts/a.py", "from torch import distributed", "uses torch.distributed"),
+    (keeps_collectives_in_comm, "plugin/a.py", "import torch\nx = torch.distributed", "uses torch.distributed"),
+    (
+        keeps_megatron_in_hosts,
+        "plugin/a.py",
+        "from megatron.core import parallel_state",
+        "imports megatron.core.parallel_state",
+    ),
+    (
+        keeps_megatron_in_hosts,
+        "optimizer/a.py",
+        "import importlib\nimportlib.import_module('megatron')",
+        "imports megatron",
+    ),
+    (keeps_device_names_in_accelerator, "comm/a.py", "torch.cuda.synchronize()", "line 1: torch.cuda"),
+    (keeps_device_names_in_accelerator, "hosts/a.py", "x.cuda()", "line 1: x.cuda"),
+    (keeps_device_names_in_accelerator, "optimizer/base.py", "DEVICE = 'cuda'", "line 1: 'cuda'"),
+    (keeps_device_names_in_accelerator, "optimizer/base.py", "x.to(f'cuda:{rank}')", "line 1: 'cuda:'"),
+    (prints_only_in_cli, "plugin/install.py", "def f():\n    print('done')", "line 2: print"),
+    (asserts_with_a_message, "comm/a.py", "assert size > 1", "line 1: assert"),
+    (names_what_it_catches, "comm/a.py", "try:\n    f()\nexcept:\n    g()", "line 3: bare except"),
+    (leaves_nothing_to_do, "comm/a.py", "x = 1  # TODO: more", "TODO: more"),
+    (names_what_is_public, "comm/a.py", "'''Doc.'''\ndef f(): ...", "no __all__"),
+    (names_what_is_public, "comm/a.py", "__all__ = ['f', 'g']\ndef f(): ...", "__all__ names g"),
+]
+
+GOOD: list[tuple[str, str]] = [
+    ("__init__.py", f"__all__ = ['VERSION']\nfrom {NAME}.version import VERSION"),
+    ("hosts/plain.py", f"__all__ = ['Span']\nfrom {NAME}.layout import Span\nimport megatron.core"),
+    ("hosts/__init__.py", "'''Nothing but a docstring.'''"),
+    ("comm/a.py", "import torch.distributed as dist\n__all__ = ['dist']\nassert dist, 'why'"),
+    (ACCELERATOR, "import torch\n__all__ = ['CUDA']\nCUDA = 'cuda'\ntorch.cuda.is_available()"),
+    ("plugin/cli.py", "__all__ = ['main']\ndef main():\n    print('CUDA is not spelled out here')"),
+    ("layout/a.py", f"import math\nfrom {NAME}.errors import LayoutError\n__all__ = ['LayoutError', 'math']"),
+]
+
+
+def write(folder: Path, path: str, text: str) -> Path:
+    file = folder / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("rule", "path", "text", "found"), BAD)
+def test_checker_when_a_file_breaks_a_rule_then_it_says_where(
+    rule: Rule, path: str, text: str, found: str, tmp_path: Path
+) -> None:
+    assert f"{path}: {found}" in violations(write(tmp_path, path, text), rule)
+
+
+@pytest.mark.parametrize(("path", "text"), GOOD)
+def test_checker_when_a_file_keeps_all_rules_then_it_is_silent(path: str, text: str, tmp_path: Path) -> None:
+    write(tmp_path, path, text)
+    assert [what for rule in RULES for what in violations(tmp_path, rule)] == []
+
+
+def test_checker_when_a_rule_is_listed_then_a_bad_file_shows_that_it_can_fail() -> None:
+    assert {rule for rule, *_ in BAD} == set(RULES)
