@@ -16,7 +16,7 @@ fail() {
 # The release that this was tried with on CPUs; with a GPU the newest, built for the CUDA of the day.
 _torch() { [ "$gpus" -gt 0 ] && echo torch || echo torch==2.13.0; }
 
-_pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"; }
+_pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"; }
 
 _make_venv() {
     local python=${PYTHON:-python3}

@@ -167,6 +167,6 @@ def test_lay_out_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: py
             made = 0
             large_layout(num_shards, num_params=num_params)
             spans_of[num_params, num_shards] = made
-    # A span with its shift and its proof a param, and one for the bucket: nothing for the ranks, linear in the params.
+    # A span with its shift and its proof a param, and 3 for the bucket: nothing for the ranks, linear in the params.
     assert spans_of[20_000, 4096] == spans_of[20_000, 2]
     assert spans_of[20_000, 2] - spans_of[10_000, 2] == 3 * 10_000
