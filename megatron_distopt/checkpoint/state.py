@@ -1,7 +1,7 @@
 """The optimizer state of this rank, by parameter name.
 
 State never refers to a position in a list or a buffer. The schema of the inner optimizer is discovered: a tensor as
-large as its param is cut by parameter, anything else ("step") is kept with each parameter.
+large as its main param is cut by parameter, anything else ("step") is kept with each parameter.
 
 This is the state of *one rank*, for a restart at the same size: it is loaded into exactly the shards that it was taken
 from, and anything else is refused.
@@ -9,7 +9,7 @@ from, and anything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,21 +23,29 @@ __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"
 
 _FORMAT = 1
 
+#: Which kernel updates is the choice of the run that loads, not of the one that saved.
+_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+#: These keep the same state.
+_INTERCHANGEABLE = ("torch_fused", "torch_foreach")
+
 
 def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Param groups, loss scale, and for each owned param shard its main param and state.
 
     Tensors are views of the live state: copy them (`torch.save` does) before the next step.
+
+    Returns:
+        "format"; "inner", the inner optimizer's name; "param_groups"; "loss_scale"; and "param_shards":
+        {"name[start:stop]": {"main": 1-D fp32, "cut": {key: 1-D, as long as main}, "whole": {key: anything}}}.
     """
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.inner.param_groups]
     shards = {
-        _key(shard): {"main": _cut(run, shard, run.main), **_state_of(optimizer, run, shard)}
-        for run in optimizer.runs
-        for shard in run.run.shards
+        _key(shard): {"main": _main_of(run, shard), **_state_of(optimizer, run, shard)}
+        for run, shard in _shards(optimizer)
     }
     return {
         "format": _FORMAT,
-        "param_groups": groups,
+        "inner": optimizer.plan.choice.name,
+        "param_groups": [_without_implementation(group) for group in optimizer.inner.param_groups],
         "loss_scale": optimizer.loss_scale.state_dict(),
         "param_shards": shards,
     }
@@ -52,17 +60,12 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
     if state.get("format") != _FORMAT:
         remedy = "Load a state that optimizer.state_dict() returned"
         raise CheckpointError(refusal("optimizer state", f"format {state.get('format')}", f"be {_FORMAT}", remedy))
-    ours = {_key(shard) for run in optimizer.runs for shard in run.run.shards}
-    theirs = set(state["param_shards"])
+    _check_inner(optimizer, state)
+    _check_shards(optimizer, state["param_shards"])
+    ours, theirs = set(optimizer.loss_scale.state_dict()), set(state["loss_scale"])
     if ours != theirs:
-        first = min(ours ^ theirs)
-        got = f"{first} only in the {'optimizer' if first in ours else 'state'}"
-        remedy = "Load each rank's own state at the data-parallel size at which it was saved"
-        raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
-    if len(state["param_groups"]) != len(optimizer.inner.param_groups):
-        rule = f"be {len(optimizer.inner.param_groups)}"
-        remedy = "Build the optimizer with the param groups of the saved run"
-        raise CheckpointError(refusal("number of param groups", len(state["param_groups"]), rule, remedy))
+        rule, remedy = f"hold {sorted(ours)}", "Use the loss_scale option of the saved run"
+        raise CheckpointError(refusal("loss scale in the state", sorted(theirs), rule, remedy))
 
 
 @torch.no_grad()
@@ -74,47 +77,96 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     """
     check_local_state_dict(optimizer, state)
     for group, saved in zip(optimizer.inner.param_groups, state["param_groups"], strict=True):
-        group.update(saved)
+        group.update(_without_implementation(saved))
     optimizer.loss_scale.load_state_dict(state["loss_scale"])
     for run in optimizer.runs:
         _load_run(optimizer, run, state["param_shards"])
         run.write_model()
 
 
+def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[MainRun, ParamShard]]:
+    for run in optimizer.runs:
+        for shard in run.run.shards:
+            yield run, shard
+
+
 def _key(shard: ParamShard) -> str:
     return f"{shard.name}[{shard.in_param.start}:{shard.in_param.stop}]"
+
+
+def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
 
 
 def _cut(run: MainRun, shard: ParamShard, tensor: Tensor) -> Tensor:
     return tensor[run.run.in_run(shard).as_slice()]
 
 
+def _main_of(run: MainRun, shard: ParamShard) -> Tensor:
+    """An fp32 param's is a view of the whole param buffer, all of which would be saved with it."""
+    main = _cut(run, shard, run.main)
+    return main if run.owns_memory else main.clone()
+
+
 def _state_of(optimizer: ShardedOptimizer, run: MainRun, shard: ParamShard) -> dict[str, Any]:
     state = optimizer.inner.state.get(run.main, {})
-    return {key: _cut(run, shard, value) if _is_whole(run, value) else value for key, value in state.items()}
+    cut = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == run.main.shape}
+    whole = {key: value for key, value in state.items() if key not in cut}
+    return {"cut": {key: _cut(run, shard, value) for key, value in cut.items()}, "whole": whole}
 
 
-def _is_whole(run: MainRun, value: object) -> bool:
-    return torch.is_tensor(value) and value.shape == run.main.shape
+def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+    ours, theirs = optimizer.plan.choice.name, state["inner"]
+    if ours != theirs and not {ours, theirs} <= set(_INTERCHANGEABLE):
+        rule, remedy = f"be of {ours}", "Choose the inner optimizer of the saved run, by name"
+        raise CheckpointError(refusal("optimizer state", f"of {theirs}", rule, remedy))
+    number = len(optimizer.inner.param_groups)
+    if len(state["param_groups"]) != number:
+        remedy = "Build the optimizer with the param groups of the saved run"
+        raise CheckpointError(refusal("number of param groups", len(state["param_groups"]), f"be {number}", remedy))
+
+
+def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    ours = {_key(shard) for _, shard in _shards(optimizer)}
+    if ours != set(saved):
+        first = min(ours ^ set(saved))
+        got = f"{first} only in the {'optimizer' if first in ours else 'state'}"
+        remedy = "Load each rank's own state at the data-parallel size at which it was saved"
+        raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
+    for run, shard in _shards(optimizer):
+        part, first_part = saved[_key(shard)], saved[_key(run.run.shards[0])]
+        tensors = [part["main"], *part["cut"].values()]
+        is_alike = all(set(part[kind]) == set(first_part[kind]) for kind in ("cut", "whole"))
+        if not is_alike or any(tensor.shape != (shard.in_param.numel,) for tensor in tensors):
+            rule = f"hold 1-D tensors of {shard.in_param.numel} elements and the keys of its neighbours"
+            remedy = "Load a state that optimizer.state_dict() returned"
+            raise CheckpointError(refusal(f"state of {_key(shard)}", "other shapes or keys", rule, remedy))
 
 
 def _load_run(optimizer: ShardedOptimizer, run: MainRun, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """A state that was taken before the first step has no moments: the run must then have none either."""
     parts = [(shard, saved[_key(shard)]) for shard in run.run.shards]
     for shard, part in parts:
         _cut(run, shard, run.main).copy_(part["main"])
-    keys = [key for key in parts[0][1] if key != "main"]
-    if keys:
-        optimizer.inner.state[run.main] = {
-            key: _join(run, [(shard, part[key]) for shard, part in parts]) for key in keys
-        }
+    state = {key: _place(optimizer, run, key, value) for key, value in parts[0][1]["whole"].items()}
+    for key in parts[0][1]["cut"]:
+        state[key] = _join(run, [(shard, part["cut"][key]) for shard, part in parts])
+    optimizer.inner.state.pop(run.main, None)
+    if state:
+        optimizer.inner.state[run.main] = state
 
 
-def _join(run: MainRun, parts: list[tuple[ParamShard, Any]]) -> Any:
-    """One value for the run: whole tensors from their pieces, "step" and the like from the first."""
-    first_shard, first = parts[0]
-    if not (torch.is_tensor(first) and first.shape == (first_shard.in_param.numel,)):
-        return first.clone() if torch.is_tensor(first) else first
-    whole = torch.zeros(run.main.shape, dtype=first.dtype, device=run.main.device)
+def _join(run: MainRun, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:
+    whole = torch.zeros(run.main.shape, dtype=parts[0][1].dtype, device=run.main.device)
     for shard, piece in parts:
         _cut(run, shard, whole).copy_(piece)
     return whole
+
+
+def _place(optimizer: ShardedOptimizer, run: MainRun, key: str, value: Any) -> Any:
+    """A copy, where torch's own `load_state_dict` would put it: "step" beside the param where a kernel reads it."""
+    if not torch.is_tensor(value):
+        return value
+    group = optimizer.inner.param_groups[run.run.key.group]
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return value.to(run.main.device, copy=True) if on_device else value.clone()

@@ -4,7 +4,7 @@ from megatron_distopt.comm.agree import Field, compare, exchange, raise_together
 from megatron_distopt.comm.collectives import sum_over
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
-from megatron_distopt.comm.param_sync import gather_params, share_initial_params
+from megatron_distopt.comm.param_sync import gather_params, share_initial
 
 __all__ = [
     "Field",
@@ -16,6 +16,6 @@ __all__ = [
     "is_initialized",
     "raise_together",
     "reduce_grads",
-    "share_initial_params",
+    "share_initial",
     "sum_over",
 ]

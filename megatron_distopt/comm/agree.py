@@ -1,6 +1,7 @@
 """Start-up checks over ranks: a difference is named before training instead of hanging in it.
 
-Everything here costs two small exchanges once. Contents travel as objects between ranks of one job, never from a file.
+Everything here costs a few small exchanges once. Contents travel as objects between ranks of one job, never from a
+file.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.errors import DistOptError, RanksDisagreeError, refusal
+from megatron_distopt.errors import RanksDisagreeError, refusal
 
 __all__ = ["Field", "compare", "exchange", "raise_together"]
 
 T = TypeVar("T")
+
+#: Travels with every value, so that a rank that is in some other exchange is recognised.
+_TAG = "megatron_distopt"
 
 
 @dataclass(frozen=True)
@@ -41,30 +45,40 @@ class Field:
 
 
 def exchange(value: T, group: Group) -> list[T]:
-    """Collective: everybody's value, by rank of the group."""
+    """Collective: everybody's value, by rank of the group.
+
+    Raises:
+        RanksDisagreeError: another rank is in an exchange that is not ours: the package is off or missing there.
+    """
     if group.size == 1:
         return [value]
-    values: list[T | None] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.handle)
-    return values  # type: ignore[return-value]
+    received: list[Any] = [None] * group.size
+    dist.all_gather_object(received, (_TAG, value), group=group.handle)
+    for rank, record in enumerate(received):
+        if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
+            rule, remedy = f"run it on all {group.size} ranks", "Start every rank with the same flags and variables"
+            got = f"rank {rank} does not run megatron_distopt here"
+            raise RanksDisagreeError(refusal("start-up", got, rule, remedy))
+    return [record[1] for record in received]
 
 
 def raise_together(check: Callable[[], T], group: Group) -> T:
     """Collective: runs `check` on every rank and goes on only if it passed on all of them.
 
-    One rank that raised while the others went into a collective would leave them hanging in it.
+    One rank that raised while the others went into a collective would leave them hanging in it. That is so for every
+    exception, not only for those of the package.
 
     Raises:
-        DistOptError: this rank's own, or
+        Exception: this rank's own, as it was, or
         RanksDisagreeError: another rank's, with its number and text.
     """
-    error: DistOptError | None = None
+    error: Exception | None = None
     value: T | None = None
     try:
         value = check()
-    except DistOptError as caught:
+    except Exception as caught:  # noqa: BLE001 - raised again below, once the others know
         error = caught
-    texts = exchange("" if error is None else str(error), group)
+    texts = exchange("" if error is None else str(error) or type(error).__name__, group)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):

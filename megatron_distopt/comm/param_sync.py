@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.collectives import all_gather, broadcast
 from megatron_distopt.comm.groups import Group
 
-__all__ = ["gather_params", "share_initial_params"]
+__all__ = ["gather_params", "share_initial"]
 
 
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
@@ -18,6 +22,7 @@ def gather_params(buffer: ShardedBuffer, group: Group) -> None:
         all_gather(buffer.bucket_of(buffer.param, bucket), buffer.shard_of(buffer.param, bucket), group)
 
 
-def share_initial_params(buffer: ShardedBuffer, group: Group) -> None:
-    """Collective: every rank starts from the values of the group's rank 0."""
-    broadcast(buffer.param, group)
+def share_initial(tensors: Iterable[Tensor], group: Group) -> None:
+    """Collective: every rank starts from the values that the group's rank 0 has in these tensors."""
+    for tensor in tensors:
+        broadcast(tensor, group)

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange
+from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
-from megatron_distopt.optimizer import ParamGroup
+from megatron_distopt.optimizer import ParamGroup, StepPlan
 from megatron_distopt.version import VERSION
 
 __all__ = [
+    "StartUp",
+    "as_torch_groups",
     "check_dtypes",
     "check_groups_are_used",
     "compare_ranks",
+    "named_params",
     "named_trainable",
     "plan_groups",
     "spec_of",
 ]
 
 
-def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
-    """Every trainable param of the model once, by name; of several chunks with the chunk's number in front."""
+def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
+    """Every param of the model once, by name; of several chunks with the chunk's number in front."""
     name_of: dict[Parameter, str] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         for name, param in chunk.named_parameters():
-            if param.requires_grad:
-                name_of.setdefault(param, prefix + name)  # one that two chunks share is one param
+            name_of.setdefault(param, prefix + name)  # one that two chunks share is one param
     return {name: param for param, name in name_of.items()}
+
+
+def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
+    """The same without frozen params."""
+    return {name: param for name, param in named_params(chunks).items() if param.requires_grad}
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:
@@ -59,6 +68,21 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     if has_fp16 and config.loss_scale is None:
         remedy = "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
+
+
+def as_torch_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups in every form that `torch.optim` takes, as dicts with a list of params.
+
+    Raises:
+        LayoutError: something that is no param group.
+    """
+    if not param_groups or not all(isinstance(group, Mapping) and "params" in group for group in param_groups):
+        got, rule = f"{param_groups!r:.60}", "be a list of dicts with 'params', as for torch.optim"
+        raise LayoutError(refusal("param_groups", got, rule, "Write [{'params': [...], 'weight_decay': 0.0}, ...]"))
+    groups = [dict(group) for group in param_groups]
+    for group in groups:
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    return groups
 
 
 def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
@@ -108,27 +132,66 @@ def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
             raise LayoutError(refusal(f"param group {index}", got, "have a param on at least 1 rank", remedy))
 
 
-def compare_ranks(
-    config: DistOptConfig,
-    named: Mapping[str, Parameter],
-    layouts: Sequence[BufferLayout],
-    *,
-    data: Group,
-    everyone: Group,
-) -> None:
-    """Collective: package version and options over all ranks, params and layout over the data-parallel group.
+@dataclass(frozen=True)
+class StartUp:
+    """What ranks must agree on before the first step.
 
-    Raises:
-        RanksDisagreeError: on all ranks that see the difference.
+    Args:
+        named: the params that are updated, by name.
+        plan: what the host decided about the step.
+        layouts: of the buffers.
+        grad_dtypes: of the buffers.
+        host_options: whatever else of the host's options decides what is sent when; equal on all ranks.
     """
-    compare([Field("package version", (VERSION,)), Field("options", config.described())], everyone)
-    specs = [spec_of(name, param) for name, param in named.items()]
-    compare(
-        [
+
+    named: Mapping[str, Parameter]
+    plan: StepPlan
+    layouts: Sequence[BufferLayout]
+    grad_dtypes: Sequence[str]
+    host_options: tuple[str, ...] = ()
+
+    def of_everyone(self) -> list[Field]:
+        """What all ranks of the model must have alike."""
+        return [
+            Field("package version", (VERSION,)),
+            Field("options", self.plan.config.described()),
+            Field("host options", self.host_options),
+        ]
+
+    def of_data_parallel(self) -> list[Field]:
+        """What ranks that hold the same params must have alike."""
+        specs = [spec_of(name, param) for name, param in self.named.items()]
+        groups = list(enumerate(self.plan.groups))
+        return [
             Field("param names", tuple(spec.name for spec in specs)),
             Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
             Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
-            Field("buffer layout", tuple(str(slot) for layout in layouts for slot in layout.slots)),
-        ],
-        data,
-    )
+            Field("param groups", tuple(f"group {index}: {_options_of(group)}" for index, group in groups)),
+            Field(
+                "param group members", tuple(f"{name} in {index}" for index, group in groups for name in group.names)
+            ),
+            Field("counted params", tuple(name for name in self.named if self.plan.counted(name))),
+            Field("inner optimizer", (self.plan.choice.name,)),
+            Field("buffer layout", tuple(self._layout_items())),
+        ]
+
+    def _layout_items(self) -> Iterator[str]:
+        for layout, dtype in zip(self.layouts, self.grad_dtypes, strict=True):
+            yield f"{layout.num_shards} shards of {dtype} grads"
+            yield from map(str, layout.buckets)
+            yield from map(str, layout.slots)
+
+
+def compare_ranks(start_up: StartUp, data: Group, everyone: Group) -> None:
+    """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
+
+    Raises:
+        RanksDisagreeError: on all ranks.
+    """
+    check_groups_are_used(start_up.plan.groups, everyone)
+    compare(start_up.of_everyone(), everyone)
+    raise_together(lambda: compare(start_up.of_data_parallel(), data), everyone)
+
+
+def _options_of(group: ParamGroup) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, move_into_buffer
+from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, dtype_name, move_into_buffer
 from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import (
     Group,
@@ -34,13 +34,14 @@ from megatron_distopt.comm import (
     gather_params,
     raise_together,
     reduce_grads,
-    share_initial_params,
+    share_initial,
 )
 from megatron_distopt.config import DistOptConfig, config_from_environment
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import (
+    StartUp,
+    as_torch_groups,
     check_dtypes,
-    check_groups_are_used,
     compare_ranks,
     named_trainable,
     plan_groups,
@@ -52,6 +53,7 @@ from megatron_distopt.optimizer import (
     Memory,
     ParamGroup,
     ShardedOptimizer,
+    StepPlan,
     StepResult,
     adopt_instance,
     check_devices,
@@ -60,6 +62,7 @@ from megatron_distopt.optimizer import (
     make_loss_scale,
     measure_memory,
 )
+from megatron_distopt.optimizer.accelerator import CPU
 
 __all__ = ["PlainOptimizer", "distribute"]
 
@@ -74,9 +77,20 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Request:
+    """What the user gave."""
+
+    chunks: Sequence[Module]
+    config: DistOptConfig | None
+    param_groups: Sequence[Mapping[str, Any]] | None
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
 class _Plan:
     """All that is decided before the first byte is allocated."""
 
+    config: DistOptConfig
     named: Mapping[str, Parameter]
     parts: tuple[_Part, ...]
     groups: tuple[ParamGroup, ...]
@@ -96,7 +110,7 @@ def distribute(
 ) -> PlainOptimizer:
     """Collective: moves the model's params into contiguous buffers and returns their distributed optimizer.
 
-    All ranks start from the params of the group's rank 0.
+    All ranks start from the params (frozen ones too) and module buffers of the group's rank 0.
 
     Args:
         model: one module, or the chunks of a virtual pipeline; on its device, in its dtypes.
@@ -112,45 +126,56 @@ def distribute(
     Raises:
         ConfigError, LayoutError, RanksDisagreeError: on all ranks, before anything is allocated.
     """
-    config = config_from_environment(os.environ, config)
     data = Group.of(process_group)
     stats = Group.of(stats_process_group or process_group)
     chunks = [model] if isinstance(model, Module) else list(model)
-    plan = raise_together(lambda: _plan(chunks, config, param_groups, optimizer, data.size), stats)
-    check_groups_are_used(plan.groups, stats)
-    compare_ranks(config, plan.named, [part.layout for part in plan.parts], data=data, everyone=stats)
-    buffers = [_allocate(part, data) for part in plan.parts]
-    sharded = ShardedOptimizer(
-        buffers,
+    request = _Request(chunks, config, param_groups, optimizer)
+    plan = raise_together(lambda: _plan(request, data), stats)
+    step_plan = StepPlan(
         plan.groups,
-        choice=plan.choice,
-        config=config,
-        loss_scale=make_loss_scale(config, plan.device),
-        stats_group=stats,
-        average_over=data.size,
-        counted=counted,
+        plan.choice,
+        plan.config,
+        make_loss_scale(plan.config, plan.device),
+        lambda: stats,
+        data.size,
+        counted,
     )
-    return PlainOptimizer(sharded, data)
+    layouts, grad_dtypes = zip(*((part.layout, dtype_name(part.grad_dtype)) for part in plan.parts), strict=True)
+    compare_ranks(StartUp(plan.named, step_plan, layouts, grad_dtypes), data, stats)
+    buffers = [_allocate(part, data) for part in plan.parts]
+    share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)
+    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data)
 
 
-def _plan(
-    chunks: Sequence[Module],
-    config: DistOptConfig,
-    param_groups: Sequence[Mapping[str, Any]] | None,
-    optimizer: Optimizer | None,
-    num_shards: int,
-) -> _Plan:
+def _plan(request: _Request, data: Group) -> _Plan:
+    config = config_from_environment(os.environ, request.config)
     # Reverse of registration is roughly the order in which backward finishes gradients.
-    named = dict(reversed(named_trainable(chunks).items()))
+    named = dict(reversed(named_trainable(request.chunks).items()))
+    _check_params(named, config)
+    device = check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
+    _check_backend(data, device)
+    own, given = request.optimizer, request.param_groups
+    if given is None:
+        given = own.param_groups if own is not None else [{"params": list(named.values())}]
+    groups = plan_groups(named, as_torch_groups(given))
+    choice = adopt_instance(own) if own is not None else choose_inner(config, device.type)
+    return _Plan(config, named, _plan_parts(named, config, data.size), groups, choice, device)
+
+
+def _check_params(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     if not named:
         raise LayoutError(refusal("model", "no trainable param", "have at least 1", "Unfreeze something"))
     check_dtypes(named, config)
-    accelerator = find_accelerator(config.accelerator)
-    device = check_devices({param.device for param in named.values()}, accelerator)
-    everything = [{"params": list(named.values())}]
-    torch_groups = param_groups or (optimizer.param_groups if optimizer is not None else everything)
-    choice = adopt_instance(optimizer) if optimizer is not None else choose_inner(config, device.type)
-    return _Plan(named, _plan_parts(named, config, num_shards), plan_groups(named, torch_groups), choice, device)
+    for name, param in named.items():
+        if hasattr(param, "main_grad"):
+            rule, remedy = "belong to one distributed optimizer", "Build a new model, or keep the first optimizer"
+            raise LayoutError(refusal(f"param {name!r}", "in a grad buffer already", rule, remedy))
+
+
+def _check_backend(group: Group, device: torch.device) -> None:
+    if device.type == CPU and group.backend == "nccl":
+        rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
+        raise ConfigError(refusal("process group", f"{group.backend} for a model on {device}", rule, remedy))
 
 
 def _plan_parts(named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> tuple[_Part, ...]:
@@ -168,13 +193,19 @@ def _plan_parts(named: Mapping[str, Parameter], config: DistOptConfig, num_shard
 def _allocate(part: _Part, data: Group) -> ShardedBuffer:
     param = move_into_buffer(part.named, part.layout)
     grad = accumulate_into_buffer(part.named, part.layout, part.grad_dtype)
-    buffer = ShardedBuffer(part.layout, data.rank, grad, param)
-    share_initial_params(buffer, data)
-    return buffer
+    return ShardedBuffer(part.layout, data.rank, grad, param)
 
 
-class PlainOptimizer:
+def _outside_buffers(chunks: Sequence[Module]) -> list[Tensor]:
+    """Frozen params, and what the modules keep beside their params."""
+    frozen = [param.data for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
+    return frozen + [tensor for chunk in chunks for tensor in chunk.buffers()]
+
+
+class PlainOptimizer(Optimizer):
     """The usual calls of an optimizer, around the sharded step. Made by `distribute`.
+
+    It is a `torch.optim.Optimizer` for the sake of torch's schedulers, with the inner optimizer's groups and state.
 
     Args:
         sharded: updates what this rank owns.
@@ -182,16 +213,18 @@ class PlainOptimizer:
     """
 
     def __init__(self, sharded: ShardedOptimizer, data: Group) -> None:
+        # The constructor of torch's class would build groups and state of its own.
         self.sharded = sharded
         self.data = data
+        self.defaults = sharded.inner.defaults
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Live: what a scheduler writes here is used by the next step. "params" are flat main params."""
         return self.sharded.inner.param_groups
 
     @property
-    def state(self) -> Mapping[Tensor, Any]:
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The inner optimizer's state, by flat main param."""
         return self.sharded.inner.state
 
@@ -206,11 +239,11 @@ class PlainOptimizer:
             buffer.grad.zero_()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on."""
-        return loss * self.sharded.loss_scale.scale.to(loss.dtype).squeeze()
+        """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is scaled."""
+        return loss.float() * self.sharded.loss_scale.scale.squeeze()
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self) -> StepResult:  # type: ignore[override]
         """Collective: reduce-scatter, update, all-gather.
 
         Raises:
@@ -233,13 +266,13 @@ class PlainOptimizer:
         return local_state_dict(self.sharded)
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective: takes this rank's `state_dict()` back and gathers the params.
 
         Raises:
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
         """
-        raise_together(lambda: check_local_state_dict(self.sharded, state), self.data)
-        load_local_state_dict(self.sharded, state)
+        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self.sharded.plan.stats_group())
+        load_local_state_dict(self.sharded, state_dict)
         for buffer in self.sharded.buffers:
             gather_params(buffer, self.data)

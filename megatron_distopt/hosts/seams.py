@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from megatron_distopt.errors import SeamMismatchError, UnknownHostError, refusal
 
 __all__ = ["Seam"]
 
@@ -20,6 +26,35 @@ class Seam:
     module: str
     attribute: str
     parameters: tuple[str, ...]
+
+    def find(self) -> Callable[..., Any]:
+        """The host's own function, after making sure that it is that and looks as expected.
+
+        Raises:
+            UnknownHostError: the module cannot be imported.
+            SeamMismatchError: the attribute is missing, has another signature, or was replaced by somebody.
+        """
+        try:
+            module = import_module(self.module)
+        except ImportError as error:
+            rule, remedy = "be importable", "Install megatron-core, or start in the folder of your Megatron"
+            raise UnknownHostError(refusal(f"host module {self.module}", error, rule, remedy)) from error
+        if not hasattr(module, self.attribute):
+            raise SeamMismatchError(refusal(str(self), "missing", "exist", "Use a Megatron that docs/hosts.md lists"))
+        return self._checked(getattr(module, self.attribute))
+
+    def _checked(self, found: Any) -> Callable[..., Any]:
+        if not inspect.isfunction(found) or found.__module__ != self.module:
+            owner = getattr(found, "__module__", None) or type(found).__name__
+            got = f"not the host's own function but {owner}'s"
+            remedy = "Take the other patcher out, or install megatron_distopt before it"
+            raise SeamMismatchError(refusal(str(self), got, "be untouched", remedy))
+        names = tuple(inspect.signature(found).parameters)
+        if names[: len(self.parameters)] != self.parameters:
+            rule = f"start with ({', '.join(self.parameters)})"
+            remedy = "Use a Megatron that docs/hosts.md lists"
+            raise SeamMismatchError(refusal(f"signature of {self}", f"({', '.join(names)})", rule, remedy))
+        return found
 
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"

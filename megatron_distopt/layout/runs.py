@@ -47,15 +47,17 @@ class Run(Generic[Key]):
         return shard.in_buffer.relative_to(self.in_buffer.start)
 
 
-def plan_runs(shards: Iterable[ParamShard], key_of: Callable[[str], Key]) -> tuple[Run[Key], ...]:
+def plan_runs(shards: Iterable[ParamShard], key_of: Callable[[str], Key | None]) -> tuple[Run[Key], ...]:
     """Joins neighbours of one bucket with equal keys, in buffer order.
 
     Args:
         shards: of one rank and one buffer, in buffer order.
-        key_of: from a param's name.
+        key_of: from a param's name; None for a param that lies in the buffer and is not updated. No run spans it.
     """
     runs = []
     for (bucket, key), members in groupby(shards, key=lambda shard: (shard.bucket, key_of(shard.name))):
+        if key is None:
+            continue
         joined = tuple(members)
         runs.append(Run(key, bucket, Span(joined[0].in_buffer.start, joined[-1].in_buffer.stop), joined))
     return tuple(runs)

@@ -8,6 +8,7 @@ from megatron_distopt.optimizer.main_params import MainRun, ParamGroup
 from megatron_distopt.optimizer.memory import Memory, measure_memory
 from megatron_distopt.optimizer.sharded import (
     ShardedOptimizer,
+    StepPlan,
     StepResult,
     Verdict,
     clip_divisor,
@@ -26,6 +27,7 @@ __all__ = [
     "Memory",
     "ParamGroup",
     "ShardedOptimizer",
+    "StepPlan",
     "StepResult",
     "Verdict",
     "adopt_instance",

@@ -19,8 +19,8 @@ __all__ = ["CPU", "CUDA", "Accelerator", "check_devices", "find_accelerator", "h
 CPU = "cpu"
 CUDA = "cuda"
 
-#: Devices whose hardware has no float64.
-_WITHOUT_FLOAT64 = ("mps", "hpu")
+#: Devices that have no float64, or whose collectives have none.
+_WITHOUT_FLOAT64 = ("mps", "hpu", "npu")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ by default; the seed systems silently use L2 decay off CUDA.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,20 @@ from megatron_distopt.optimizer.accelerator import CPU, CUDA, has_torch_fused
 
 __all__ = ["InnerChoice", "adopt_instance", "choose_inner", "step_divided"]
 
+#: Classes of torch and of its neighbours that look at whole params or call a closure.
+_NOT_ELEMENTWISE = (
+    "Adafactor",
+    "FusedLAMB",
+    "FusedLamb",
+    "LAMB",
+    "LARS",
+    "LBFGS",
+    "Muon",
+    "SOAP",
+    "Shampoo",
+    "SparseAdam",
+)
+
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 
@@ -37,7 +52,7 @@ class InnerChoice:
     Args:
         name: of the source, e.g. "torch_fused".
         build: from param groups of main params.
-        why: one line for each better source that was passed over.
+        why: how it came to that; one line for each better source that was passed over.
     """
 
     name: str
@@ -86,19 +101,34 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
         instance: element-wise (it must not look across the elements of a param), and not yet stepped.
 
     Raises:
-        ConfigError: it has state already.
+        ConfigError: it was stepped or loaded before, or is known not to be element-wise.
     """
-    if instance.state:
+    _check_elementwise(type(instance))
+    steps = [state.get("step") for state in instance.state.values()]
+    if any(step is None or float(step) != 0 for step in steps):
         remedy = "Build the distributed optimizer before the first step or load_state_dict"
         raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
+    accepted = inspect.signature(type(instance)).parameters
+    options = {name: value for name, value in instance.defaults.items() if name in accepted}
+    rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
+    return InnerChoice(type(instance).__name__, partial(_retarget, instance, rebuild), ("an instance was given",))
 
-    def build(groups: Groups) -> Optimizer:
-        instance.param_groups = []
-        for group in groups:
-            instance.add_param_group(group)
-        return instance
 
-    return InnerChoice(type(instance).__name__, build, ("an instance was given",))
+def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:
+    """Keeps the object, which a scheduler may hold. Some classes fill their state only in the constructor."""
+    fresh = rebuild(groups)
+    instance.param_groups, instance.state = fresh.param_groups, fresh.state
+    return instance
+
+
+def _checked(build: Build, name: str) -> Build:
+    """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved."""
+    try:
+        build([{"params": [torch.zeros(1)]}])
+    except Exception as error:
+        rule, remedy = "be buildable from param groups alone", "Give the class defaults for its other arguments"
+        raise ConfigError(refusal("optimizer", f"{name} ({error})", rule, remedy)) from error
+    return build
 
 
 def _best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -109,7 +139,7 @@ def _best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
         reason = _ADAMS[name].missing(device_type) or _ADAMS[name].must_compile()
         if reason is None:
             return InnerChoice(name, partial(_ADAMS[name].build, config=config), tuple(passed_over))
-        passed_over.append(f"{name}: {reason}")
+        passed_over.append(f"not {name}: {reason}")
     return InnerChoice(last, partial(_ADAMS[last].build, config=config), tuple(passed_over))
 
 
@@ -132,8 +162,8 @@ def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> N
     """
     if divisor == 1.0 or not grads:
         inner.step()
-    elif getattr(inner, "_step_supports_amp_scaling", False):
-        inner.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device)  # type: ignore[attr-defined]
+    elif _divides_itself(inner):
+        inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)  # type: ignore[attr-defined]
         try:
             inner.step()
         finally:
@@ -143,42 +173,65 @@ def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> N
         inner.step()
 
 
+def _divides_itself(inner: Optimizer) -> bool:
+    """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
+    is_torchs = type(inner).__module__.startswith("torch.optim.")
+    return is_torchs and all(group.get("fused") for group in inner.param_groups)
+
+
 def _needs_cuda(device_type: str) -> str | None:
     return None if device_type == CUDA else f"has no kernels for {device_type}"
 
 
 def _missing_symbol(module: str, symbol: str) -> str | None:
+    """Other people's packages check themselves while they are imported, and raise whatever they like."""
     try:
         return None if hasattr(import_module(module), symbol) else f"{module} has no {symbol}"
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         return f"not installed ({error})"
-    except (OSError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - becomes the reason why it is passed over
         return f"installed, but its import fails ({error})"
+
+
+def _is_installed(package: str) -> bool:
+    """Also for a stand-in that somebody put into sys.modules, which has no spec."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:
+        return package in sys.modules
 
 
 def _missing_transformer_engine(device_type: str) -> str | None:
     return _needs_cuda(device_type) or _missing_symbol("transformer_engine.pytorch.optimizers", "FusedAdam")
 
 
+def _folders(package: str) -> list[str]:
+    if package in sys.modules:
+        return list(getattr(sys.modules[package], "__path__", []))
+    spec = find_spec(package)
+    return [] if spec is None else list(spec.submodule_search_locations or [])
+
+
 def _missing_apex(device_type: str) -> str | None:
     """NVIDIA apex is not on PyPI; the project of that name there is another one and is told apart by its folders."""
-    spec = find_spec("apex")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    folders = _folders("apex")
     if folders and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
         remedy = "pip uninstall apex, then build NVIDIA apex from its sources"
         return f"the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; {remedy}"
     missing = _needs_cuda(device_type) or _missing_symbol("apex.optimizers", "FusedAdam")
-    without_kernels = None if find_spec("amp_C") is not None else "built without its CUDA extensions (no amp_C)"
-    return missing or without_kernels
+    return missing or (None if _is_installed("amp_C") else "built without its CUDA extensions (no amp_C)")
 
 
 def _missing_deepspeed(device_type: str) -> str | None:
     if device_type == CPU:
         return "has no fused Adam for cpu (adam='deepspeed_cpu' is its Adam for cpu)"
-    return None if find_spec("deepspeed") is not None else "not installed"
+    return None if _is_installed("deepspeed") else "not installed"
 
 
 def _must_compile_deepspeed() -> str | None:
+    missing = _missing_symbol("deepspeed.git_version_info", "installed_ops")
+    if missing is not None:
+        return missing
     installed = import_module("deepspeed.git_version_info").installed_ops
     return None if installed.get("fused_adam") else "its fused_adam op was not built at install time"
 
@@ -186,7 +239,7 @@ def _must_compile_deepspeed() -> str | None:
 def _missing_deepspeed_cpu(device_type: str) -> str | None:
     if device_type != CPU:
         return f"runs on cpu, not on {device_type}"
-    return None if find_spec("deepspeed") is not None else "not installed"
+    return None if _is_installed("deepspeed") else "not installed"
 
 
 def _missing_torch_fused(device_type: str) -> str | None:
@@ -237,19 +290,36 @@ _PREFERENCES: dict[str, tuple[str, ...]] = {
 
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-    return torch.optim.SGD(groups, fused=has_torch_fused(device_type), **options)
+    if has_torch_fused(device_type):
+        options["fused"] = True  # older releases of torch do not know the option
+    return torch.optim.SGD(groups, **options)
 
 
 def _user_class(config: DistOptConfig) -> Build:
-    module_name, _, class_name = config.optimizer.partition(":")
+    chosen = _import_optimizer(config.optimizer)
+    _check_elementwise(chosen)
+    options = {**_adam_options(config), "momentum": config.momentum}
+    accepted = inspect.signature(chosen).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
+        options = {name: value for name, value in options.items() if name in accepted}
+    return _checked(partial(chosen, **options), repr(config.optimizer))
+
+
+def _import_optimizer(name: str) -> type[Optimizer]:
+    module_name, _, class_name = name.partition(":")
     try:
         chosen = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         rule, remedy = "be importable as module:Class", "Check the spelling and the PYTHONPATH"
-        raise ConfigError(refusal("optimizer", f"{config.optimizer!r} ({error})", rule, remedy)) from error
+        raise ConfigError(refusal("optimizer", f"{name!r} ({error})", rule, remedy)) from error
     if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
         rule, remedy = "name a subclass of torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"
-        raise ConfigError(refusal("optimizer", repr(config.optimizer), rule, remedy))
-    accepted = inspect.signature(chosen).parameters
-    options = {**_adam_options(config), "momentum": config.momentum}
-    return lambda groups: chosen(groups, **{name: value for name, value in options.items() if name in accepted})
+        raise ConfigError(refusal("optimizer", repr(name), rule, remedy))
+    return chosen
+
+
+def _check_elementwise(chosen: type[Optimizer]) -> None:
+    """A shard is a flat piece of a param: what needs its rows, its norm or several gradients of it cannot work."""
+    if chosen.__name__ in _NOT_ELEMENTWISE:
+        rule, remedy = "update each element by itself", "Use an element-wise one, such as torch.optim:Adagrad"
+        raise ConfigError(refusal("optimizer", chosen.__name__, rule, remedy))

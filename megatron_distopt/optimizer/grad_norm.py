@@ -23,6 +23,8 @@ __all__ = ["GradStats", "local_stats", "nonfinite_params", "reduce_stats"]
 
 #: Elements that are added up in fp32 at a time: 4 MiB stay in the cache, and the error of one piece stays near 1e-7.
 _PIECE_NUMEL = 1 << 20
+#: The same elsewhere, where a kernel adds up in a tree of its own and launches cost more.
+_PIECE_NUMEL_OF_DEVICES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def local_stats(runs: Sequence[MainRun], device: torch.device, *, count_zeros: b
 
 
 def reduce_stats(local: Tensor, group: Group, *, count_zeros: bool) -> GradStats:
-    """Collective: the statistics of the whole gradient. The one place of a step where the CPU waits for the device."""
+    """Collective: the statistics of the whole gradient. Here the CPU waits for the device."""
     sum_over(local, group)
     sum_of_squares, zeros, nonfinite = local.tolist()
     return GradStats(sum_of_squares, int(zeros) if count_zeros else None, int(nonfinite))
@@ -85,17 +87,19 @@ def nonfinite_params(runs: Sequence[MainRun]) -> list[str]:
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:
-    """0-D. On a CPU `dot` runs at memory speed where a norm in float64 takes thirteen times as long."""
+    """0-D. `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
     if grad.device.type != CPU:
-        return _wide_sum_of_squares(grad)
-    total = torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, _PIECE_NUMEL)]).double().sum()
-    # fp32 overflows at a norm of 1.8e19; float64 tells a large gradient from an infinite one.
-    return total if torch.isfinite(total) else _wide_sum_of_squares(grad)
+        return _in_pieces(grad, _PIECE_NUMEL_OF_DEVICES)
+    total = _in_pieces(grad, _PIECE_NUMEL)
+    # fp32 overflows at a norm of 1.8e19. On a CPU it costs nothing to look, and float64 tells large from infinite;
+    # elsewhere looking would make the CPU wait, and so large a gradient counts as infinite.
+    return total if torch.isfinite(total) else grad.double().square().sum()
 
 
-def _wide_sum_of_squares(grad: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=stats_dtype(grad.device))
-    return norm.square()
+def _in_pieces(grad: Tensor, numel: int) -> Tensor:
+    return (
+        torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, numel)]).to(stats_dtype(grad.device)).sum()
+    )
 
 
 def _num_zeros(run: MainRun) -> Tensor:

@@ -20,6 +20,10 @@ class LossScale(Protocol):
     def scale(self) -> Tensor:
         """fp32 [1]."""
 
+    @property
+    def value(self) -> float:
+        """The same number for the CPU; asking does not wait for the device where the scale is ours."""
+
     def can_back_off(self) -> bool:
         """Whether a smaller scale may cure an overflow; if not, the non-finite policy decides."""
 
@@ -43,6 +47,7 @@ class ConstantLossScale:
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.scale = torch.tensor([scale], dtype=torch.float32, device=device)
+        self.value = scale
 
     def can_back_off(self) -> bool:
         """No."""
@@ -72,6 +77,7 @@ class DynamicLossScale:
 
     def __init__(self, config: DistOptConfig, device: torch.device) -> None:
         self.scale = torch.tensor([config.initial_loss_scale], dtype=torch.float32, device=device)
+        self.value = config.initial_loss_scale
         self._min_scale = config.min_loss_scale
         self._growth_interval = config.growth_interval
         self._hysteresis = config.hysteresis
@@ -80,7 +86,7 @@ class DynamicLossScale:
 
     def can_back_off(self) -> bool:
         """Until the scale is at its minimum."""
-        return self.scale.item() > self._min_scale
+        return self.value > self._min_scale
 
     def update(self, found_nonfinite: bool) -> None:
         """Counts the step and changes the scale where it is time."""
@@ -88,22 +94,26 @@ class DynamicLossScale:
             self._good_steps = 0
             self._tolerated -= 1
             if self._tolerated <= 0:
-                self.scale.mul_(0.5).clamp_(min=self._min_scale)
+                self._set(max(self.value / 2, self._min_scale))
             return
         self._good_steps += 1
         if self._good_steps == self._growth_interval:
             self._good_steps = 0
             self._tolerated = self._hysteresis
-            self.scale.mul_(2.0).clamp_(max=LARGEST_SCALE)
+            self._set(min(self.value * 2, LARGEST_SCALE))
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and both counters."""
-        return {"scale": self.scale.item(), "good_steps": self._good_steps, "tolerated": self._tolerated}
+        return {"scale": self.value, "good_steps": self._good_steps, "tolerated": self._tolerated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict()` back."""
-        self.scale.fill_(state["scale"])
+        self._set(state["scale"])
         self._good_steps, self._tolerated = state["good_steps"], state["tolerated"]
+
+    def _set(self, value: float) -> None:
+        self.value = value
+        self.scale.fill_(value)
 
 
 def make_loss_scale(config: DistOptConfig, device: torch.device) -> LossScale:

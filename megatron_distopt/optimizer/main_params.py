@@ -95,17 +95,17 @@ class MainRun:
             self.main.copy_(self.model)
 
 
-def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], RunKey]) -> tuple[MainRun, ...]:
+def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], RunKey | None]) -> tuple[MainRun, ...]:
     """The main params of this rank, in buffer order.
 
     Args:
         buffers: all of one device.
-        key_of: from a param's name.
+        key_of: from a param's name; None for one that is not updated.
     """
     return tuple(main_run for buffer in buffers for main_run in _of_buffer(buffer, key_of))
 
 
-def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey]) -> list[MainRun]:
+def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey | None]) -> list[MainRun]:
     runs = plan_runs(owned_shards(buffer.layout, buffer.rank), key_of)
     models = [view_of(buffer.param.detach(), run.in_buffer) for run in runs]
     mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)

@@ -37,7 +37,15 @@ from megatron_distopt.optimizer.grad_norm import GradStats, local_stats, nonfini
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs
 
-__all__ = ["ShardedOptimizer", "StepResult", "Verdict", "clip_divisor", "judge_together", "measure_together"]
+__all__ = [
+    "ShardedOptimizer",
+    "StepPlan",
+    "StepResult",
+    "Verdict",
+    "clip_divisor",
+    "judge_together",
+    "measure_together",
+]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -84,6 +92,31 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
     return max((norm + 1e-6) / clip_grad, 1.0)
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What a host decided about the step.
+
+    Args:
+        groups: the same number, in the same order, on every rank; a group may have no param here. A param that is in no
+            group is not updated.
+        choice: the inner optimizer, see `choose_inner`.
+        config: clipping, zero count and non-finite policy.
+        loss_scale: what the loss was multiplied with.
+        stats_group: gives the ranks over which the gradient statistics are added up: all that hold a part of the model.
+            Asked at every step, because a host may say it only after the optimizer is built.
+        average_over: the grads arrive as sums of this many; 1 where the host averages.
+        counted: by param name, see [Note: counted once].
+    """
+
+    groups: Sequence[ParamGroup]
+    choice: InnerChoice
+    config: DistOptConfig
+    loss_scale: LossScale
+    stats_group: Callable[[], Group]
+    average_over: int = 1
+    counted: Callable[[str], bool] = lambda name: True
+
+
 class ShardedOptimizer:
     """Updates the params that this rank owns.
 
@@ -91,42 +124,34 @@ class ShardedOptimizer:
 
     Args:
         buffers: of all params, as this rank sees them.
-        groups: the same number, in the same order, on every rank; a group may have no param here.
-        choice: the inner optimizer, see `choose_inner`.
-        config: clipping, zero count and non-finite policy.
-        loss_scale: what the loss was multiplied with.
-        stats_group: ranks over which the gradient statistics are added up: all that hold a part of the model.
-        average_over: the grads arrive as sums of this many; 1 where the host averages.
-        counted: by param name, see [Note: counted once].
+        plan: see `StepPlan`.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[ShardedBuffer],
-        groups: Sequence[ParamGroup],
-        *,
-        choice: InnerChoice,
-        config: DistOptConfig,
-        loss_scale: LossScale,
-        stats_group: Group,
-        average_over: int = 1,
-        counted: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+    def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
+        group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
-        self.runs = build_main_runs(buffers, lambda name: RunKey(group_of[name], counted(name)))
-        torch_groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(groups)]
+        self.plan = plan
+        self.runs = build_main_runs(
+            buffers, lambda name: RunKey(group_of[name], plan.counted(name)) if name in group_of else None
+        )
+        groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(plan.groups)]
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
-        self.inner = choice.build(torch_groups or [{"params": []}])
-        self.config = config
-        self.loss_scale = loss_scale
-        self.stats_group = stats_group
-        self._average_over = average_over
+        self.inner = plan.choice.build(groups or [{"params": []}])
+
+    @property
+    def config(self) -> DistOptConfig:
+        """The plan's."""
+        return self.plan.config
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The plan's."""
+        return self.plan.loss_scale
 
     @property
     def divisor(self) -> float:
         """What the gradients in the grad buffers have to be divided by: loss scale times number of summands."""
-        return self.loss_scale.scale.item() * self._average_over
+        return self.loss_scale.value * self.plan.average_over
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -136,8 +161,9 @@ class ShardedOptimizer:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
         """
         divisor = self.divisor
-        stats = measure_together([self], self.stats_group)
-        if judge_together([self], stats, self.stats_group) is Verdict.SKIP:
+        group = self.plan.stats_group()
+        stats = measure_together([self], group)
+        if judge_together([self], stats, group) is Verdict.SKIP:
             return StepResult(updated=False, grad_norm=None, num_zeros=None)
         norm = stats.norm(divisor)
         self.update(divisor * clip_divisor(norm, self.config.clip_grad))
@@ -209,7 +235,7 @@ def _judge_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group, *, cu
         return Verdict.SKIP
     runs = [run for optimizer in optimizers for run in optimizer.runs]
     names = exchange(nonfinite_params(runs), group)
-    where = "; ".join(f"rank {rank}: {_some(found)}" for rank, found in enumerate(names) if found)
+    where = _some([f"rank {rank}: {_some(found)}" for rank, found in enumerate(names) if found], separator="; ")
     if policy is NonFinitePolicy.RAISE:
         remedy = "Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them"
         raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
@@ -221,6 +247,6 @@ def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> d
     return {**group.options, "params": [run.main for run in runs if run.run.key.group == index]}
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
+def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    return separator.join(names[:most]) + rest

@@ -7,15 +7,13 @@ that holds the same object under the same name is rebound too.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megatron_distopt.errors import SeamMismatchError, UnknownHostError, refusal
+from megatron_distopt.errors import SeamMismatchError, refusal
 from megatron_distopt.hosts.seams import Seam
 
 __all__ = ["Patch", "Undo", "apply"]
@@ -56,49 +54,29 @@ def apply(patches: Sequence[Patch]) -> Undo:
         UnknownHostError: a module cannot be imported.
         SeamMismatchError: an attribute is missing, has another signature, or was replaced by somebody else.
     """
-    originals = [_check(patch.seam) for patch in patches]
+    originals = [patch.seam.find() for patch in patches]
     pairs = zip(patches, originals, strict=True)
     applied = [_Applied(patch.seam, original, patch.replace(original)) for patch, original in pairs]
     for each in applied:
-        _rebind(each.seam.attribute, each.original, each.ours)
+        _rebind(each.original, each.ours)
     return lambda: _undo(applied)
 
 
-def _undo(applied: Sequence[_Applied]) -> None:
+def _undo(applied: list[_Applied]) -> None:
     for each in applied:
-        if getattr(sys.modules.get(each.seam.module), each.seam.attribute, None) is not each.ours:
+        home = sys.modules.get(each.seam.module)
+        if home is not None and getattr(home, each.seam.attribute, None) is not each.ours:
             got, remedy = "replaced by somebody else since", "Undo that replacement first"
             raise SeamMismatchError(refusal(str(each.seam), got, "still be megatron_distopt's", remedy))
-    for each in applied:
-        _rebind(each.seam.attribute, each.ours, each.original)
+    for each in reversed(applied):
+        _rebind(each.ours, each.original)
+    applied.clear()  # a second call finds nothing to do
 
 
-def _rebind(attribute: str, old: Any, new: Any) -> None:
-    """In every loaded module that holds `old` under that name."""
+def _rebind(old: Any, new: Any) -> None:
+    """In every loaded module, under whatever name it holds `old`."""
     modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
     for module in modules:
-        if vars(module).get(attribute) is old:
-            setattr(module, attribute, new)
-
-
-def _check(seam: Seam) -> Any:
-    try:
-        module = import_module(seam.module)
-    except ImportError as error:
-        rule, remedy = "be importable", "Install megatron-core, or start in the folder of your Megatron"
-        raise UnknownHostError(refusal(f"host module {seam.module}", error, rule, remedy)) from error
-    if not hasattr(module, seam.attribute):
-        raise SeamMismatchError(refusal(str(seam), "missing", "exist", "Use a Megatron that docs/hosts.md lists"))
-    original = getattr(module, seam.attribute)
-    if not inspect.isfunction(original) or original.__module__ != seam.module:
-        owner = getattr(original, "__module__", None) or type(original).__name__
-        remedy = "Take the other patcher out, or install megatron_distopt before it"
-        raise SeamMismatchError(
-            refusal(str(seam), f"not the host's own function but {owner}'s", "be untouched", remedy)
-        )
-    names = tuple(inspect.signature(original).parameters)
-    if names[: len(seam.parameters)] != seam.parameters:
-        rule = f"start with ({', '.join(seam.parameters)})"
-        remedy = "Use a Megatron that docs/hosts.md lists"
-        raise SeamMismatchError(refusal(f"signature of {seam}", f"({', '.join(names)})", rule, remedy))
-    return original
+        names = [name for name, value in vars(module).items() if value is old]
+        for name in names:
+            setattr(module, name, new)

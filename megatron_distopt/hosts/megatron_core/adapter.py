@@ -6,6 +6,7 @@ ours, and only while it runs.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,17 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, SeamMismatchError, refusal
 from megatron_distopt.hosts.megatron_core.chain import ChainedOptimizer
-from megatron_distopt.hosts.megatron_core.config import check_model, check_parallel_state, merge_config
-from megatron_distopt.hosts.megatron_core.facts import SEAM
+from megatron_distopt.hosts.megatron_core.config import (
+    check_model,
+    check_parallel_state,
+    merge_config,
+    missing_parallel_state,
+)
+from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, SEAM
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.report import announce, describe
 
@@ -44,8 +50,8 @@ def get_megatron_optimizer(
     Raises:
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
     """
-    original = getattr(import_module(SEAM.module), SEAM.attribute)
-    original = getattr(original, "original", original)
+    current: Any = getattr(import_module(SEAM.module), SEAM.attribute, None)
+    original = current.original if hasattr(current, "original") else SEAM.find()
     return build(original, options or DistOptConfig(), config, model_chunks, *args, **kwargs)
 
 
@@ -70,21 +76,43 @@ def build(
     if switch is Switch.OFF or not config.use_distributed_optimizer:
         _check_not_required(switch)
         return original(config, model_chunks, *args, **kwargs)
-    check_parallel_state(kwargs.get("pg_collection"))
-    merged = raise_together(lambda: _check(options, config, model_chunks), Group.of())
+    everyone = _everyone()
+    call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
+    merged = raise_together(lambda: _check(original, options, call), everyone)
     with _our_classes(original, merged):
         optimizer = original(config, model_chunks, *args, **kwargs)
     for each in optimizer.chained_optimizers:
         each.check_start_up()
-    if Group.of().rank == 0:
+    if everyone.rank == 0:
         announce(describe(optimizer.chained_optimizers, merged))
     return optimizer
 
 
-def _check(options: DistOptConfig, config: Any, model_chunks: Sequence[Module]) -> DistOptConfig:
-    merged = merge_config(config_from_environment(os.environ, options), config)
-    check_model(model_chunks, merged)
+def _everyone() -> Group:
+    if not is_initialized():
+        raise missing_parallel_state()
+    return Group.of()
+
+
+def _check(original: Callable[..., Any], options: DistOptConfig, call: Mapping[str, Any]) -> DistOptConfig:
+    """Everything that this rank can see by itself."""
+    _check_classes(original)
+    check_parallel_state(call.get("pg_collection"))
+    merged = merge_config(config_from_environment(os.environ, options), call["config"])
+    check_model(call["model_chunks"], merged)
     return merged
+
+
+def _check_classes(original: Callable[..., Any]) -> None:
+    """The two names of the host that stand for ours while it runs, and what it gives to the first."""
+    remedy = "Use megatron-core 0.16, which this adapter was tested on"
+    for name in (CLASS, CHAIN):
+        if name not in original.__globals__:
+            raise SeamMismatchError(refusal(str(SEAM), f"no {name} beside it", "know its classes", remedy))
+    found = tuple(inspect.signature(original.__globals__[CLASS].__init__).parameters)[1:]
+    if found != CLASS_PARAMETERS:
+        rule = f"be ({', '.join(CLASS_PARAMETERS)})"
+        raise SeamMismatchError(refusal(f"constructor of {CLASS}", f"({', '.join(found)})", rule, remedy))
 
 
 def _check_not_required(switch: Switch) -> None:
@@ -95,17 +123,10 @@ def _check_not_required(switch: Switch) -> None:
 
 @contextmanager
 def _our_classes(original: Callable[..., Any], options: DistOptConfig) -> Iterator[None]:
-    names: Mapping[str, Any] = {
-        "DistributedOptimizer": partial(DistributedOptimizer, options=options),
-        "ChainedOptimizer": ChainedOptimizer,
-    }
+    ours: Mapping[str, Any] = {CLASS: partial(DistributedOptimizer, options=options), CHAIN: ChainedOptimizer}
     host = original.__globals__
-    missing = [name for name in names if name not in host]
-    if missing:
-        rule, remedy = f"know {' and '.join(names)}", "Use megatron-core 0.16, which this adapter was tested on"
-        raise SeamMismatchError(refusal(str(SEAM), f"no {' and no '.join(missing)} beside it", rule, remedy))
-    before = {name: host[name] for name in names}
-    host.update(names)
+    before = {name: host[name] for name in ours}
+    host.update(ours)
     try:
         yield
     finally:

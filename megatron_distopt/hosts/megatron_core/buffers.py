@@ -12,15 +12,15 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.hosts.base import named_trainable
+from megatron_distopt.hosts.base import named_params
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 
 __all__ = ["adopt_buffer", "names_by_param"]
 
 
 def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
-    """Names as the bare model has them: the wrappers' "module." is left out."""
-    return {param: _without_wrappers(name) for name, param in named_trainable(chunks).items()}
+    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
+    return {param: _without_wrappers(name) for name, param in named_params(chunks).items()}
 
 
 def _without_wrappers(name: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 
+from megatron_distopt.hosts.megatron_core.checkpoint import refuse_checkpoint
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
 from megatron_distopt.optimizer import Verdict
@@ -38,3 +41,15 @@ class ChainedOptimizer(HostChainedOptimizer):
         """Collective: updates all, then gathers the params once."""
         update_together(self.chained_optimizers)
         return True
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("sharded_state_dict")
+
+    def save_parameter_state(self, filename: str) -> NoReturn:
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("save_parameter_state")
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> NoReturn:
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("load_parameter_state")

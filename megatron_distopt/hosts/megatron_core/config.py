@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_distopt.comm import is_initialized
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes
@@ -25,19 +24,31 @@ from megatron_distopt.optimizer import (
     find_accelerator,
 )
 
-__all__ = ["HostLossScale", "check_model", "check_parallel_state", "loss_scale_of", "merge_config"]
+__all__ = [
+    "HostLossScale",
+    "check_model",
+    "check_parallel_state",
+    "loss_scale_of",
+    "merge_config",
+    "missing_parallel_state",
+]
+
+
+def missing_parallel_state() -> ConfigError:
+    """The flag needs process groups."""
+    got = "set, but parallel_state is not initialized"
+    remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
+    return ConfigError(refusal("use_distributed_optimizer", got, "come after parallel_state", remedy))
 
 
 def check_parallel_state(pg_collection: object | None) -> None:
-    """The flag needs process groups.
+    """The host's groups are there, or the caller gives its own.
 
     Raises:
         ConfigError
     """
-    if not is_initialized() or (pg_collection is None and not parallel_state.model_parallel_is_initialized()):
-        got = "set, but parallel_state is not initialized"
-        remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-        raise ConfigError(refusal("use_distributed_optimizer", got, "come after parallel_state", remedy))
+    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
+        raise missing_parallel_state()
 
 
 def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
@@ -85,7 +96,7 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
     for chunk in chunks:
         _check_ddp(chunk)
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
-        named = {name: param for param, name in names_by_param([chunk]).items()}
+        named = {name: param for param, name in names_by_param([chunk]).items() if param.requires_grad}
         check_dtypes(named, config)
         for name, param in named.items():
             if param not in in_buffers:
@@ -95,7 +106,7 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
 
 def _check_ddp(chunk: Any) -> None:
     ddp_config = getattr(chunk, "ddp_config", None)
-    if ddp_config is None or not hasattr(chunk, "buffers") or not hasattr(chunk, "param_to_bucket_group"):
+    if ddp_config is None or not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "param_to_bucket_group"):
         rule, remedy = "be wrapped by megatron.core.distributed.DistributedDataParallel", "Wrap it, or drop the flag"
         raise HostError(refusal("model chunk", type(chunk).__name__, rule, remedy))
     for refused in REFUSED:
@@ -127,6 +138,11 @@ class HostLossScale:
         """fp32 [1]."""
         scale: Tensor = self._grad_scaler.scale
         return scale
+
+    @property
+    def value(self) -> float:
+        """The same for the CPU, which waits for the device to know it."""
+        return float(self.scale.item())
 
     def can_back_off(self) -> bool:
         """A dynamic scaler until its scale is at the minimum, a constant one never."""

@@ -6,7 +6,24 @@ from dataclasses import dataclass
 
 from megatron_distopt.hosts.seams import Seam
 
-__all__ = ["REFUSED", "SEAM", "Refused"]
+__all__ = ["CHAIN", "CLASS", "CLASS_PARAMETERS", "REFUSED", "SEAM", "Refused"]
+
+#: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
+CLASS = "DistributedOptimizer"
+CLASS_PARAMETERS = (
+    "optimizer",
+    "config",
+    "grad_scaler",
+    "init_state_fn",
+    "model_chunks",
+    "per_model_buffers",
+    "data_parallel_group",
+    "data_parallel_group_gloo",
+    "data_parallel_group_idx",
+    "distributed_optimizer_instance_id",
+)
+#: What it puts around what it built.
+CHAIN = "ChainedOptimizer"
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
 SEAM = Seam("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))

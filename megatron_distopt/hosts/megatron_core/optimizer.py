@@ -17,18 +17,21 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict
-from megatron_distopt.comm import Group
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
+from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import CheckpointError, HostError, refusal
-from megatron_distopt.hosts.base import check_groups_are_used, compare_ranks, plan_groups
+from megatron_distopt.errors import HostError, refusal
+from megatron_distopt.hosts.base import StartUp, compare_ranks, plan_groups
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, names_by_param
+from megatron_distopt.hosts.megatron_core.checkpoint import refuse_checkpoint
 from megatron_distopt.hosts.megatron_core.config import loss_scale_of
-from megatron_distopt.hosts.megatron_core.params import is_counted, publish_main_params
+from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
     GradStats,
     ShardedOptimizer,
+    StepPlan,
     Verdict,
     choose_inner,
     clip_divisor,
@@ -84,9 +87,11 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.data_parallel_group_idx = data_parallel_group_idx
         self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
         names = names_by_param(self.model_chunks)
-        self._named = {names[param]: param for buffer in self.buffers for param in buffer.params}
+        in_buffers = [param for buffer in self.buffers for param in buffer.params]
+        # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
+        self._named = {names[param]: param for param in in_buffers if param.requires_grad}
         self._options = options
-        self._groups = plan_groups(self._named, [] if optimizer is None else _groups_of(optimizer))
+        self._groups = [] if optimizer is None else _groups_of(optimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self._stats: GradStats | None = None
@@ -96,18 +101,17 @@ class DistributedOptimizer(HostDistributedOptimizer):
         publish_main_params(self.sharded, self._named)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
-        device = next(iter(self._named.values())).device if self._named else _any_device(self.model_chunks)
+        device = next(iter(self._named.values())).device if self._named else idle_device(self._options)
         tp_group = getattr(self.model_chunks[0], "tp_group", None)
-        return ShardedOptimizer(
-            [adopt_buffer(buffer, names) for buffer in self.buffers],
-            self._groups,
+        plan = StepPlan(
+            groups=plan_groups(self._named, self._groups),
             choice=choose_inner(self._options, device.type),
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
-            # The host sets its statistics group after construction; `_stats_group` reads it when it is needed.
-            stats_group=Group.of(),
+            stats_group=lambda: self._stats_group,
             counted=lambda name: is_counted(self._named[name], tp_group),
         )
+        return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
     def check_start_up(self) -> None:
         """Collective: what ranks must agree on.
@@ -115,10 +119,15 @@ class DistributedOptimizer(HostDistributedOptimizer):
         Raises:
             RanksDisagreeError, LayoutError: on all ranks.
         """
-        check_groups_are_used(self._groups, self._stats_group)
-        layouts = [buffer.layout for buffer in self.sharded.buffers]
-        data = Group.of(self.data_parallel_group)
-        compare_ranks(self._options, self._named, layouts, data=data, everyone=self._stats_group)
+        buffers = self.sharded.buffers
+        start_up = StartUp(
+            self._named,
+            self.sharded.plan,
+            [buffer.layout for buffer in buffers],
+            [dtype_name(buffer.grad.dtype) for buffer in buffers],
+            tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
+        )
+        compare_ranks(start_up, Group.of(self.data_parallel_group), self._stats_group)
 
     @property
     def _stats_group(self) -> Group:
@@ -180,9 +189,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The counted main grads, divided by the loss scale: for a chain of the host's, which measures several."""
-        if self._divisor != 1.0:
+        if self._divisor != 1.0 and self.sharded.runs:
             torch._foreach_div_([run.main_grad for run in self.sharded.runs], self._divisor)
-            self._divisor = 1.0
+        self._divisor = 1.0
         return [run.main_grad for run in self.sharded.runs if run.run.key.counted]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -225,24 +234,35 @@ class DistributedOptimizer(HostDistributedOptimizer):
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's `state_dict()` back; the host gathers the params.
+        """Collective: takes this rank's `state_dict()` back and gathers the params.
 
         Raises:
-            CheckpointError: it is another rank's or another size's.
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
         """
+        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._stats_group)
         load_local_state_dict(self.sharded, state_dict)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync(force_sync=True)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `_refuse_checkpoint`."""
-        _refuse_checkpoint("sharded_state_dict")
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("sharded_state_dict")
 
     def save_parameter_state(self, filename: str) -> NoReturn:
-        """Refused, see `_refuse_checkpoint`."""
-        _refuse_checkpoint("save_parameter_state")
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("save_parameter_state")
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> NoReturn:
-        """Refused, see `_refuse_checkpoint`."""
-        _refuse_checkpoint("load_parameter_state")
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("load_parameter_state")
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("get_parameter_state_dp_zero")
+
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, see `refuse_checkpoint`."""
+        refuse_checkpoint("load_parameter_state_from_dp_zero")
 
     def offload_to_cpu(self) -> NoReturn:
         """Refused: an fp32 main param is a view of the host's param buffer and cannot move away from it."""
@@ -258,13 +278,3 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
     added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
     return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
-
-
-def _any_device(chunks: Sequence[Module]) -> torch.device:
-    return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
-
-
-def _refuse_checkpoint(call: str) -> NoReturn:
-    """A collective checkpoint that would lose the state of other ranks is not written at all."""
-    remedy = "Run with --no-save-optim and --no-load-optim, or keep state_dict() of every rank in a file of its own"
-    raise CheckpointError(refusal(call, "called", "wait for a format that holds the state of all ranks", remedy))

@@ -10,9 +10,15 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes,
 from megatron.core.transformer.module import param_is_not_shared
 from torch.nn import Parameter
 
-from megatron_distopt.optimizer import ShardedOptimizer
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator
 
-__all__ = ["is_counted", "publish_main_params"]
+__all__ = ["idle_device", "is_counted", "publish_main_params"]
+
+
+def idle_device(config: DistOptConfig) -> torch.device:
+    """Where a rank without any param takes part in the statistics: the backend carries tensors of this device."""
+    return torch.device(find_accelerator(config.accelerator).device_type)
 
 
 def is_counted(param: Parameter, tp_group: Any) -> bool:

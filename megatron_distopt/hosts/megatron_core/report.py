@@ -38,7 +38,7 @@ def describe(optimizers: Sequence[DistributedOptimizer], config: DistOptConfig) 
     lines = [
         f"megatron_distopt {VERSION} is active in megatron-core ({SEAM})",
         f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
-        f"  inner      {choice.name}" + "".join(f"; not {reason}" for reason in choice.why),
+        f"  inner      {choice.name}" + "".join(f"; {reason}" for reason in choice.why),
         f"  nonfinite  {config.nonfinite}",
     ]
     for optimizer in optimizers:

@@ -18,6 +18,7 @@ StepOfHost = tuple[bool, float | None, int | None]
 
 
 def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
+    """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None)."""
     if prepare_together(optimizers) is Verdict.SKIP:
         return False, None, None
     norm = optimizers[0].get_grad_norm()
@@ -29,6 +30,7 @@ def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
 
 
 def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
+    """Collective: measures all gradients and decides, the same for all the optimizers and all ranks."""
     with timer(optimizers[0].config, "optimizer-unscale-and-check-inf"):
         group = Group.of(optimizers[0].get_grad_stats_parallel_group())
         sharded = [optimizer.sharded for optimizer in optimizers]
@@ -41,6 +43,7 @@ def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
 
 
 def update_together(optimizers: Sequence[DistributedOptimizer]) -> None:
+    """Collective: updates all, then gathers each chunk once."""
     for optimizer in optimizers:
         optimizer.update()
         if optimizer is optimizers[0] and optimizer.config.overlap_param_gather_with_optimizer_step:
@@ -50,6 +53,7 @@ def update_together(optimizers: Sequence[DistributedOptimizer]) -> None:
 
 
 def gather(config: Any, ddp_config: Any, chunks: Sequence[Any]) -> None:
+    """Collective: the host's own all-gather of the params, unless it overlaps that with forward."""
     if ddp_config.overlap_param_gather:
         return
     with timer(config, "params-all-gather"):
