@@ -24,7 +24,7 @@ __all__ = [
     "switch_from",
 ]
 
-#: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/base.py).
+#: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.

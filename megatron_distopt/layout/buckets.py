@@ -1,6 +1,6 @@
 """Where every parameter lies in a contiguous buffer, and how the buffer is cut into buckets.
 
-One type covers every generation of Megatron: the whole-buffer split of the seed systems is a layout of *one* bucket,
+One type covers every generation of Megatron: the whole-buffer split of the 2023 forks is a layout of *one* bucket,
 that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off buffers that a host already made.
 """
 
@@ -120,7 +120,7 @@ def lay_out(
         num_shards: size of the data-parallel group.
         bucket_numel: a bucket ends with the param that fills it to this; None for one bucket.
         alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, which the
-            vectorised kernels of every accelerator like; the seed systems use 1.
+            vectorised kernels of every accelerator like; the 2023 forks use 1.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
     >>> layout.slots[1], layout.numel

@@ -1,8 +1,9 @@
 """The update: which kernel, which scale, which norm, and the sharded step that ties them together."""
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.base import InnerChoice, adopt_instance, choose_inner
+from megatron_distopt.optimizer.base import adopt_instance, choose_inner
 from megatron_distopt.optimizer.grad_norm import GradStats
+from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup
 from megatron_distopt.optimizer.memory import Memory, measure_memory

@@ -32,8 +32,8 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.errors import NonFiniteGradError, refusal
-from megatron_distopt.optimizer.base import InnerChoice, step_divided
 from megatron_distopt.optimizer.grad_norm import GradStats, local_stats, nonfinite_params, reduce_stats
+from megatron_distopt.optimizer.inner import InnerChoice, step_divided
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, choose_inner
-from megatron_distopt.optimizer.base import step_divided
+from megatron_distopt.optimizer.inner import step_divided
 
 #: amp_C is where apex has its CUDA kernels.
 PACKAGES = ("transformer_engine", "apex", "amp_C", "deepspeed")
@@ -98,13 +98,13 @@ def refused(device_type: str, **options: Any) -> str:
     ("offered", "name", "why"),
     [
         (PACKAGES, "transformer_engine", ()),
-        (("apex", "amp_C", "deepspeed"), "apex", (f"transformer_engine: {NO_TE}",)),
-        (("apex", "deepspeed"), "deepspeed", (f"transformer_engine: {NO_TE}", f"apex: {NO_KERNELS}")),
-        (("deepspeed",), "deepspeed", (f"transformer_engine: {NO_TE}", f"apex: {NO_APEX}")),
+        (("apex", "amp_C", "deepspeed"), "apex", (f"not transformer_engine: {NO_TE}",)),
+        (("apex", "deepspeed"), "deepspeed", (f"not transformer_engine: {NO_TE}", f"not apex: {NO_KERNELS}")),
+        (("deepspeed",), "deepspeed", (f"not transformer_engine: {NO_TE}", f"not apex: {NO_APEX}")),
         (
             (),
             "torch_fused",
-            (f"transformer_engine: {NO_TE}", f"apex: {NO_APEX}", f"deepspeed: {NO_DEEPSPEED}"),
+            (f"not transformer_engine: {NO_TE}", f"not apex: {NO_APEX}", f"not deepspeed: {NO_DEEPSPEED}"),
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_choose_inner_when_deepspeed_is_not_prebuilt_then_nothing_is_compiled_an
     offer("deepspeed", files={"deepspeed/git_version_info.py": installed_ops})
     choice = choose_inner(config(), device_type)
     assert choice.name == "torch_fused"
-    assert choice.why[-1] == f"deepspeed: {NOT_BUILT}"
+    assert choice.why[-1] == f"not deepspeed: {NOT_BUILT}"
     assert "deepspeed.ops" not in sys.modules
 
 
@@ -137,8 +137,8 @@ def test_choose_inner_when_a_package_lacks_the_symbol_then_the_reason_names_both
     offer("transformer_engine", "apex", files=files)
     choice = choose_inner(config(), "cuda")
     assert choice.why[:2] == (
-        "transformer_engine: transformer_engine.pytorch.optimizers has no FusedAdam",
-        "apex: apex.optimizers has no FusedAdam",
+        "not transformer_engine: transformer_engine.pytorch.optimizers has no FusedAdam",
+        "not apex: apex.optimizers has no FusedAdam",
     )
 
 
@@ -159,7 +159,7 @@ def test_choose_inner_when_the_import_of_a_package_fails_then_it_is_passed_over_
     reason = "installed, but its import fails (libcudart.so.12: cannot open shared object file)"
     choice = choose_inner(config(), "cuda")
     assert choice.name == "torch_fused"
-    assert f"{name}: {reason}" in choice.why
+    assert f"not {name}: {reason}" in choice.why
     assert refused("cuda", adam=name) == (
         f"Invalid adam {name!r}: {reason}. Must be usable when it is asked for by name. "
         "Install it, or write adam='auto'."
@@ -169,8 +169,8 @@ def test_choose_inner_when_the_import_of_a_package_fails_then_it_is_passed_over_
 @pytest.mark.parametrize(
     ("device_type", "better"),
     [
-        ("cuda", (f"transformer_engine: {NO_TE}", f"apex: {NO_APEX}", f"deepspeed: {NO_DEEPSPEED}")),
-        ("xpu", (f"deepspeed: {NO_DEEPSPEED}",)),
+        ("cuda", (f"not transformer_engine: {NO_TE}", f"not apex: {NO_APEX}", f"not deepspeed: {NO_DEEPSPEED}")),
+        ("xpu", (f"not deepspeed: {NO_DEEPSPEED}",)),
         ("cpu", ()),
     ],
 )
@@ -178,17 +178,20 @@ def test_choose_inner_when_nothing_better_is_there_then_foreach_on_every_device(
     device_type: str, better: tuple[str, ...], offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer()
-    monkeypatch.setattr("megatron_distopt.optimizer.base.has_torch_fused", lambda device_type: False)
+    monkeypatch.setattr("megatron_distopt.optimizer.adam.has_torch_fused", lambda device_type: False)
     choice = choose_inner(config(), device_type)
     reason = f"torch {torch.__version__} has no fused AdamW for {device_type}"
-    assert (choice.name, choice.why) == ("torch_foreach", (*better, f"torch_fused: {reason}"))
+    assert (choice.name, choice.why) == ("torch_foreach", (*better, f"not torch_fused: {reason}"))
 
 
 def test_choose_inner_when_torch_has_no_fused_kernels_then_foreach(offer: Offer) -> None:
     offer()
     choice = choose_inner(config(), "npu")
     reason = f"torch {torch.__version__} has no fused AdamW for npu"
-    assert (choice.name, choice.why) == ("torch_foreach", (f"deepspeed: {NO_DEEPSPEED}", f"torch_fused: {reason}"))
+    assert (choice.name, choice.why) == (
+        "torch_foreach",
+        (f"not deepspeed: {NO_DEEPSPEED}", f"not torch_fused: {reason}"),
+    )
 
 
 @pytest.mark.parametrize(("offered", "name"), [(("deepspeed",), "deepspeed"), ((), "torch_fused")])
@@ -220,7 +223,7 @@ def impostor(offer: Offer, tmp_path: Path) -> None:
 def test_choose_inner_when_apex_is_the_unrelated_project_then_it_is_passed_over_and_said(impostor: None) -> None:
     choice = choose_inner(config(), "cuda")
     assert choice.name == "torch_fused"
-    assert choice.why[1] == f"apex: {IMPOSTOR}"
+    assert choice.why[1] == f"not apex: {IMPOSTOR}"
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
@@ -396,8 +399,12 @@ def test_choose_inner_when_sgd_then_torch_sgd_with_momentum_and_its_fused_kernel
 
 
 def test_choose_inner_when_sgd_on_a_device_without_fused_kernels_then_torch_decides() -> None:
-    inner = choose_inner(config(optimizer="sgd"), "npu").build([{"params": [param_with([1.0])]}])
-    assert inner.param_groups[0]["fused"] is False
+    param = param_with([1.0])
+    inner = choose_inner(config(optimizer="sgd", momentum=0.75), "npu").build([{"params": [param]}])
+    (group,) = inner.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.25, 0.75, 0.125)
+    # Not passed at all, so it is torch's own default: an older torch does not know the option.
+    assert group["fused"] == SGD([param_with([1.0])]).defaults["fused"]
 
 
 def test_choose_inner_when_a_class_is_named_then_it_gets_the_options_that_it_takes() -> None:

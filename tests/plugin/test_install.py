@@ -221,19 +221,22 @@ import megatron.core.optimizer as host
 import megatron_distopt
 from megatron_distopt.errors import ConfigError
 
-original = host.get_megatron_optimizer
+originals = [host.get_megatron_optimizer]  # in a list: a variable of this module would be rebound as well
 trainer = types.ModuleType("trainer")
-trainer.get_megatron_optimizer = original
+trainer.get_megatron_optimizer = trainer.build_optimizer = originals[0]
 sys.modules["trainer"] = trainer
 installation = megatron_distopt.install()
-ours = host.get_megatron_optimizer
-report = {"replaced": ours is not original, "rebound": trainer.get_megatron_optimizer is ours}
+ours = [host.get_megatron_optimizer]
+by_value = (trainer.get_megatron_optimizer, trainer.build_optimizer)
+report = {"replaced": ours[0] is not originals[0], "rebound": all(each is ours[0] for each in by_value)}
+del by_value
 try:
     trainer.get_megatron_optimizer(types.SimpleNamespace(use_distributed_optimizer=False), [])
 except ConfigError as error:
     report["refused"] = str(error)
 installation.undo()
-report["undone"] = host.get_megatron_optimizer is original and trainer.get_megatron_optimizer is original
+everywhere = (host.get_megatron_optimizer, trainer.get_megatron_optimizer, trainer.build_optimizer)
+report["undone"] = all(each is originals[0] for each in everywhere)
 print(json.dumps(report))
 """
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 
-from megatron_distopt.hosts.megatron_core.checkpoint import refuse_checkpoint
+from megatron_distopt.hosts.megatron_core.checkpoint import RefusedCheckpoints
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
 from megatron_distopt.optimizer import Verdict
@@ -15,7 +13,7 @@ from megatron_distopt.optimizer import Verdict
 __all__ = ["ChainedOptimizer"]
 
 
-class ChainedOptimizer(HostChainedOptimizer):
+class ChainedOptimizer(RefusedCheckpoints, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
 
     chained_optimizers: list[DistributedOptimizer]
@@ -41,15 +39,3 @@ class ChainedOptimizer(HostChainedOptimizer):
         """Collective: updates all, then gathers the params once."""
         update_together(self.chained_optimizers)
         return True
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("sharded_state_dict")
-
-    def save_parameter_state(self, filename: str) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("save_parameter_state")
-
-    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("load_parameter_state")

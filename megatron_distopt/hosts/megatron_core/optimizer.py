@@ -24,7 +24,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import HostError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks, plan_groups
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, names_by_param
-from megatron_distopt.hosts.megatron_core.checkpoint import refuse_checkpoint
+from megatron_distopt.hosts.megatron_core.checkpoint import RefusedCheckpoints
 from megatron_distopt.hosts.megatron_core.config import loss_scale_of
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
@@ -44,7 +44,7 @@ __all__ = ["DistributedOptimizer"]
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
-class DistributedOptimizer(HostDistributedOptimizer):
+class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
     """The host's class, with the sharded step inside.
 
     Args:
@@ -243,26 +243,6 @@ class DistributedOptimizer(HostDistributedOptimizer):
         load_local_state_dict(self.sharded, state_dict)
         for chunk in self.model_chunks:
             chunk.start_param_sync(force_sync=True)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("sharded_state_dict")
-
-    def save_parameter_state(self, filename: str) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("save_parameter_state")
-
-    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("load_parameter_state")
-
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("get_parameter_state_dp_zero")
-
-    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `refuse_checkpoint`."""
-        refuse_checkpoint("load_parameter_state_from_dp_zero")
 
     def offload_to_cpu(self) -> NoReturn:
         """Refused: an fp32 main param is a view of the host's param buffer and cannot move away from it."""

@@ -1,0 +1,171 @@
+"""Which implementation of Adam: the best that is there, or the one that was asked for by name.
+
+The choice is by device and by a probe of the real symbol, and says why. All sources compute the same: weight decay is
+decoupled on every device (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), as apex's FusedAdam does
+by default; the Megatron forks of 2023 silently use L2 decay off CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.optimizer.accelerator import CPU, CUDA, has_torch_fused
+from megatron_distopt.optimizer.inner import Groups, InnerChoice
+
+__all__ = ["adam_options", "best_adam", "named_adam"]
+
+
+@dataclass(frozen=True)
+class _AdamSource:
+    """One implementation of Adam.
+
+    Args:
+        missing: why it cannot be used on a device type, or None where it can.
+        build: from param groups and config.
+        must_compile: why it would first have to be compiled, which is done only for one that is asked for by name.
+    """
+
+    missing: Callable[[str], str | None]
+    build: Callable[..., Optimizer]
+    must_compile: Callable[[], str | None] = lambda: None
+
+
+def best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
+    """The last one of every list, torch's for-each AdamW, runs everywhere."""
+    passed_over: list[str] = []
+    *better, last = _PREFERENCES.get(device_type, _PREFERENCE_ELSEWHERE)
+    for name in better:
+        reason = _ADAMS[name].missing(device_type) or _ADAMS[name].must_compile()
+        if reason is None:
+            return InnerChoice(name, partial(_ADAMS[name].build, config=config), tuple(passed_over))
+        passed_over.append(f"not {name}: {reason}")
+    return InnerChoice(last, partial(_ADAMS[last].build, config=config), tuple(passed_over))
+
+
+def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
+    reason = _ADAMS[config.adam].missing(device_type)
+    if reason is not None:
+        rule, remedy = "be usable when it is asked for by name", "Install it, or write adam='auto'"
+        raise ConfigError(refusal(f"adam {config.adam!r}", reason, rule, remedy))
+    return InnerChoice(config.adam, partial(_ADAMS[config.adam].build, config=config), ("asked for by name",))
+
+
+def _needs_cuda(device_type: str) -> str | None:
+    return None if device_type == CUDA else f"has no kernels for {device_type}"
+
+
+def _missing_symbol(module: str, symbol: str) -> str | None:
+    """Other people's packages check themselves while they are imported, and raise whatever they like."""
+    try:
+        return None if hasattr(import_module(module), symbol) else f"{module} has no {symbol}"
+    except ModuleNotFoundError as error:
+        return f"not installed ({error})"
+    except Exception as error:  # noqa: BLE001 - becomes the reason why it is passed over
+        return f"installed, but its import fails ({error})"
+
+
+def _is_installed(package: str) -> bool:
+    """Also for a stand-in that somebody put into sys.modules, which has no spec."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:
+        return package in sys.modules
+
+
+def _missing_transformer_engine(device_type: str) -> str | None:
+    return _needs_cuda(device_type) or _missing_symbol("transformer_engine.pytorch.optimizers", "FusedAdam")
+
+
+def _folders(package: str) -> list[str]:
+    if package in sys.modules:
+        return list(getattr(sys.modules[package], "__path__", []))
+    spec = find_spec(package)
+    return [] if spec is None else list(spec.submodule_search_locations or [])
+
+
+def _missing_apex(device_type: str) -> str | None:
+    """NVIDIA apex is not on PyPI; the project of that name there is another one and is told apart by its folders."""
+    folders = _folders("apex")
+    if folders and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
+        remedy = "pip uninstall apex, then build NVIDIA apex from its sources"
+        return f"the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; {remedy}"
+    missing = _needs_cuda(device_type) or _missing_symbol("apex.optimizers", "FusedAdam")
+    return missing or (None if _is_installed("amp_C") else "built without its CUDA extensions (no amp_C)")
+
+
+def _missing_deepspeed(device_type: str) -> str | None:
+    if device_type == CPU:
+        return "has no fused Adam for cpu (adam='deepspeed_cpu' is its Adam for cpu)"
+    return None if _is_installed("deepspeed") else "not installed"
+
+
+def _must_compile_deepspeed() -> str | None:
+    missing = _missing_symbol("deepspeed.git_version_info", "installed_ops")
+    if missing is not None:
+        return missing
+    installed = import_module("deepspeed.git_version_info").installed_ops
+    return None if installed.get("fused_adam") else "its fused_adam op was not built at install time"
+
+
+def _missing_deepspeed_cpu(device_type: str) -> str | None:
+    if device_type != CPU:
+        return f"runs on cpu, not on {device_type}"
+    return None if _is_installed("deepspeed") else "not installed"
+
+
+def _missing_torch_fused(device_type: str) -> str | None:
+    return None if has_torch_fused(device_type) else f"torch {torch.__version__} has no fused AdamW for {device_type}"
+
+
+def adam_options(config: DistOptConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
+def _build_torch(groups: Groups, config: DistOptConfig, **implementation: Any) -> Optimizer:
+    adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    return adam(groups, **adam_options(config), **implementation)
+
+
+def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
+    def build(groups: Groups, config: DistOptConfig) -> Optimizer:
+        adam = getattr(import_module(module), symbol)
+        optimizer: Optimizer = adam(groups, **adam_options(config), **{mode: config.decoupled_weight_decay})
+        return optimizer
+
+    return build
+
+
+_ADAMS = {
+    "transformer_engine": _AdamSource(
+        _missing_transformer_engine, _builder("transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode")
+    ),
+    "apex": _AdamSource(_missing_apex, _builder("apex.optimizers", "FusedAdam", "adam_w_mode")),
+    "deepspeed": _AdamSource(
+        _missing_deepspeed, _builder("deepspeed.ops.adam", "FusedAdam", "adam_w_mode"), _must_compile_deepspeed
+    ),
+    "deepspeed_cpu": _AdamSource(
+        _missing_deepspeed_cpu, _builder("deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode")
+    ),
+    "torch_fused": _AdamSource(_missing_torch_fused, lambda groups, config: _build_torch(groups, config, fused=True)),
+    "torch_foreach": _AdamSource(
+        lambda device_type: None, lambda groups, config: _build_torch(groups, config, foreach=True)
+    ),
+}
+
+_PREFERENCE_ELSEWHERE = ("deepspeed", "torch_fused", "torch_foreach")
+_PREFERENCES: dict[str, tuple[str, ...]] = {
+    CUDA: ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach"),
+    CPU: ("torch_fused", "torch_foreach"),
+}
