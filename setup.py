@@ -10,7 +10,7 @@ VERSION: dict[str, str] = {}
 exec((ROOT / "megatron_distopt" / "version.py").read_text(encoding="utf-8"), VERSION)
 
 MEGATRON_CORE = ["megatron-core==0.16.1", "einops", "numpy"]
-DEEPSPEED = ["deepspeed>=0.15"]
+DEEPSPEED = ["deepspeed"]
 QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib", "rich"]
 
 setup(

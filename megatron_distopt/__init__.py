@@ -14,12 +14,23 @@ from megatron_distopt.version import VERSION as __version__
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_core.adapter import get_megatron_optimizer
     from megatron_distopt.hosts.plain import distribute
-    from megatron_distopt.plugin import Installation, install
+    from megatron_distopt.plugin import Installation, add_arguments, config_from_arguments, install
 
-__all__ = ["DistOptConfig", "Installation", "__version__", "distribute", "get_megatron_optimizer", "install"]
+__all__ = [
+    "DistOptConfig",
+    "Installation",
+    "__version__",
+    "add_arguments",
+    "config_from_arguments",
+    "distribute",
+    "get_megatron_optimizer",
+    "install",
+]
 
 _LAZY = {
     "Installation": "megatron_distopt.plugin",
+    "add_arguments": "megatron_distopt.plugin",
+    "config_from_arguments": "megatron_distopt.plugin",
     "distribute": "megatron_distopt.hosts.plain",
     "get_megatron_optimizer": "megatron_distopt.hosts.megatron_core.adapter",
     "install": "megatron_distopt.plugin",

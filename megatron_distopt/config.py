@@ -15,6 +15,7 @@ from megatron_distopt.errors import ConfigError, refusal
 
 __all__ = [
     "ADAM_SOURCES",
+    "FREE_OPTIONS",
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
     "DistOptConfig",
@@ -34,8 +35,8 @@ SMALLEST_SCALE = 2.0**-126
 _ACCELERATORS = ("auto", "deepspeed", "torch")
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PREFIX = "MEGATRON_DISTOPT_"
-#: Options that an environment variable may set: those that no host has a flag for.
-_FROM_ENVIRONMENT = ("adam", "optimizer", "nonfinite", "accelerator")
+#: Options that no host has a flag for: an environment variable or a flag of ours sets them.
+FREE_OPTIONS = ("adam", "optimizer", "nonfinite", "accelerator")
 
 
 class NonFinitePolicy(Enum):
@@ -176,13 +177,13 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
     'skip'
     """
-    known = {_PREFIX + name.upper(): name for name in _FROM_ENVIRONMENT}
+    known = {_PREFIX + name.upper(): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(_PREFIX)}
     for variable in given:
         if variable not in known:
             valid = ", ".join(["MEGATRON_DISTOPT", *known])
             # Without the prefix, which would make everything look alike.
-            close = get_close_matches(variable.removeprefix(_PREFIX), [name.upper() for name in _FROM_ENVIRONMENT], n=1)
+            close = get_close_matches(variable.removeprefix(_PREFIX), [name.upper() for name in FREE_OPTIONS], n=1)
             remedy = f"Write {_PREFIX}{close[0]}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
     changes: dict[str, Any] = {known[variable]: value for variable, value in given.items()}
