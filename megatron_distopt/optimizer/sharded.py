@@ -81,8 +81,7 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
         norm: of the gradient; one that is not finite clips nothing.
         clip_grad: 0 for no clipping.
 
-    Source: `clip_grad_by_total_norm_fp32` of megatron-core multiplies by clip_grad / (norm + 1e-6) where that is below
-        1.
+    Source: `clip_grad_by_total_norm_fp32` of megatron-core, which multiplies by clip_grad / (norm + 1e-6) if below 1.
 
     >>> clip_divisor(8.0, 0.0), clip_divisor(0.5, 1.0), round(clip_divisor(8.0, 1.0), 3)
     (1.0, 1.0, 8.0)
@@ -213,8 +212,9 @@ def measure_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Gr
 
 
 def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
-    """Collective where a gradient is not finite: what becomes of the step, the same on all ranks. Moves the loss
-    scales.
+    """Collective where a gradient is not finite: what becomes of the step, the same on all ranks.
+
+    The loss scales are moved, and the grads of a step that does not happen are let go of.
 
     Raises:
         NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
@@ -222,25 +222,30 @@ def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, gro
     curable = not stats.is_finite and all(optimizer.loss_scale.can_back_off() for optimizer in optimizers)
     for optimizer in optimizers:
         optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
-    verdict = Verdict.UPDATE if stats.is_finite else _judge_nonfinite(optimizers, group, curable=curable)
-    if verdict is Verdict.SKIP:
-        for optimizer in optimizers:
-            optimizer.release_grads()
-    return verdict
+    if stats.is_finite:
+        return Verdict.UPDATE
+    if not curable and optimizers[0].config.policy is not NonFinitePolicy.SKIP:
+        _report_nonfinite(optimizers, group)
+        return Verdict.UPDATE
+    _release(optimizers)
+    return Verdict.SKIP
 
 
-def _judge_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group, *, curable: bool) -> Verdict:
-    policy = optimizers[0].config.policy
-    if curable or policy is NonFinitePolicy.SKIP:
-        return Verdict.SKIP
+def _report_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+    """Collective: says where, as an error or, where the policy is "log", as a warning."""
     runs = [run for optimizer in optimizers for run in optimizer.runs]
     names = exchange(nonfinite_params(runs), group)
     where = _some([f"rank {rank}: {_some(found)}" for rank, found in enumerate(names) if found], separator="; ")
-    if policy is NonFinitePolicy.RAISE:
+    if optimizers[0].config.policy is NonFinitePolicy.RAISE:
+        _release(optimizers)
         remedy = "Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them"
         raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
     _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
-    return Verdict.UPDATE
+
+
+def _release(optimizers: Sequence[ShardedOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.release_grads()
 
 
 def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> dict[str, object]:
