@@ -60,6 +60,10 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
     if state.get("format") != _FORMAT:
         remedy = "Load a state that optimizer.state_dict() returned"
         raise CheckpointError(refusal("optimizer state", f"format {state.get('format')}", f"be {_FORMAT}", remedy))
+    missing = sorted({"inner", "param_groups", "loss_scale", "param_shards"} - set(state))
+    if missing:
+        remedy = "Load a state that optimizer.state_dict() returned"
+        raise CheckpointError(refusal("optimizer state", f"without {missing}", "be whole", remedy))
     _check_inner(optimizer, state)
     _check_shards(optimizer, state["param_shards"])
     ours, theirs = set(optimizer.loss_scale.state_dict()), set(state["loss_scale"])

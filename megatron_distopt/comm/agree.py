@@ -57,7 +57,7 @@ def exchange(value: T, group: Group) -> list[T]:
     for rank, record in enumerate(received):
         if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
             rule, remedy = f"run it on all {group.size} ranks", "Start every rank with the same flags and variables"
-            got = f"rank {rank} does not run megatron_distopt here"
+            got = f"rank {group.global_rank(rank)} does not run megatron_distopt here"
             raise RanksDisagreeError(refusal("start-up", got, rule, remedy))
     return [record[1] for record in received]
 
@@ -84,7 +84,9 @@ def raise_together(check: Callable[[], T], group: Group) -> T:
     for rank, text in enumerate(texts):
         if text:
             rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
-            raise RanksDisagreeError(refusal("start-up", f"rank {rank} refused with «{text}»", rule, remedy))
+            raise RanksDisagreeError(
+                refusal("start-up", f"rank {group.global_rank(rank)} refused with «{text}»", rule, remedy)
+            )
     return value  # type: ignore[return-value]
 
 
@@ -98,10 +100,12 @@ def compare(fields: Sequence[Field], group: Group) -> None:
     for index, field in enumerate(fields):
         column = [digest[index] for digest in digests]
         if len(set(column)) > 1:
-            raise RanksDisagreeError(_difference(field.what, exchange(field.items, group), column))
+            raise RanksDisagreeError(_difference(field, group, column))
 
 
-def _difference(what: str, items_by_rank: list[tuple[str, ...]], digests: list[str]) -> str:
+def _difference(field: Field, group: Group, digests: list[str]) -> str:
+    """Collective: the text of the error."""
+    items_by_rank = exchange(field.items, group)
     usual = Counter(digests).most_common(1)[0][0]
     odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual]
     theirs, ours = items_by_rank[odd_ranks[0]], items_by_rank[digests.index(usual)]
@@ -110,7 +114,9 @@ def _difference(what: str, items_by_rank: list[tuple[str, ...]], digests: list[s
         for number, (left, right) in enumerate(zip_longest(theirs, ours, fillvalue="nothing"))
         if left != right
     )
-    got = f"rank {odd_ranks[0]} has {left} as number {number} where rank {digests.index(usual)} has {right}"
+    odd, even = group.global_rank(odd_ranks[0]), group.global_rank(digests.index(usual))
+    got = f"rank {odd} has {left} as number {number} where rank {even} has {right}"
     rule = f"be the same on all {len(digests)} ranks"
-    remedy = f"Start rank(s) {', '.join(map(str, odd_ranks))} with the code and options of the others"
-    return refusal(what, got, rule, remedy)
+    numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
+    remedy = f"Start rank(s) {numbers} with the code and options of the others"
+    return refusal(field.what, got, rule, remedy)

@@ -43,6 +43,10 @@ class Group:
             raise ConfigError(refusal("process group", "torch.distributed is not initialised", "exist", remedy))
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
+    def global_rank(self, rank: int) -> int:
+        """What the launcher calls a rank of this group; every message that names a rank means that one."""
+        return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
+
     @property
     def backend(self) -> str:
         """ "gloo", "nccl" or what else carries the group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -70,19 +70,26 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
         raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
 
 
-def as_torch_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups in every form that `torch.optim` takes, as dicts with a list of params.
 
     Raises:
         LayoutError: something that is no param group.
     """
-    if not param_groups or not all(isinstance(group, Mapping) and "params" in group for group in param_groups):
-        got, rule = f"{param_groups!r:.60}", "be a list of dicts with 'params', as for torch.optim"
+    param_groups = list(param_groups)
+    wrong = [group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)]
+    if wrong or not param_groups:
+        got = f"a list with {_kind(wrong[0])}" if wrong else "an empty list"
+        rule = "be a list of dicts with 'params', as for torch.optim"
         raise LayoutError(refusal("param_groups", got, rule, "Write [{'params': [...], 'weight_decay': 0.0}, ...]"))
     groups = [dict(group) for group in param_groups]
     for group in groups:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     return groups
+
+
+def _kind(group: object) -> str:
+    return "a dict without 'params'" if isinstance(group, Mapping) else f"a {type(group).__name__}"
 
 
 def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
@@ -171,7 +178,7 @@ class StartUp:
                 "param group members", tuple(f"{name} in {index}" for index, group in groups for name in group.names)
             ),
             Field("counted params", tuple(name for name in self.named if self.plan.counted(name))),
-            Field("inner optimizer", (self.plan.choice.name,)),
+            Field("inner optimizer", (self.plan.choice.name, *self.plan.choice.defaults)),
             Field("buffer layout", tuple(self._layout_items())),
         ]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -232,6 +232,11 @@ class PlainOptimizer(Optimizer):
     def memory(self) -> Memory:
         """Bytes that this rank holds."""
         return measure_memory(self.sharded)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: a param that was in no buffer when the ranks were compared has no owner."""
+        remedy = "Give all params to distribute(...); freeze what is to be trained later"
+        raise LayoutError(refusal("add_param_group", "called", "happen before distribute(...)", remedy))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the grad buffers; they stay allocated, whatever `set_to_none` says."""

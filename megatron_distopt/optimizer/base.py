@@ -69,7 +69,9 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
     accepted = inspect.signature(type(instance)).parameters
     options = {name: value for name, value in instance.defaults.items() if name in accepted}
     rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
-    return InnerChoice(type(instance).__name__, partial(_retarget, instance, rebuild), ("an instance was given",))
+    defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
+    build = partial(_retarget, instance, rebuild)
+    return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults)
 
 
 def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:

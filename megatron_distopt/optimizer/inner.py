@@ -24,11 +24,13 @@ class InnerChoice:
         name: of the source, e.g. "torch_fused".
         build: from param groups of main params.
         why: how it came to that; one line for each better source that was passed over.
+        defaults: of an optimizer that brings its own, for comparison between ranks.
     """
 
     name: str
     build: Build
     why: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
 
 
 def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> None:

@@ -235,7 +235,9 @@ def _report_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group) -> N
     """Collective: says where, as an error or, where the policy is "log", as a warning."""
     runs = [run for optimizer in optimizers for run in optimizer.runs]
     names = exchange(nonfinite_params(runs), group)
-    where = _some([f"rank {rank}: {_some(found)}" for rank, found in enumerate(names) if found], separator="; ")
+    where = _some(
+        [f"rank {group.global_rank(rank)}: {_some(found)}" for rank, found in enumerate(names) if found], separator="; "
+    )
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         _release(optimizers)
         remedy = "Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them"

@@ -10,11 +10,12 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import megatron.core.optimizer as host_optimizer
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -24,6 +25,7 @@ from megatron.core.timers import Timers
 from torch import Tensor
 
 import megatron_distopt
+import megatron_distopt.errors
 from tests.support.cases import Case
 from tests.support.gpt import Training, build_chunks, enter_layout, megatron_on_cpu, optimizer_config
 
@@ -399,6 +401,87 @@ def timers() -> Facts:
         return {"success": training.step().success}
 
 
+def frozen_after_wrapping() -> Facts:
+    """Also the same param frozen before, when it gets no place in a buffer at all."""
+    name, case = "linear_fc1.weight", BF16.of(precision="fp32")
+    facts: Facts = {}
+    for moment, context, of_case in (
+        ("after", _frozen_when_built(name), case),
+        ("before", nullcontext(), case.of(frozen=(name,))),
+    ):
+        with context, closing(Training(of_case)) as training:
+            before = training.params()
+            losses = [training.step().loss for _ in range(6)]
+            after = training.params()
+            named = dict(training.named_params())
+            kept = {name for name, param in after.items() if torch.equal(param, before[name])}
+            facts[moment] = {
+                "frozen": sorted(name for name, param in named.items() if not param.requires_grad),
+                "kept": sorted(kept),
+                "in a run": [
+                    shard.name
+                    for run in training.optimizer.chained_optimizers[0].sharded.runs
+                    for shard in run.run.shards
+                    if name in shard.name
+                ],
+                "losses": losses,
+            }
+    return facts
+
+
+@contextmanager
+def _frozen_when_built(part: str) -> Iterator[None]:
+    def build(case: Case) -> list[Any]:
+        chunks = build_chunks(case)
+        for chunk in chunks:
+            for name, param in chunk.named_parameters():
+                param.requires_grad_(part not in name)
+        return chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.gpt.build_chunks", build)
+        yield
+
+
+def state_in_a_fresh_model() -> Facts:
+    """By case, whether the model has the saved params right after loading, with no other call between."""
+    cases = {"plain": BF16, "fp16": FP16, "overlap": BF16.of(overlap_grad_reduce=True, overlap_param_gather=True)}
+    facts: Facts = {}
+    for name, case in cases.items():
+        with trained(case, steps=3) as training:
+            saved = copy.deepcopy(training.optimizer.state_dict())
+            wanted = training.params()
+            losses = [training.step().loss for _ in range(2)]
+        with trained(case, steps=0) as fresh:
+            fresh.optimizer.load_state_dict(saved)
+            found = {name: param.detach().clone() for name, param in fresh.named_params()}
+            fresh.steps_taken = 3
+            if case.overlap_param_gather:
+                for chunk in fresh.chunks:
+                    chunk.enable_forward_pre_hook()
+            facts[name] = {
+                "params": all(torch.equal(param, wanted[name]) for name, param in found.items()),
+                "losses": (losses, [fresh.step().loss for _ in range(2)]),
+            }
+    return facts
+
+
+def chain_of_two() -> Facts:
+    """The host chains two optimizers where the first chunk's gather overlaps the step: (class, text) by call."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_param_gather_with_step": True}
+    case = Case("distopt", pp=2, vp=2, tied=False, **overlap)
+    with closing(Training(case)) as training:
+        chained = training.optimizer
+        facts: Facts = {"optimizers": len(chained.chained_optimizers)}
+        for call in ("save_parameter_state", "load_parameter_state", "sharded_state_dict"):
+            try:
+                getattr(chained, call)({} if call == "sharded_state_dict" else "nowhere")
+            except megatron_distopt.errors.DistOptError as error:
+                facts[call] = (type(error).__name__, str(error))
+        facts["written"] = os.path.exists("nowhere")
+    return facts
+
+
 def installation() -> Facts:
     """Attributes of the host by moment: the same objects before, and after it was undone, twice."""
     enter_layout(BF16)
@@ -463,8 +546,11 @@ ALL: tuple[Callable[[], Facts], ...] = (
     param_data_lies_in_the_buffer,
     get_parameters,
     state_dict,
+    frozen_after_wrapping,
+    state_in_a_fresh_model,
     timers,
     installation,
     host_classes,
-    groups_of_a_rank_without_params,  # the last: it has another layout
+    groups_of_a_rank_without_params,  # from here on: other layouts
+    chain_of_two,
 )

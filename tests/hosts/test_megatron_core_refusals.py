@@ -52,6 +52,12 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "ranks disagree on options": lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
         "required and not used": lambda rank: _required(),
         "checkpoint": lambda rank: _build().chained_optimizers[0].save_parameter_state("nowhere"),
+        "chained checkpoint": lambda rank: _build().save_parameter_state("nowhere"),
+        "other ddp options": lambda rank: _build(ddp={"average_in_collective": rank == 1}),
+        "other buckets": lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
+        "bad variable on one rank": lambda rank: _with_variable("NONFINITE", "ignore", rank == 1),
+        "missing shard on one rank": _missing_shard,
+        "switched off on one rank": _switched_off,
         "sharded checkpoint": lambda rank: _build().chained_optimizers[0].sharded_state_dict({}),
     }
 
@@ -112,6 +118,31 @@ def _required() -> object:
         return _build(optimizer={"use_distributed_optimizer": False})
 
 
+def _with_variable(name: str, value: str, is_set: bool) -> object:
+    with _environment(f"MEGATRON_DISTOPT_{name}", value) if is_set else contextlib.nullcontext():
+        return _build()
+
+
+def _missing_shard(rank: int) -> object:
+    """Rank 1 lacks one; rank 0 has all of its own."""
+    optimizer = _build()
+    state = optimizer.state_dict()
+    if rank == 1:
+        del state["param_shards"][min(state["param_shards"])]
+    return optimizer.load_state_dict(state)
+
+
+def _switched_off(rank: int) -> object:
+    """Rank 1 runs the host's own factory, whose first exchange meets ours and makes nothing of it."""
+    from tests.support.gpt import megatron_on_cpu
+
+    if rank == 0:
+        return _build()
+    with _environment("MEGATRON_DISTOPT", "0"), megatron_on_cpu.map_type_strings(), contextlib.suppress(IndexError):
+        return _build()
+    return None
+
+
 FLOAT64 = (
     "Invalid dtype of param '{}': float64. Must be one of float32, bfloat16, float16. Convert or freeze the param."
 )
@@ -170,6 +201,18 @@ WANTED: dict[str, Refusal] = {
         "Invalid options: rank 1 has lr=0.1 as number 3 where rank 0 has lr=0.2. Must be the same on all 2 ranks. "
         "Start rank(s) 1 with the code and options of the others.",
     ),
+    "other ddp options": (
+        RanksDisagreeError,
+        "Invalid host options: rank 1 has average_in_collective=True as number 1 where rank 0 has "
+        "average_in_collective=False. Must be the same on all 2 ranks. "
+        "Start rank(s) 1 with the code and options of the others.",
+    ),
+    "other buckets": (
+        RanksDisagreeError,
+        "Invalid host options: rank 1 has bucket_size=999 as number 2 where rank 0 has bucket_size=1. Must be the same "
+        "on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
+    ),
+    "chained checkpoint": (CheckpointError, f"Invalid save_parameter_state: called. {NOT_THERE}"),
     "checkpoint": (CheckpointError, f"Invalid save_parameter_state: called. {NOT_THERE}"),
     "sharded checkpoint": (CheckpointError, f"Invalid sharded_state_dict: called. {NOT_THERE}"),
 }
@@ -188,10 +231,38 @@ def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
         assert found[rank][name] == WANTED[name]
 
 
-def test_host_when_one_rank_refuses_then_the_other_says_which(found: list[dict[str, Refusal | None]]) -> None:
-    own = FLOAT64.format(EMBEDDING)
-    assert found[1]["one rank only"] == (LayoutError, own)
-    assert found[0]["one rank only"] == (
+#: What rank 1 alone runs into.
+OF_RANK_1: dict[str, Refusal] = {
+    "one rank only": (LayoutError, FLOAT64.format(EMBEDDING)),
+    "bad variable on one rank": (
+        ConfigError,
+        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+    ),
+    "missing shard on one rank": (
+        CheckpointError,
+        "Invalid optimizer state: decoder.layers.0.input_layernorm.bias[0:40] only in the optimizer. Must hold exactly "
+        "this rank's param shards. Load each rank's own state at the data-parallel size at which it was saved.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RANK_1)
+def test_host_when_one_rank_refuses_then_the_other_says_which(
+    found: list[dict[str, Refusal | None]], name: str
+) -> None:
+    own = OF_RANK_1[name]
+    assert found[1][name] == own
+    assert found[0][name] == (
         RanksDisagreeError,
-        f"Invalid start-up: rank 1 refused with «{own}». Must pass on all 2 ranks. Mend what that rank reports.",
+        f"Invalid start-up: rank 1 refused with «{own[1]}». Must pass on all 2 ranks. Mend what that rank reports.",
+    )
+
+
+def test_host_when_switched_off_on_one_rank_then_the_other_names_it_and_nothing_hangs(
+    found: list[dict[str, Refusal | None]],
+) -> None:
+    assert found[0]["switched off on one rank"] == (
+        RanksDisagreeError,
+        "Invalid start-up: rank 1 does not run megatron_distopt here. Must run it on all 2 ranks. "
+        "Start every rank with the same flags and variables.",
     )

@@ -138,3 +138,23 @@ def elements_of(shard: ParamShard, layout: BufferLayout) -> list[int]:
     """The positions in the buffer, from the place in the param alone."""
     start = layout.slot_of[shard.name].in_buffer.start
     return [start + element for element in range(shard.in_param.start, shard.in_param.stop)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "runs"),
+    [
+        pytest.param([None, 0, 0], [(0, 4, 11, ["p1", "p2"])], id="first"),
+        pytest.param([0, None, 0], [(0, 0, 3, ["p0"]), (0, 8, 11, ["p2"])], id="between two alike"),
+        pytest.param([0, 0, None], [(0, 0, 7, ["p0", "p1"])], id="last"),
+        pytest.param([None, None, None], [], id="all"),
+    ],
+)
+def test_plan_runs_when_a_param_is_not_updated_then_no_run_spans_it(
+    keys: list[int | None], runs: list[tuple[int, int, int, list[str]]]
+) -> None:
+    layout = lay_out([ParamSpec(f"p{index}", 3) for index in range(3)], num_shards=1, alignment_numel=4)
+    planned = plan_runs(owned_shards(layout, 0), lambda name: keys[int(name.removeprefix("p"))])
+    found = [
+        (run.key, run.in_buffer.start, run.in_buffer.stop, [shard.name for shard in run.shards]) for run in planned
+    ]
+    assert found == runs

@@ -551,3 +551,107 @@ def test_step_divided_when_a_rank_owns_nothing_then_the_step_does_nothing(name: 
 
 def test_inner_choice_when_made_without_reasons_then_there_are_none() -> None:
     assert InnerChoice("name", SGD).why == ()
+
+
+class ForeignDivision(SGD):
+    """Sets torch's flag for it, and means a keyword of `step` that it multiplies by."""
+
+    def __init__(self, params: Any, lr: float = 0.125) -> None:
+        super().__init__(params, lr=lr, foreach=True)
+        self._step_supports_amp_scaling = True
+        for group in self.param_groups:
+            group["fused"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, grad_scale: float = 1.0) -> None:  # type: ignore[override]
+        assert not hasattr(self, "grad_scale")
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert param.grad is not None
+                param.sub_(param.grad * grad_scale, alpha=group["lr"])
+
+
+def test_step_divided_when_a_foreign_class_sets_torchs_flag_then_it_is_divided_by_hand() -> None:
+    param = param_with([1.0, 2.0])
+    inner = adopt_instance(ForeignDivision([param])).build([{"params": [param]}])
+    assert type(inner) is ForeignDivision
+    param.grad = torch.tensor([8.0, -16.0])
+    step_divided(inner, [param.grad], 8.0)
+    assert param.grad.tolist() == [1.0, -2.0]
+    assert param.tolist() == [0.875, 2.25]
+    assert not hasattr(inner, "grad_scale")
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+def test_choose_inner_when_the_class_is_not_elementwise_then_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    text = (
+        f"Invalid optimizer: {name}. Must update each element by itself. "
+        "Use an element-wise one, such as torch.optim:Adagrad."
+    )
+    assert refused("cpu", optimizer=f"torch.optim:{name}") == text
+    with pytest.raises(ConfigError) as error:
+        adopt_instance(getattr(torch.optim, name)([torch.zeros(2, 2, requires_grad=True)]))
+    assert str(error.value) == text
+
+
+class TakesAnything(SGD):
+    """Its options are keywords that its signature does not name."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.given = options
+        super().__init__(params, lr=options["lr"], weight_decay=options["weight_decay"])
+
+
+class TakesNoMore(SGD):
+    """It cannot be built from param groups alone."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, lr=rank)
+
+
+def test_choose_inner_when_the_class_takes_any_keyword_then_it_gets_all_options() -> None:
+    choice = choose_inner(config(optimizer=f"{__name__}:TakesAnything", momentum=0.75), "cpu")
+    inner: Any = choice.build([{"params": [param_with([1.0])]}])
+    assert inner.given == {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, "momentum": 0.75}
+    assert inner.param_groups[0]["lr"] == 0.25
+
+
+def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_before_anything_is_moved() -> None:
+    name = f"{__name__}:TakesNoMore"
+    missing = "TakesNoMore.__init__() missing 1 required positional argument: 'rank'"
+    assert refused("cpu", optimizer=name) == (
+        f"Invalid optimizer: {name!r} ({missing}). Must be buildable from param groups alone. "
+        "Give the class defaults for its other arguments."
+    )
+    with pytest.raises(ConfigError) as error:
+        adopt_instance(TakesNoMore([param_with([1.0])], rank=1))
+    assert str(error.value) == (
+        f"Invalid optimizer: TakesNoMore ({missing}). Must be buildable from param groups alone. "
+        "Give the class defaults for its other arguments."
+    )
+
+
+def test_adopt_instance_when_it_was_loaded_into_then_refused_as_one_that_was_stepped() -> None:
+    param = param_with([1.0])
+    trained = Adam([param])
+    param.grad = torch.ones(1)
+    trained.step()
+    loaded = Adam([param_with([1.0])])
+    loaded.load_state_dict(trained.state_dict())
+    with pytest.raises(ConfigError) as error:
+        adopt_instance(loaded)
+    assert str(error.value) == (
+        "Invalid optimizer: one that has state. Must be new. "
+        "Build the distributed optimizer before the first step or load_state_dict."
+    )
+
+
+def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_state_is_of_the_main_params() -> None:
+    main = param_with([2.0, 3.0])
+    instance = Adagrad([param_with([1.0])], lr=0.5, initial_accumulator_value=0.25)
+    inner = adopt_instance(instance).build([{"params": [main]}])
+    assert inner is instance
+    assert list(inner.state) == [main]
+    assert inner.state[main]["sum"].tolist() == [0.25, 0.25]

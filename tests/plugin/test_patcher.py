@@ -146,6 +146,34 @@ def test_apply_when_undone_then_it_can_be_applied_and_undone_again(host: Any, tr
         assert snapshot(host, trainer) == before
 
 
+def test_apply_when_modules_hold_the_function_under_other_names_then_every_name_is_rebound_and_put_back(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from fake_host import make_optimizer, make_optimizer as build\nheld = [build]"
+    importer = module_of("fake_importer", monkeypatch, code)
+    original = host.make_optimizer
+    undo = apply([Patch(OPTIMIZER, ours)])
+    assert importer.build is importer.make_optimizer is host.make_optimizer is not original
+    # Only names of modules: what a container holds is somebody's own business.
+    assert importer.held == [original]
+    undo()
+    assert importer.build is importer.make_optimizer is host.make_optimizer is original
+
+
+def test_undo_when_called_twice_then_the_second_does_nothing(host: Any, trainer: Any) -> None:
+    before = snapshot(host, trainer)
+    undo = apply([Patch(OPTIMIZER, ours)])
+    undo()
+    undo()
+    assert snapshot(host, trainer) == before
+    again = apply([Patch(OPTIMIZER, ours)])
+    installed = snapshot(host, trainer)
+    undo()
+    assert snapshot(host, trainer) == installed
+    again()
+    assert snapshot(host, trainer) == before
+
+
 def test_apply_when_nothing_is_to_be_patched_then_nothing_changes(host: Any, trainer: Any) -> None:
     before = snapshot(host, trainer)
     apply([])()

@@ -1,0 +1,490 @@
+"""The plain host on four ranks: what users bring along (schedulers, groups, optimizers), and a model whose halves are
+held by two data-parallel groups."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, Sequential
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.errors import CheckpointError, ConfigError, LayoutError, RanksDisagreeError
+from tests.support.models import SHAPES, Params, exact_grads
+from tests.support.spawn import run_ranks
+
+SIZE = 4
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
+STEPS = 4
+
+Raised = tuple[type[Exception], str] | None
+#: By name: what a user writes after building an optimizer.
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1),
+}
+
+
+def averaged(step: int) -> dict[str, Tensor]:
+    grads = [exact_grads(step, 0, rank) for rank in range(SIZE)]
+    return {name: torch.stack([grad[name] for grad in grads]).sum(0) / SIZE for name in SHAPES}
+
+
+def flat(model: Module) -> Tensor:
+    return torch.cat([param.detach().float().flatten() for param in model.parameters()])
+
+
+def train(model: Params, optimizer: Any, rank: int, scheduler: LRScheduler | None = None) -> Tensor:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(exact_grads(step, 0, rank))).backward()
+        assert optimizer.step().updated
+        if scheduler is not None:
+            scheduler.step()
+    return flat(model)
+
+
+def train_whole(model: Params, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Tensor:
+    for step in range(STEPS):
+        grads = averaged(step)
+        for name, param in model.named():
+            param.grad = grads[name]
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return flat(model)
+
+
+def schedulers(rank: int) -> dict[str, Any]:
+    """Each with the same scheduler around torch's own AdamW on whole params."""
+    facts: dict[str, Any] = {}
+    plain = Params()
+    without = train(plain, distribute(plain, CONFIG), rank)
+    for name, schedule in SCHEDULERS.items():
+        model, whole = Params(), Params()
+        optimizer = distribute(model, CONFIG)
+        options = {"lr": CONFIG.lr, "betas": CONFIG.betas, "eps": CONFIG.eps, "weight_decay": CONFIG.weight_decay}
+        reference = torch.optim.AdamW(whole.parameters(), **options, foreach=True)  # type: ignore[arg-type]
+        ours = train(model, optimizer, rank, schedule(optimizer))
+        theirs = train_whole(whole, reference, schedule(reference))
+        facts[name] = {
+            "equal": torch.equal(ours, theirs),
+            "changed": not torch.equal(ours, without),
+            "lr": optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] != CONFIG.lr,
+            "betas": optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"],
+        }
+    return facts
+
+
+def forms_of_groups(rank: int) -> dict[str, Any]:
+    """By the form in which params are given, the params after some steps."""
+    forms: dict[str, Callable[[Params], Any]] = {
+        "none": lambda model: None,
+        "list": lambda model: [{"params": list(model.parameters())}],
+        "generator": lambda model: [{"params": model.parameters()}],
+        "tuple of groups": lambda model: ({"params": tuple(model.parameters())},),
+        "single tensors": lambda model: [{"params": param} for param in model.parameters()],
+    }
+    facts = {}
+    for name, form in forms.items():
+        model = Params()
+        facts[name] = train(model, distribute(model, CONFIG, param_groups=form(model)), rank)
+    return facts
+
+
+def instances(rank: int) -> dict[str, Any]:
+    """Whether an optimizer of the user's equals itself undistributed."""
+    kinds: dict[str, Callable[[Any], Optimizer]] = {
+        "Adagrad": torch.optim.Adagrad,
+        "Adagrad with options": lambda params: torch.optim.Adagrad(params, lr=0.5, initial_accumulator_value=0.25),
+        "NAdam": lambda params: torch.optim.NAdam(params, lr=0.25),
+    }
+    facts: dict[str, Any] = {}
+    for name, build in kinds.items():
+        model, whole = Params(), Params()
+        own = build(model.parameters())
+        scheduler = LambdaLR(own, lambda step: 1.0 / (step + 1))  # holds the object from before
+        optimizer = distribute(model, CONFIG, optimizer=own)
+        reference = build(whole.parameters())
+        ours = train(model, optimizer, rank, scheduler)
+        theirs = train_whole(whole, reference, LambdaLR(reference, lambda step: 1.0 / (step + 1)))
+        facts[name] = {"equal": torch.equal(ours, theirs), "moved": not torch.equal(ours, flat(Params()))}
+    return facts
+
+
+def fp16_loss(rank: int) -> dict[str, Any]:
+    model = Params(default=torch.float16)
+    config = dataclasses.replace(CONFIG, loss_scale="dynamic", initial_loss_scale=65536.0)
+    scaled = distribute(model, config).scale_loss(torch.tensor(3.0, dtype=torch.float16))
+    return {"scaled": scaled.item(), "dtype": str(scaled.dtype)}
+
+
+def starts_alike(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    model = Sequential(Linear(5, 3), BatchNorm1d(3), Linear(3, 2).requires_grad_(False))
+    model(torch.randn(7, 5))  # so that the running statistics differ
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    distribute(model, CONFIG)
+    return {"before": before, "after": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def two_data_groups(rank: int) -> tuple[Any, Module]:
+    """Ranks 0 and 1 hold one half of the model, ranks 2 and 3 the other, which has other names and shapes."""
+    halves: list[Callable[[], Module]] = [lambda: Linear(5, 3), lambda: Sequential(Linear(7, 2))]
+    torch.manual_seed(rank // 2)
+    model = halves[rank // 2]()
+    return distribute(model, CONFIG, process_group=data_group(rank), stats_process_group=dist.group.WORLD), model
+
+
+_GROUPS: list[Any] = []
+
+
+def data_group(rank: int) -> Any:
+    """Collective, the first time: the pair of the rank."""
+    if not _GROUPS:
+        _GROUPS.extend([dist.new_group([0, 1]), dist.new_group([2, 3])])
+    return _GROUPS[rank // 2]
+
+
+def state_with_stats_group(rank: int) -> dict[str, Any]:
+    optimizer, model = two_data_groups(rank)
+    width = next(model.parameters()).shape[1]
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(torch.full((1, width), 1.0 + rank)).square().sum().backward()
+        return optimizer.step().grad_norm
+
+    norms = [step()]
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = flat(model)
+    norms += [step(), step()]
+    later = flat(model)
+    optimizer.load_state_dict(saved)
+    facts = {"params back": torch.equal(flat(model), kept)}
+    again = [step(), step()]
+    facts |= {"norms": norms, "again": again, "same later": torch.equal(flat(model), later)}
+    bad = {**saved, "format": 7} if rank == 3 else saved
+    facts["refusal"] = raised(lambda: optimizer.load_state_dict(bad))
+    return facts | {"unchanged": torch.equal(flat(model), later)}
+
+
+def _bare_list(rank: int) -> object:
+    model = Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    return distribute(model, CONFIG, param_groups=list(model.parameters()))  # type: ignore[arg-type]
+
+
+def _no_params_key(rank: int) -> object:
+    return distribute(Linear(2, 2), CONFIG, param_groups=[{"lr": 0.5}])
+
+
+def _empty_list(rank: int) -> object:
+    return distribute(Linear(2, 2), CONFIG, param_groups=[])
+
+
+def _second_time(rank: int) -> object:
+    model = Linear(2, 2)
+    distribute(model, CONFIG)
+    return distribute(model, CONFIG)
+
+
+def _lbfgs(rank: int) -> object:
+    model = Linear(2, 2)
+    return distribute(model, CONFIG, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def _adafactor(rank: int) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, optimizer="torch.optim:Adafactor"))
+
+
+def _other_group_options(rank: int) -> object:
+    model = Linear(2, 2)
+    groups = [{"params": model.parameters(), "weight_decay": 0.5 if rank == 2 else 0.0, "lr_mult": 2.0}]
+    return distribute(model, CONFIG, param_groups=groups)
+
+
+def _other_members(rank: int) -> object:
+    model = Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    return distribute(model, CONFIG, param_groups=groups[::-1] if rank == 2 else groups)
+
+
+def _other_number_of_groups(rank: int) -> object:
+    model = Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    return distribute(model, CONFIG, param_groups=None if rank == 2 else groups)
+
+
+def _other_grad_dtype(rank: int) -> object:
+    return distribute(Linear(2, 2).bfloat16(), dataclasses.replace(CONFIG, grads_in_fp32=rank != 2))
+
+
+def _other_buckets(rank: int) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=1 if rank == 2 else None))
+
+
+def _other_counted(rank: int) -> object:
+    return distribute(Linear(2, 2), CONFIG, counted=lambda name: rank != 2 or name != "bias")
+
+
+def _other_class_of_instance(rank: int) -> object:
+    model = Linear(2, 2)
+    own = (torch.optim.Adagrad if rank == 2 else torch.optim.RMSprop)(model.parameters())
+    return distribute(model, CONFIG, param_groups=[{"params": model.parameters()}], optimizer=own)
+
+
+def _other_defaults_of_instance(rank: int) -> object:
+    model = Linear(2, 2)
+    own = torch.optim.RMSprop(model.parameters(), lr=0.5 if rank == 2 else 0.1)
+    return distribute(model, CONFIG, param_groups=[{"params": model.parameters()}], optimizer=own)
+
+
+def _param_group_later(rank: int) -> object:
+    optimizer = distribute(Linear(2, 2), CONFIG)
+    optimizer.add_param_group({"params": list(Linear(1, 1).parameters())})
+    return optimizer
+
+
+def _bad_variable(rank: int) -> object:
+    if rank == 2:
+        os.environ["MEGATRON_DISTOPT_NONFINITE"] = "ignore"
+    try:
+        return distribute(Linear(2, 2), CONFIG)
+    finally:
+        os.environ.pop("MEGATRON_DISTOPT_NONFINITE", None)
+
+
+def _other_variable(rank: int) -> object:
+    if rank == 2:
+        os.environ["MEGATRON_DISTOPT_NONFINITE"] = "skip"
+    try:
+        return distribute(Linear(2, 2), CONFIG)
+    finally:
+        os.environ.pop("MEGATRON_DISTOPT_NONFINITE", None)
+
+
+def _shape_in_one_data_group(rank: int) -> object:
+    model = Linear(2, 3 if rank == 3 else 2)
+    return distribute(model, CONFIG, process_group=data_group(rank), stats_process_group=dist.group.WORLD)
+
+
+def _float64_in_one_data_group(rank: int) -> object:
+    model = Linear(2, 2).to(torch.float64 if rank == 3 else torch.float32)
+    return distribute(model, CONFIG, process_group=data_group(rank), stats_process_group=dist.group.WORLD)
+
+
+Refusal = tuple[type[Exception], str]
+
+
+def one_rank(rank: int, own: Refusal) -> list[Refusal]:
+    """That rank has its own, the others say which rank it was and repeat it."""
+    text = (
+        f"Invalid start-up: rank {rank} refused with «{own[1]}». Must pass on all 4 ranks. Mend what that rank reports."
+    )
+    return [own if each == rank else (RanksDisagreeError, text) for each in range(SIZE)]
+
+
+def everyone(kind: type[Exception], text: str) -> list[Refusal]:
+    return [(kind, text)] * SIZE
+
+
+def differing(what: str, theirs: str, number: int, ours: str) -> list[Refusal]:
+    """Rank 2 differs."""
+    text = (
+        f"Invalid {what}: rank 2 has {theirs} as number {number} where rank 0 has {ours}. Must be the same on all 4 "
+        "ranks. Start rank(s) 2 with the code and options of the others."
+    )
+    return everyone(RanksDisagreeError, text)
+
+
+IN_ITS_PAIR = (
+    RanksDisagreeError,
+    "Invalid param shapes: rank 3 has bias[3] as number 0 where rank 2 has bias[2]. Must be the same on all 2 ranks. "
+    "Start rank(s) 3 with the code and options of the others.",
+)
+FLOAT64 = (
+    LayoutError,
+    "Invalid dtype of param 'bias': float64. Must be one of float32, bfloat16, float16. Convert or freeze the param.",
+)
+#: The name of the class comes first, then its defaults by name, of which every release of torch has others.
+NUMBER_OF_LR = 1 + sorted(torch.optim.RMSprop([torch.zeros(1)]).defaults).index("lr")
+GROUPS_RULE = (
+    "Must be a list of dicts with 'params', as for torch.optim. Write [{'params': [...], 'weight_decay': 0.0}, ...]."
+)
+ELEMENTWISE = "Must update each element by itself. Use an element-wise one, such as torch.optim:Adagrad."
+
+BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
+    "bare list": (
+        _bare_list,
+        everyone(LayoutError, "Invalid param_groups: a list with a Parameter. " + GROUPS_RULE),
+    ),
+    "group without params": (
+        _no_params_key,
+        everyone(LayoutError, "Invalid param_groups: a list with a dict without 'params'. " + GROUPS_RULE),
+    ),
+    "empty list": (_empty_list, everyone(LayoutError, f"Invalid param_groups: an empty list. {GROUPS_RULE}")),
+    "second time": (
+        _second_time,
+        everyone(
+            LayoutError,
+            "Invalid param 'bias': in a grad buffer already. Must belong to one distributed optimizer. "
+            "Build a new model, or keep the first optimizer.",
+        ),
+    ),
+    "LBFGS instance": (_lbfgs, everyone(ConfigError, f"Invalid optimizer: LBFGS. {ELEMENTWISE}")),
+    "Adafactor by name": (_adafactor, everyone(ConfigError, f"Invalid optimizer: Adafactor. {ELEMENTWISE}")),
+    "other group options": (
+        _other_group_options,
+        differing(
+            "param groups",
+            "group 0: lr_mult=2.0, weight_decay=0.5",
+            0,
+            "group 0: lr_mult=2.0, weight_decay=0.0",
+        ),
+    ),
+    "other members": (_other_members, differing("param group members", "bias in 0", 0, "weight in 0")),
+    "other number of groups": (_other_number_of_groups, differing("param groups", "nothing", 1, "group 1: ")),
+    "other grad dtype": (_other_grad_dtype, differing("options", "grads_in_fp32=False", 17, "grads_in_fp32=True")),
+    "other buckets": (_other_buckets, differing("options", "bucket_numel=1", 18, "bucket_numel=None")),
+    "other counted": (_other_counted, differing("counted params", "weight", 0, "bias")),
+    "other class of instance": (_other_class_of_instance, differing("inner optimizer", "Adagrad", 0, "RMSprop")),
+    "other defaults of instance": (
+        _other_defaults_of_instance,
+        differing("inner optimizer", "lr=0.5", NUMBER_OF_LR, "lr=0.1"),
+    ),
+    "param group later": (
+        _param_group_later,
+        everyone(
+            LayoutError,
+            "Invalid add_param_group: called. Must happen before distribute(...). "
+            "Give all params to distribute(...); freeze what is to be trained later.",
+        ),
+    ),
+    "bad variable": (
+        _bad_variable,
+        one_rank(
+            2,
+            (
+                ConfigError,
+                "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+            ),
+        ),
+    ),
+    "other variable": (_other_variable, differing("options", "nonfinite='skip'", 16, "nonfinite='raise'")),
+    "shape in one data group": (
+        _shape_in_one_data_group,
+        [*one_rank(2, IN_ITS_PAIR)[:2], IN_ITS_PAIR, IN_ITS_PAIR],
+    ),
+    "float64 in one data group": (_float64_in_one_data_group, one_rank(3, FLOAT64)),
+}
+
+GOOD: dict[str, Callable[[int], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (schedulers, forms_of_groups, instances, fp16_loss, starts_alike, state_with_stats_group)
+}
+
+
+def raised(call: Callable[[], object]) -> Raised:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test says which one it must be
+        return type(error), str(error)
+    return None
+
+
+def run_all(rank: int, size: int) -> dict[str, Any]:
+    data_group(rank)
+    results: dict[str, Any] = {name: function(rank) for name, function in GOOD.items()}
+    results.update({name: raised(lambda make=make: make(rank)) for name, (make, _) in BAD.items()})  # type: ignore[misc]
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(run_all, SIZE)
+
+
+def of_ranks(results: list[dict[str, Any]], name: str) -> list[Any]:
+    return [result[name] for result in results]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(
+    name: str, results: list[dict[str, Any]]
+) -> None:
+    assert of_ranks(results, name) == BAD[name][1]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler_when_around_the_returned_optimizer_then_every_update_is_torchs(
+    name: str, results: list[dict[str, Any]]
+) -> None:
+    wanted = {"equal": True, "changed": True, "lr": True, "betas": True}
+    assert [found[name] for found in of_ranks(results, "schedulers")] == [wanted] * SIZE
+
+
+@pytest.mark.parametrize("form", ["list", "generator", "tuple of groups", "single tensors"])
+def test_param_groups_when_in_a_form_that_torch_takes_then_the_updates_are_the_same(
+    form: str, results: list[dict[str, Any]]
+) -> None:
+    for found in of_ranks(results, "forms_of_groups"):
+        assert torch.equal(found[form], found["none"])
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adagrad with options", "NAdam"])
+def test_instance_when_a_scheduler_holds_it_already_then_it_equals_itself_undistributed(
+    kind: str, results: list[dict[str, Any]]
+) -> None:
+    wanted = {"equal": True, "moved": True}
+    assert [found[kind] for found in of_ranks(results, "instances")] == [wanted] * SIZE
+
+
+def test_scale_loss_when_the_loss_is_fp16_then_it_does_not_overflow(results: list[dict[str, Any]]) -> None:
+    assert of_ranks(results, "fp16_loss") == [{"scaled": 3.0 * 65536, "dtype": "torch.float32"}] * SIZE
+
+
+def test_distribute_when_ranks_start_apart_then_frozen_params_and_module_buffers_are_rank_zeros(
+    results: list[dict[str, Any]],
+) -> None:
+    found = of_ranks(results, "starts_alike")
+    wanted = found[0]["before"]
+    assert {"1.running_mean", "1.running_var", "2.weight", "2.bias"} < wanted.keys()
+    for rank in range(SIZE):
+        assert found[rank]["after"].keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in found[rank]["after"].items())
+    assert not torch.equal(found[1]["before"]["2.weight"], wanted["2.weight"])
+    assert not torch.equal(found[1]["before"]["1.running_mean"], wanted["1.running_mean"])
+
+
+def test_state_dict_when_loaded_with_a_stats_group_then_all_continue_bit_for_bit(
+    results: list[dict[str, Any]],
+) -> None:
+    found = of_ranks(results, "state_with_stats_group")
+    for each in found:
+        assert each["params back"] and each["same later"]
+        assert each["again"] == each["norms"][1:]
+        # One norm for the whole model, although the two halves are different.
+        assert each["norms"] == found[0]["norms"]
+
+
+def test_state_dict_when_one_rank_of_another_data_group_cannot_take_it_then_all_refuse(
+    results: list[dict[str, Any]],
+) -> None:
+    own = (
+        CheckpointError,
+        "Invalid optimizer state: format 7. Must be 1. Load a state that optimizer.state_dict() returned.",
+    )
+    found = of_ranks(results, "state_with_stats_group")
+    assert [each["refusal"] for each in found] == one_rank(3, own)
+    assert all(each["unchanged"] for each in found)
