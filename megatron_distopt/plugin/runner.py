@@ -1,0 +1,115 @@
+"""The runner: starts a training script with the package installed, and otherwise as if the script had been started
+alone.
+
+::
+
+    torchrun --nproc-per-node 8 -m megatron_distopt pretrain_gpt.py ...
+    deepspeed --num_gpus 8 --module megatron_distopt pretrain_gpt.py ...
+    python -m megatron_distopt -m package.pretrain ...
+
+The script is `__main__`, with its own arguments, folder, exit status and traceback; processes that it spawns find its
+functions. The DeepSpeed launcher puts --local_rank=N before the script's name; the script gets it as its first
+argument.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from megatron_distopt.errors import ConfigError, DistOptError, refusal
+from megatron_distopt.plugin.install import install
+
+__all__ = ["Target", "main", "parse_target"]
+
+_USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is run.
+
+    Args:
+        name: a path, or the dotted name of a module.
+        is_module: which of the two.
+        arguments: everything after the name, with what the launcher put before it in front.
+    """
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Installs the package and runs the target; returns only where the target does.
+
+    Args:
+        argv: without the program's name; `sys.argv[1:]` where None.
+
+    Raises:
+        SystemExit: the target's own; 2 for a bad command line, 1 where the package cannot be installed.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{_USAGE}\n")
+        return
+    try:
+        target = parse_target(words)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n{_USAGE}\n")
+        raise SystemExit(2) from None
+    _run(target)
+
+
+def parse_target(words: Sequence[str]) -> Target:
+    """Takes the command line apart.
+
+    Raises:
+        ConfigError: no target, or a script that does not exist.
+
+    >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
+    Target(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
+    """
+    launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
+    rest = list(words[len(launcher) :])
+    is_module = rest[:1] == ["-m"]
+    name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
+    if not name or (not is_module and not os.path.isfile(name[0])):
+        got = repr(name[0]) if name else "none"
+        remedy = "Put the script's path, or -m and a module, first"
+        raise ConfigError(refusal("training script", got, "be a file that exists", remedy))
+    return Target(name[0], is_module, (*launcher, *arguments))
+
+
+def _run(target: Target) -> None:
+    script = target.name if target.is_module else os.path.abspath(target.name)
+    if not target.is_module:
+        sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
+    try:
+        install()
+    except DistOptError as error:
+        sys.stderr.write(f"megatron_distopt: {error}\n")
+        raise SystemExit(1) from None
+    sys.argv = [target.name, *target.arguments]
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    if target.is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def _without_our_frames(original: ExceptHook) -> ExceptHook:
+    """A traceback starts with the script's first frame, as it would without us."""
+    ours = (__file__, runpy.__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "__main__.py"))
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
+            traceback = traceback.tb_next
+        original(kind, error.with_traceback(traceback), traceback)
+
+    return hook

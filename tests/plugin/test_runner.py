@@ -1,0 +1,148 @@
+"""A script under the runner behaves as if it had been started alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.plugin.runner import Target, parse_target
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_core.py"
+
+SCRIPT = """
+import json, multiprocessing, os, sys
+import neighbour
+
+def square(number):
+    return number * number
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        squares = pool.map(square, [2, 3])
+    facts = [sys.argv[1:], os.path.basename(sys.argv[0]), os.path.basename(__file__), neighbour.VALUE, squares]
+    print(json.dumps(facts))
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A script with a module beside it, and a package."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
+    (tmp_path / "broken.py").write_text("def deep():\n    raise ValueError('from the script')\n\ndeep()\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def _run(
+    *words: str, cwd: Path, switch: str = "0", program: tuple[str, ...] = ("-m", "megatron_distopt")
+) -> subprocess.CompletedProcess[str]:
+    """Without the host by default: what is tested is not what is installed."""
+    environment = {**os.environ, "MEGATRON_DISTOPT": switch}
+    command = [sys.executable, *program, *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train.py", "--lr", "1"), ("--local_rank=0", "train.py", "--lr", "1"), ("-m", "package.train", "--lr", "1")],
+    ids=["script", "launcher's rank first", "module"],
+)
+def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(folder: Path, words: tuple[str, ...]) -> None:
+    done = _run(*words, cwd=folder)
+    arguments = [word for word in words if word.startswith("--local_rank")] + ["--lr", "1"]
+    assert json.loads(done.stdout) == [arguments, "train.py", "train.py", 5, [4, 9]], done.stderr
+    assert done.returncode == 7
+
+
+def test_runner_when_the_script_is_elsewhere_then_its_folder_comes_first_on_the_path(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    done = _run(str(folder / "train.py"), cwd=tmp_path_factory.mktemp("elsewhere"))
+    assert json.loads(done.stdout)[3] == 5, done.stderr
+
+
+def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(folder: Path) -> None:
+    alone = _run(str(folder / "broken.py"), cwd=folder, program=())
+    ours = _run(str(folder / "broken.py"), cwd=folder)
+    assert ours.stderr == alone.stderr
+    assert "from the script" in ours.stderr
+    assert ours.returncode == alone.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [((), "none"), (("missing.py",), "'missing.py'"), (("--local_rank=1",), "none"), (("-m",), "none")],
+)
+def test_runner_when_there_is_no_target_then_refused(folder: Path, words: tuple[str, ...], got: str) -> None:
+    done = _run(*words, cwd=folder)
+    rule = "Must be a file that exists. Put the script's path, or -m and a module, first."
+    assert done.stderr.splitlines() == [
+        f"Invalid training script: {got}. {rule}",
+        "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]",
+    ]
+    assert done.returncode == 2
+    with pytest.raises(ConfigError):
+        parse_target([word for word in words if word != "missing.py"])
+
+
+def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(folder: Path) -> None:
+    done = _run("train.py", cwd=folder, switch="maybe")
+    assert done.stderr == (
+        "megatron_distopt: Invalid MEGATRON_DISTOPT: 'maybe'. Must be one of 1, 0, require. "
+        "Write MEGATRON_DISTOPT='1'.\n"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_target_when_the_rank_comes_first_then_is_handed_on(folder: Path) -> None:
+    script = str(folder / "train.py")
+    assert parse_target(["--local-rank=3", script, "-m", "x"]) == Target(script, False, ("--local-rank=3", "-m", "x"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_runner_when_a_launcher_starts_it_then_an_unchanged_script_gets_our_optimizer(
+    tmp_path: Path, launcher: str
+) -> None:
+    """The example without its own call of install(), and with MEGATRON_DISTOPT=require: it would stop without us."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    line = "installation = megatron_distopt.install()"
+    assert line in text
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        text.replace(line, "from types import SimpleNamespace\ninstallation = SimpleNamespace(is_active=True)")
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start = {
+        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, "-m", "megatron_distopt"],
+        "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", port, "--module", "megatron_distopt"],
+    }[launcher]
+    environment = {
+        **os.environ,
+        "MEGATRON_DISTOPT": "require",
+        "PYTHONPATH": str(EXAMPLE.parent),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    words = [str(script), "--use-distributed-optimizer", "--bf16", "--train-iters", "3", "--data", str(EXAMPLE)]
+    done = subprocess.run(
+        [*start, *words], env=environment, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert "is active in megatron-core" in done.stdout + done.stderr
