@@ -152,6 +152,17 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
         assert stats.norm(1.0) == pytest.approx(norm, rel=1e-6)
 
 
+def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64() -> None:
+    grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(5))
+    stats = reduce_stats(
+        local_stats([_main_run(grad, counted=True)], grad.device, count_zeros=False),
+        Group(None, 0, 1),
+        count_zeros=False,
+    )
+    # 62 pieces of 2**16, each added up in fp32 to about 2e-8; pieces of 2**20 would be 4e-7 off.
+    assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=1e-7)
+
+
 def test_local_stats_when_an_uncounted_param_is_infinite_then_is_not_finite() -> None:
     runs = [_main_run(torch.ones(4), counted=True), _main_run(torch.full((4,), float("inf")), counted=False)]
     stats = reduce_stats(
