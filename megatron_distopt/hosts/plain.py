@@ -258,9 +258,12 @@ class PlainOptimizer(Optimizer):
             reduce_grads(buffer, self.data)
         result = self.sharded.step()
         if result.updated:
-            for buffer in self.sharded.buffers:
-                gather_params(buffer, self.data)
+            self._gather()
         return result
+
+    def _gather(self) -> None:
+        for buffer in self.sharded.buffers:
+            gather_params(buffer, self.data)
 
     def reload_model_params(self) -> None:
         """Call it after changing model params from outside; the main params follow."""
@@ -279,5 +282,4 @@ class PlainOptimizer(Optimizer):
         """
         raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self.sharded.plan.stats_group())
         load_local_state_dict(self.sharded, state_dict)
-        for buffer in self.sharded.buffers:
-            gather_params(buffer, self.data)
+        self._gather()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -66,8 +67,7 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
     if any(step is None or float(step) != 0 for step in steps):
         remedy = "Build the distributed optimizer before the first step or load_state_dict"
         raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
-    accepted = inspect.signature(type(instance)).parameters
-    options = {name: value for name, value in instance.defaults.items() if name in accepted}
+    options = _accepted(type(instance), instance.defaults)
     rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
     defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
     build = partial(_retarget, instance, rebuild)
@@ -101,11 +101,15 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
 def _user_class(config: DistOptConfig) -> Build:
     chosen = _import_optimizer(config.optimizer)
     _check_elementwise(chosen)
-    options = {**adam_options(config), "momentum": config.momentum}
-    accepted = inspect.signature(chosen).parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-        options = {name: value for name, value in options.items() if name in accepted}
+    options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
     return _checked(partial(chosen, **options), repr(config.optimizer))
+
+
+def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that the constructor takes; all of them where it takes any keyword."""
+    parameters = inspect.signature(chosen).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
 def _import_optimizer(name: str) -> type[Optimizer]:

@@ -655,3 +655,17 @@ def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_sta
     assert inner is instance
     assert list(inner.state) == [main]
     assert inner.state[main]["sum"].tolist() == [0.25, 0.25]
+
+
+class TakesAnyKeyword(torch.optim.SGD):
+    """A constructor that hands its keywords on, as wrappers of torch's classes do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **{name: options[name] for name in ("lr", "momentum") if name in options})
+
+
+def test_adopt_instance_when_its_constructor_takes_any_keyword_then_its_defaults_are_kept() -> None:
+    instance = TakesAnyKeyword([torch.zeros(2)], lr=0.5, momentum=0.25)
+    built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
+    assert built is instance
+    assert [(group["lr"], group["momentum"]) for group in built.param_groups] == [(0.5, 0.25)]

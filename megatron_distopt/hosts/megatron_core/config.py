@@ -61,9 +61,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
     Raises:
         ConfigError: a host option that cannot be combined with this optimizer.
     """
-    for refused in REFUSED:
-        if refused.where == "config" and getattr(host, refused.option, False):
-            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
+    _check_options("config", host)
     return dataclasses.replace(
         options,
         optimizer=host.optimizer if options.optimizer == "adam" else options.optimizer,
@@ -81,6 +79,12 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         initial_loss_scale=host.initial_loss_scale,
         min_loss_scale=host.min_loss_scale,
     )
+
+
+def _check_options(where: str, options: object) -> None:
+    for refused in REFUSED:
+        if refused.where == where and getattr(options, refused.option, False):
+            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
 
 
 def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
@@ -109,9 +113,7 @@ def _check_ddp(chunk: Any) -> None:
     if ddp_config is None or not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "param_to_bucket_group"):
         rule, remedy = "be wrapped by megatron.core.distributed.DistributedDataParallel", "Wrap it, or drop the flag"
         raise HostError(refusal("model chunk", type(chunk).__name__, rule, remedy))
-    for refused in REFUSED:
-        if refused.where == "ddp_config" and getattr(ddp_config, refused.option, False):
-            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
+    _check_options("ddp_config", ddp_config)
     if not ddp_config.use_distributed_optimizer:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
         what = "DistributedDataParallel"

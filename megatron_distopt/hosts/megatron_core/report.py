@@ -9,7 +9,7 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.megatron_core.facts import SEAM
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
-from megatron_distopt.optimizer import choose_inner, find_accelerator, measure_memory
+from megatron_distopt.optimizer import find_accelerator, measure_memory
 from megatron_distopt.version import VERSION
 
 __all__ = ["announce", "describe"]
@@ -34,7 +34,7 @@ def describe(optimizers: Sequence[DistributedOptimizer], config: DistOptConfig) 
     """
     device = optimizers[0].get_loss_scale().device
     accelerator = find_accelerator(config.accelerator)
-    choice = choose_inner(config, device.type)
+    choice = optimizers[0].sharded.plan.choice
     lines = [
         f"megatron_distopt {VERSION} is active in megatron-core ({SEAM})",
         f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
