@@ -22,7 +22,9 @@ __all__ = [
     "NonFinitePolicy",
     "Switch",
     "config_from_environment",
+    "config_from_namespace",
     "switch_from",
+    "with_free_options",
 ]
 
 #: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
@@ -36,7 +38,7 @@ _ACCELERATORS = ("auto", "deepspeed", "torch")
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PREFIX = "MEGATRON_DISTOPT_"
 #: Options that no host has a flag for: an environment variable or a flag of ours sets them.
-FREE_OPTIONS = ("adam", "optimizer", "nonfinite", "accelerator")
+FREE_OPTIONS = ("adam", "optimizer", "nonfinite", "accelerator", "decay", "resume_step")
 
 
 class NonFinitePolicy(Enum):
@@ -69,8 +71,9 @@ class DistOptConfig:
         optimizer: "adam", "sgd", or "module:Class" of an element-wise `torch.optim.Optimizer`.
         adam: which implementation of Adam: "auto" or one of `ADAM_SOURCES`; a named one that is absent is an error.
         accelerator: who names the device: "deepspeed", "torch", or "auto" for DeepSpeed where it is installed.
-        lr, weight_decay, betas, eps, momentum: of the inner optimizer; weight decay is decoupled on every device.
-        decoupled_weight_decay: False for L2 decay (the decay is added to the gradient).
+        lr, weight_decay, betas, eps, momentum: of the inner optimizer.
+        decay: of Adam: "decoupled" on every device, or "l2" where the decay is added to the gradient.
+        resume_step: updates that the optimizer state of a checkpoint has seen; for one that does not say it itself.
         clip_grad: largest global gradient norm; 0 for no clipping.
         count_zeros: count zero elements of the gradient at every step.
         loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
@@ -96,7 +99,8 @@ class DistOptConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
-    decoupled_weight_decay: bool = True
+    decay: str = "decoupled"
+    resume_step: int | None = None
     clip_grad: float = 0.0
     count_zeros: bool = False
     loss_scale: float | str | None = None
@@ -112,6 +116,7 @@ class DistOptConfig:
         _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))
         _check_choice("accelerator", self.accelerator, _ACCELERATORS)
         _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
+        _check_choice("decay", self.decay, ("decoupled", "l2"))
         if not _MODULE_AND_CLASS.fullmatch(self.optimizer):
             _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
         _check_numbers(self)
@@ -121,6 +126,11 @@ class DistOptConfig:
     def policy(self) -> NonFinitePolicy:
         """`nonfinite` as an enum."""
         return NonFinitePolicy(self.nonfinite)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """`decay` as a yes or no."""
+        return self.decay == "decoupled"
 
     def described(self) -> tuple[str, ...]:
         """`name=value` of every option, for comparison between ranks."""
@@ -145,6 +155,9 @@ def _check_numbers(config: DistOptConfig) -> None:
     for name in ("growth_interval", "hysteresis"):
         if getattr(config, name) < 1:
             raise ConfigError(refusal(name, getattr(config, name), "be at least 1", f"Write {name}=1"))
+    if config.resume_step is not None and config.resume_step < 0:
+        rule, remedy = "be at least 0 updates", "Write the iteration at which the checkpoint was saved"
+        raise ConfigError(refusal("resume_step", config.resume_step, rule, remedy))
     if config.bucket_numel is not None and config.bucket_numel < 1:
         remedy = "Write bucket_numel=None for one bucket"
         raise ConfigError(refusal("bucket_numel", config.bucket_numel, "be at least 1 element", remedy))
@@ -186,8 +199,40 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
             close = get_close_matches(variable.removeprefix(_PREFIX), [name.upper() for name in FREE_OPTIONS], n=1)
             remedy = f"Write {_PREFIX}{close[0]}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
-    changes: dict[str, Any] = {known[variable]: value for variable, value in given.items()}
-    return dataclasses.replace(config or DistOptConfig(), **changes)
+    return with_free_options(config or DistOptConfig(), {known[variable]: value for variable, value in given.items()})
+
+
+def with_free_options(config: DistOptConfig, texts: Mapping[str, str]) -> DistOptConfig:
+    """`config` with free options as they stand on a command line or in a variable.
+
+    Raises:
+        ConfigError: a value that the option does not take.
+
+    >>> with_free_options(DistOptConfig(), {"resume_step": "10"}).resume_step
+    10
+    """
+    changes: dict[str, Any] = dict(texts)
+    if "resume_step" in changes:
+        changes["resume_step"] = _whole_number("resume_step", changes["resume_step"])
+    return dataclasses.replace(config, **changes)
+
+
+def config_from_namespace(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
+    """`config` with what the attributes `distopt_*` of parsed arguments say; None stands for "not given".
+
+    Raises:
+        ConfigError: a value that the option does not take.
+    """
+    given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
+    texts = {name: str(value) for name, value in given.items() if value is not None}
+    return with_free_options(config or DistOptConfig(), texts)
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(refusal(name, repr(text), "be a whole number", f"Write {name}=10")) from None
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:

@@ -23,7 +23,7 @@ from megatron_distopt.errors import ConfigError
 ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu"
 VARIABLES = (
     "MEGATRON_DISTOPT, MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, "
-    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR"
+    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP"
 )
 
 #: The float64 numbers next to the bounds of a loss scale.
@@ -182,7 +182,8 @@ OTHER_VALUES: dict[str, Any] = {
     "betas": (0.8, 0.9),
     "eps": 1e-6,
     "momentum": 0.1,
-    "decoupled_weight_decay": False,
+    "decay": "l2",
+    "resume_step": 10,
     "clip_grad": 1.0,
     "count_zeros": True,
     "loss_scale": "dynamic",

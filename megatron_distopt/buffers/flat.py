@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,20 +37,29 @@ class ShardedBuffer:
         rank: in the data-parallel group.
         grad: 1-D [layout.numel]; in a rank's shard of each bucket the reduced gradient after the reduce-scatter.
         param: 1-D [layout.numel]; `param.data` of every parameter is a view of it.
+        names: of the params that lie in `param`; all of the layout's where None. The others lie in `grad` alone.
     """
 
     layout: BufferLayout
     rank: int
     grad: Tensor
     param: Tensor
+    names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for kind, tensor in (("grad", self.grad), ("param", self.param)):
-            if tensor.shape != (self.layout.numel,):
-                rule = f"be 1-D with the layout's {self.layout.numel} elements"
-                raise LayoutError(
-                    refusal(f"{kind} buffer", f"shape {tuple(tensor.shape)}", rule, "Give both buffers whole")
-                )
+        self._check_numel("grad", self.grad, self.layout.numel)
+        self._check_numel("param", self.param, self.layout.numel)
+
+    @staticmethod
+    def _check_numel(kind: str, tensor: Tensor, numel: int) -> None:
+        if tensor.shape != (numel,):
+            rule = f"be 1-D with the layout's {numel} elements"
+            got = f"shape {tuple(tensor.shape)}"
+            raise LayoutError(refusal(f"{kind} buffer", got, rule, "Give both buffers whole"))
+
+    def holds(self, name: str) -> bool:
+        """Whether the param lies in `param`."""
+        return self.names is None or name in self.names
 
     def bucket_of(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """A bucket of `grad` or `param`, 1-D."""
@@ -58,3 +68,18 @@ class ShardedBuffer:
     def shard_of(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """This rank's shard of a bucket of `grad` or `param`, 1-D."""
         return tensor[bucket.shard(self.rank, self.layout.num_shards).as_slice()]
+
+    def param_of(self, in_buffer: Span) -> Tensor:
+        """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
+        return view_of(self.param.detach(), in_buffer)
+
+    def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What an all-gather of the params has to move: (whole, this rank's part), one a bucket."""
+        for bucket in self.layout.buckets:
+            yield self.bucket_of(self.param, bucket), self.shard_of(self.param, bucket)
+
+    def publish(self) -> None:
+        """After the all-gather: nothing to do, the params are views."""
+
+    def collect(self) -> None:
+        """After somebody changed the params: nothing to do, they are views."""

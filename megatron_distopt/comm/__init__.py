@@ -1,7 +1,7 @@
 """Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
 
 from megatron_distopt.comm.agree import Field, compare, exchange, raise_together
-from megatron_distopt.comm.collectives import sum_over
+from megatron_distopt.comm.collectives import gather_to_first, scatter_from_first, sum_over
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
 from megatron_distopt.comm.param_sync import gather_params, share_initial
@@ -13,9 +13,11 @@ __all__ = [
     "compare",
     "exchange",
     "gather_params",
+    "gather_to_first",
     "is_initialized",
     "raise_together",
     "reduce_grads",
+    "scatter_from_first",
     "share_initial",
     "sum_over",
 ]

@@ -16,10 +16,12 @@ __all__ = ["gather_params", "share_initial"]
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     """Collective: all-gathers every bucket of the param buffer, in order.
 
-    `param.data` is a view of that buffer, so afterwards the module has the new values; nothing is copied.
+    `param.data` is a view of that buffer, so afterwards the module has the new values; nothing is copied but a minority
+    dtype, see buffers/compact.py.
     """
-    for bucket in buffer.layout.buckets:
-        all_gather(buffer.bucket_of(buffer.param, bucket), buffer.shard_of(buffer.param, bucket), group)
+    for whole, part in buffer.gathers():
+        all_gather(whole, part, group)
+    buffer.publish()
 
 
 def share_initial(tensors: Iterable[Tensor], group: Group) -> None:

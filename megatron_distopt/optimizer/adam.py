@@ -134,14 +134,14 @@ def adam_options(config: DistOptConfig) -> dict[str, Any]:
 
 
 def _build_torch(groups: Groups, config: DistOptConfig, **implementation: Any) -> Optimizer:
-    adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    adam = torch.optim.AdamW if config.is_decoupled else torch.optim.Adam
     return adam(groups, **adam_options(config), **implementation)
 
 
 def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
     def build(groups: Groups, config: DistOptConfig) -> Optimizer:
         adam = getattr(import_module(module), symbol)
-        optimizer: Optimizer = adam(groups, **adam_options(config), **{mode: config.decoupled_weight_decay})
+        optimizer: Optimizer = adam(groups, **adam_options(config), **{mode: config.is_decoupled})
         return optimizer
 
     return build

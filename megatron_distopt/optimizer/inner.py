@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Build", "Groups", "InnerChoice", "step_divided"]
+__all__ = [
+    "Build",
+    "Groups",
+    "InnerChoice",
+    "count_updates",
+    "is_torchs",
+    "moments_of",
+    "restore",
+    "restore_group",
+    "step_divided",
+]
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
@@ -57,5 +67,53 @@ def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> N
 
 def _divides_itself(inner: Optimizer) -> bool:
     """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
-    is_torchs = type(inner).__module__.startswith("torch.optim.")
-    return is_torchs and all(group.get("fused") for group in inner.param_groups)
+    return is_torchs(inner) and all(group.get("fused") for group in inner.param_groups)
+
+
+def is_torchs(inner: Optimizer) -> bool:
+    """Whether torch itself provides the class."""
+    return type(inner).__module__.startswith("torch.optim.")
+
+
+def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
+    """What the inner optimizer keeps for every element of a main param, by key; empty before the first step."""
+    state = inner.state.get(main, {})
+    return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == main.shape}
+
+
+def count_updates(inner: Optimizer) -> int | None:
+    """How often it has updated; None for one that does not count, or has not begun.
+
+    torch counts in the state of each param, apex and others in the param groups.
+    """
+    holders: list[Any] = [*inner.param_groups, *inner.state.values()]
+    return max((int(holder["step"]) for holder in holders if "step" in holder), default=None)
+
+
+def restore(
+    inner: Optimizer, group: dict[str, Any], main: Tensor, moments: Mapping[str, Tensor], step: int | None
+) -> None:
+    """Gives one main param its state back, in the form that the class of `inner` wants it.
+
+    Args:
+        inner: holds `main` in `group`.
+        group: one of its param groups.
+        main: 1-D.
+        moments: by key, as large as `main`; taken over, not copied.
+        step: updates so far; None for a class that does not count them.
+    """
+    state: dict[str, Any] = dict(moments)
+    if step is not None and is_torchs(inner):
+        on_device = group.get("fused") or group.get("capturable")
+        state["step"] = torch.tensor(float(step), device=main.device if on_device else None)
+    if step is not None and type(inner).__module__.startswith("deepspeed."):
+        state["step"] = step
+    inner.state.pop(main, None)
+    if state:
+        inner.state[main] = state
+
+
+def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:
+    """The part of `restore` that concerns a whole param group, also one without a param on this rank."""
+    if step is not None and not is_torchs(inner):
+        group["step"] = step

@@ -89,6 +89,10 @@ class MainRun:
         if self.owns_memory:
             self.model.copy_(self.main)
 
+    def differs_from_model(self) -> bool:
+        """Whether the model param is not what `main` rounds to."""
+        return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model)
+
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
         if self.owns_memory:
@@ -106,8 +110,10 @@ def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], Ru
 
 
 def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey | None]) -> list[MainRun]:
-    runs = plan_runs(owned_shards(buffer.layout, buffer.rank), key_of)
-    models = [view_of(buffer.param.detach(), run.in_buffer) for run in runs]
+    runs = plan_runs(
+        owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
+    )
+    models = [buffer.param_of(run.in_buffer) for run in runs]
     mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)
     grads = [view_of(buffer.grad, run.in_buffer) for run in runs]
     return [MainRun(*parts) for parts in zip(runs, mains, models, grads, strict=True)]

@@ -42,7 +42,7 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     owning = [run for run in optimizer.runs if run.owns_memory]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
-        grad_nbytes=sum(_nbytes(buffer.grad) for buffer in optimizer.buffers),
+        grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(_nbytes(run.main) for run in owning),
         moment_nbytes=sum(_nbytes(tensor) for run in optimizer.runs for tensor in _moments(optimizer, run)),
         undistributed_state_nbytes=_undistributed(optimizer),
@@ -54,7 +54,9 @@ def _undistributed(optimizer: ShardedOptimizer) -> int:
     total = 0
     for buffer in optimizer.buffers:
         main_nbytes = 0 if buffer.param.dtype == torch.float32 else torch.float32.itemsize
-        total += (main_nbytes + moment_nbytes) * sum(slot.in_buffer.numel for slot in buffer.layout.slots)
+        total += (main_nbytes + moment_nbytes) * sum(
+            slot.in_buffer.numel for slot in buffer.layout.slots if buffer.holds(slot.name)
+        )
     return total
 
 

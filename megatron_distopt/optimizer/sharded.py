@@ -179,7 +179,15 @@ class ShardedOptimizer:
         Args:
             divisor: see `divisor`, times that of clipping.
         """
+        self.advance(divisor)
+        self.write_model()
+
+    def advance(self, divisor: float) -> None:
+        """The first half of `update`: the inner optimizer's step."""
         step_divided(self.inner, [run.main_grad for run in self.runs], divisor)
+
+    def write_model(self) -> None:
+        """The second half: rounds into this rank's shards of the param buffers."""
         for run in self.runs:
             run.write_model()
         self.release_grads()
@@ -192,18 +200,36 @@ class ShardedOptimizer:
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Refreshes the main params after somebody else changed the model params."""
+        for buffer in self.buffers:
+            buffer.collect()
         for run in self.runs:
             run.read_model()
 
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """`reload_model_params` for those main params alone that no longer round to their model param.
 
-def measure_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> GradStats:
+        The others keep the bits below the model's precision. It costs a pass over the main params: for the first step
+        after start-up or loading, in hosts that do not say when they changed the model.
+        """
+        for buffer in self.buffers:
+            buffer.collect()
+        for run in self.runs:
+            if run.differs_from_model():
+                run.read_model()
+
+
+def measure_together(
+    optimizers: Sequence[ShardedOptimizer], group: Group, *, count_zeros: bool | None = None
+) -> GradStats:
     """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
 
     Args:
         optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs.
         group: all ranks that hold a part of the model.
+        count_zeros: as the config says where None.
     """
-    count_zeros = optimizers[0].config.count_zeros
+    count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
     for optimizer in optimizers:
         optimizer.attach_grads()
     runs = [run for optimizer in optimizers for run in optimizer.runs]

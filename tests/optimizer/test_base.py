@@ -293,7 +293,7 @@ def test_build_when_the_source_is_not_torch_then_it_gets_the_options_and_the_kin
     adam: str, device_type: str, mode: str, decoupled: bool, offer: Offer
 ) -> None:
     offer(*PACKAGES)
-    choice = choose_inner(config(adam=adam, decoupled_weight_decay=decoupled), device_type)
+    choice = choose_inner(config(adam=adam, decay="decoupled" if decoupled else "l2"), device_type)
     groups: list[dict[str, Any]] = [{"params": []}]
     built: Any = choice.build(groups)
     assert (choice.name, choice.why) == (adam, ("asked for by name",))
@@ -318,7 +318,7 @@ def build_over(param: Tensor, options: DistOptConfig) -> Optimizer:
 @pytest.mark.parametrize("adam", ["torch_fused", "torch_foreach"])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_build_when_the_source_is_torch_then_the_class_and_the_options_are_these(adam: str, decoupled: bool) -> None:
-    inner = build_over(param_with([1.0]), config(adam=adam, decoupled_weight_decay=decoupled))
+    inner = build_over(param_with([1.0]), config(adam=adam, decay="decoupled" if decoupled else "l2"))
     assert isinstance(inner, Adam)
     assert isinstance(inner, AdamW) == decoupled
     (group,) = inner.param_groups
@@ -360,7 +360,7 @@ def test_step_when_weight_decay_is_decoupled_or_not_then_100_steps_lead_to_the_k
     adam: str, decoupled: bool, known: float
 ) -> None:
     param = param_with([10.0])
-    options = DistOptConfig(lr=1e-3, weight_decay=0.1, adam=adam, decoupled_weight_decay=decoupled)
+    options = DistOptConfig(lr=1e-3, weight_decay=0.1, adam=adam, decay="decoupled" if decoupled else "l2")
     inner = build_over(param, options)
     for _ in range(100):
         param.grad = torch.full((1,), GRAD)

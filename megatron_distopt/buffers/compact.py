@@ -1,0 +1,133 @@
+"""Params of a minority dtype, scattered between others in one grad buffer.
+
+[Note: two param dtypes in one grad buffer] The forks of 2023 keep one fp32 grad buffer for all params, of which a few
+may be fp32 (norms, routers) and the rest bf16. The majority gets a param buffer in the layout of the grad buffer. One
+for the minority in the same layout would be nearly all holes, so its params keep their own storage, and what a rank
+owns of them is packed: the all-gather moves the packed parts, and the values are copied into the params afterwards.
+The copies cost bytes only for the minority. Every rank's part is as long as the largest, so that the gather is even.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_distopt.buffers.flat import ShardedBuffer, view_of
+from megatron_distopt.errors import InvariantError, refusal
+from megatron_distopt.layout import Bucket, BufferLayout, Span
+
+__all__ = ["CompactBuffer", "pack_params"]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one rank owns of one param, and where its values lie in that rank's packed part."""
+
+    name: str
+    rank: int
+    in_param: Span
+    in_buffer: Span
+    in_part: Span
+
+
+@dataclass(frozen=True)
+class CompactBuffer(ShardedBuffer):
+    """See [Note: two param dtypes in one grad buffer].
+
+    Args:
+        layout, rank, grad: of the grad buffer.
+        param: 1-D [layout.num_shards * part_numel], the parts of all ranks one after the other.
+        names: of the params in `param`.
+        params: the same by name; their storage is their own.
+        part_numel: elements of one rank's part.
+    """
+
+    params: Mapping[str, Parameter] = field(default_factory=dict)
+    part_numel: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_numel("grad", self.grad, self.layout.numel)
+        self._check_numel("param", self.param, self.layout.num_shards * self.part_numel)
+
+    @cached_property
+    def _pieces(self) -> tuple[_Piece, ...]:
+        return _plan_pieces(self.layout, self.params.keys())
+
+    def param_of(self, in_buffer: Span) -> Tensor:
+        """The packed elements of a run; neighbours in the grad buffer are neighbours here."""
+        inside = [piece for piece in self._own() if piece.in_buffer.intersect(in_buffer) == piece.in_buffer]
+        packed = Span(inside[0].in_part.start, inside[-1].in_part.stop)
+        if packed.numel != in_buffer.numel:
+            got, rule = f"{packed.numel} elements", f"hold the run's {in_buffer.numel}"
+            raise InvariantError(refusal("packed run", got, rule, "Report this"))
+        return view_of(self._part_of(self.rank).detach(), packed)
+
+    def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One gather for all of it."""
+        yield self.param, self._part_of(self.rank)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the all-gather: copies every rank's values into the params."""
+        for piece in self._pieces:
+            self._in_param(piece).copy_(view_of(self._part_of(piece.rank), piece.in_part))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """After somebody changed the params: takes this rank's part over."""
+        for piece in self._own():
+            view_of(self._part_of(self.rank), piece.in_part).copy_(self._in_param(piece))
+
+    def _own(self) -> list[_Piece]:
+        return [piece for piece in self._pieces if piece.rank == self.rank]
+
+    def _part_of(self, rank: int) -> Tensor:
+        return view_of(self.param, Span(0, self.part_numel).moved_by(rank * self.part_numel))
+
+    def _in_param(self, piece: _Piece) -> Tensor:
+        return self.params[piece.name].detach().view(-1)[piece.in_param.as_slice()]
+
+
+@torch.no_grad()
+def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int, grad: Tensor) -> CompactBuffer:
+    """Allocates the packed buffer of one rank and fills this rank's part.
+
+    Args:
+        params: the minority, by name, of one dtype and device.
+        layout: of the grad buffer, with a slot for each and for the majority.
+        rank: in the data-parallel group.
+        grad: the grad buffer.
+    """
+    for param in params.values():
+        param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
+    part_numel = max(piece.in_part.stop for piece in _plan_pieces(layout, params.keys()))
+    first = next(iter(params.values()))
+    packed = torch.zeros(layout.num_shards * part_numel, dtype=first.dtype, device=first.device)
+    buffer = CompactBuffer(layout, rank, grad, packed, frozenset(params), dict(params), part_numel)
+    buffer.collect()
+    return buffer
+
+
+def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_Piece, ...]:
+    """In buffer order. Costs O(pieces), however many ranks there are."""
+    filled: Counter[int] = Counter()
+    pieces = []
+    for slot in layout.slots:
+        bucket = layout.buckets[slot.bucket]
+        for rank in _owners(bucket, slot.in_buffer, layout.num_shards) if slot.name in names else ():
+            owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
+            in_part = Span(0, owned.numel).moved_by(filled[rank])
+            pieces.append(_Piece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
+            filled[rank] += owned.numel
+    return tuple(pieces)
+
+
+def _owners(bucket: Bucket, in_buffer: Span, num_shards: int) -> range:
+    in_bucket, shard_numel = in_buffer.relative_to(bucket.in_buffer.start), bucket.in_buffer.numel // num_shards
+    return range(in_bucket.start // shard_numel, (in_bucket.stop - 1) // shard_numel + 1)
