@@ -12,12 +12,14 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_core.adapter import get_megatron_optimizer
+    from megatron_distopt.hosts.detect import get_megatron_optimizer
+    from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
     from megatron_distopt.hosts.plain import distribute
     from megatron_distopt.plugin import Installation, add_arguments, config_from_arguments, install
 
 __all__ = [
     "DistOptConfig",
+    "DistributedOptimizer",
     "Installation",
     "__version__",
     "add_arguments",
@@ -28,11 +30,12 @@ __all__ = [
 ]
 
 _LAZY = {
+    "DistributedOptimizer": "megatron_distopt.hosts.era_a.optimizer",
     "Installation": "megatron_distopt.plugin",
     "add_arguments": "megatron_distopt.plugin",
     "config_from_arguments": "megatron_distopt.plugin",
     "distribute": "megatron_distopt.hosts.plain",
-    "get_megatron_optimizer": "megatron_distopt.hosts.megatron_core.adapter",
+    "get_megatron_optimizer": "megatron_distopt.hosts.detect",
     "install": "megatron_distopt.plugin",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
@@ -26,8 +27,10 @@ __all__ = [
     "check_dtypes",
     "check_groups_are_used",
     "compare_ranks",
+    "groups_of",
     "named_params",
     "named_trainable",
+    "names_by_param",
     "plan_groups",
     "spec_of",
 ]
@@ -46,6 +49,18 @@ def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
 def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
     """The same without frozen params."""
     return {name: param for name, param in named_params(chunks).items() if param.requires_grad}
+
+
+def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
+    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
+    return {param: _without_wrappers(name) for name, param in named_params(chunks).items()}
+
+
+def _without_wrappers(name: str) -> str:
+    chunk, dot, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+    while rest.startswith("module."):
+        rest = rest.removeprefix("module.")
+    return f"{chunk}{dot}{rest}"
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:
@@ -86,6 +101,16 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     for group in groups:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     return groups
+
+
+#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote there is its own.
+_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
+    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
+    return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
 
 
 def _kind(group: object) -> str:

@@ -10,10 +10,17 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError, refusal
-from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.era_a.facts import check_flags
+from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.seams import Replacement, Seam
 
-__all__ = ["Host", "find_host"]
+__all__ = ["Host", "find_host", "get_megatron_optimizer"]
+
+#: Where the adapter of a generation is; it imports the host and is imported when its factory is replaced.
+_ADAPTERS = {
+    MEGATRON_CORE.name: "megatron_distopt.hosts.megatron_core.adapter",
+    ERA_A.name: "megatron_distopt.hosts.era_a.adapter",
+}
 
 
 @dataclass(frozen=True)
@@ -24,34 +31,67 @@ class Host:
         name: for people.
         seam: its factory of optimizers.
         replacement: from the host's factory and our options to ours; imports the host.
+        parser: its parser of arguments, where it has one that lets our flags in.
+        check_arguments: refuses what was parsed and cannot be combined with its flag.
     """
 
     name: str
     seam: Seam
-    replacement: Callable[[Callable[..., Any], DistOptConfig], Callable[..., Any]]
+    replacement: Callable[[Callable[..., Any], DistOptConfig], Replacement]
+    parser: Seam | None = None
+    check_arguments: Callable[[object], None] = lambda args: None
 
 
 def find_host() -> Host:
     """The host in this process.
 
     Raises:
-        UnknownHostError: none of those that we know is importable.
+        UnknownHostError: none of those that we know is importable, or one that has no adapter.
     """
-    if _is_importable(megatron_core.SEAM.module):
-        return Host("megatron-core", megatron_core.SEAM, _replace_in_megatron_core)
-    rule = f"provide {megatron_core.SEAM}"
-    remedy = "Run pip install megatron-core==0.16.1, or use megatron_distopt.distribute(...) without a Megatron"
-    raise UnknownHostError(refusal("host", "no Megatron that can be imported", rule, remedy))
+    generation = recognise(_is_importable)
+    if not generation.is_supported:
+        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+        raise UnknownHostError(refusal("host", generation.name, rule, generation.remedy))
+    return _host_of(generation)
+
+
+def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **kwargs: Any) -> Any:
+    """Collective: the host's function of that name, with our optimizer, without installing anything.
+
+    Args:
+        args, kwargs: whatever the host's function takes.
+        options: ours; MEGATRON_DISTOPT_* variables override them.
+
+    Returns:
+        What the host's function returns; without its flag the host's own optimizer.
+
+    Raises:
+        ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
+    """
+    host = find_host()
+    return host.replacement(host.seam.find(), options or DistOptConfig())(*args, **kwargs)
+
+
+def _host_of(generation: Generation) -> Host:
+    factory, *parsers = generation.seams
+
+    def replace(original: Callable[..., Any], config: DistOptConfig) -> Replacement:
+        ours: Replacement = import_module(_ADAPTERS[generation.name]).replacement(original, config)
+        return ours
+
+    if not parsers:
+        return Host(generation.name, factory, replace)
+    return Host(generation.name, factory, replace, parsers[0], check_flags)
 
 
 def _is_importable(module: str) -> bool:
+    """Imports the parents of `module`, and not itself."""
     try:
         return find_spec(module) is not None
-    except ImportError:
-        return False
-
-
-def _replace_in_megatron_core(original: Callable[..., Any], config: DistOptConfig) -> Callable[..., Any]:
-    adapter = import_module("megatron_distopt.hosts.megatron_core.adapter")
-    ours: Callable[..., Any] = adapter.replacement(original, config)
-    return ours
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "megatron":
+            return False
+        rule, remedy = "be importable", "Install what it misses; NVIDIA apex is built from its sources"
+        raise UnknownHostError(
+            refusal("host", f"a Megatron that cannot be imported ({error})", rule, remedy)
+        ) from error

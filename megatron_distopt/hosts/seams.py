@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +11,24 @@ from typing import Any
 
 from megatron_distopt.errors import SeamMismatchError, UnknownHostError, refusal
 
-__all__ = ["Seam"]
+__all__ = ["Replacement", "Seam"]
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """What stands in a seam while the package is active.
+
+    Args:
+        original: the host's own function.
+        ours: takes the same arguments.
+    """
+
+    original: Callable[..., Any]
+    ours: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ours."""
+        return self.ours(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,7 @@ class Seam:
     parameters: tuple[str, ...]
 
     def find(self) -> Callable[..., Any]:
-        """The host's own function, after making sure that it is that and looks as expected.
+        """The host's own function, also behind ours, after making sure that it is that and looks as expected.
 
         Raises:
             UnknownHostError: the module cannot be imported.
@@ -37,13 +55,24 @@ class Seam:
         try:
             module = import_module(self.module)
         except ImportError as error:
-            rule, remedy = "be importable", "Install megatron-core, or start in the folder of your Megatron"
+            rule, remedy = "be importable", "Start in the folder of your Megatron, and mend what its import misses"
             raise UnknownHostError(refusal(f"host module {self.module}", error, rule, remedy)) from error
         if not hasattr(module, self.attribute):
             raise SeamMismatchError(refusal(str(self), "missing", "exist", "Use a Megatron that docs/hosts.md lists"))
-        return self._checked(getattr(module, self.attribute))
+        found = getattr(module, self.attribute)
+        return found.original if isinstance(found, Replacement) else self.checked(found)
 
-    def _checked(self, found: Any) -> Callable[..., Any]:
+    @property
+    def is_replaced(self) -> bool:
+        """Whether ours stands there already; asks only a module that is loaded."""
+        return isinstance(getattr(sys.modules.get(self.module), self.attribute, None), Replacement)
+
+    def checked(self, found: Any) -> Callable[..., Any]:
+        """`found`, where it is what this seam expects.
+
+        Raises:
+            SeamMismatchError
+        """
         if not inspect.isfunction(found) or found.__module__ != self.module:
             owner = getattr(found, "__module__", None) or type(found).__name__
             got = f"not the host's own function but {owner}'s"

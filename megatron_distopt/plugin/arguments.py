@@ -1,28 +1,46 @@
-"""Our flags, for a script that has a parser of its own: `--distopt-adam`, `--distopt-nonfinite` and so on."""
+"""Our flags, in a host's parser or in that of a script: `--distopt-adam`, `--distopt-nonfinite` and so on."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from megatron_distopt.config import ADAM_SOURCES, FREE_OPTIONS, DistOptConfig, NonFinitePolicy
+from megatron_distopt.config import (
+    ADAM_SOURCES,
+    FREE_OPTIONS,
+    DistOptConfig,
+    NonFinitePolicy,
+    Switch,
+    config_from_namespace,
+    switch_from,
+)
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.seams import Replacement
 
-__all__ = ["add_arguments", "config_from_arguments"]
+__all__ = ["add_arguments", "check_spelling", "config_from_arguments", "parser_with_ours"]
 
+_PREFIX = "--distopt-"
+#: The host's flag, in the spelling of most forks.
+_FLAG = "--use-distributed-optimizer"
 _HELP = {
     "adam": f"which implementation of Adam: auto, {', '.join(ADAM_SOURCES)}",
     "optimizer": "adam, sgd, or module:Class of an element-wise torch.optim.Optimizer",
     "nonfinite": f"on inf or nan in a gradient: {', '.join(policy.value for policy in NonFinitePolicy)}",
     "accelerator": "who names the device: auto, deepspeed, torch",
+    "decay": "weight decay of Adam: decoupled, or l2 as some forks have it off CUDA",
+    "resume_step": "updates that a checkpoint has seen, for one that does not say it",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options that no host has a flag for.
+    """Adds the options that no host has a flag for; each also with underscores, as some forks spell theirs.
 
     Args:
-        parser: the script's own.
+        parser: the script's own; one that has them already is left as it is.
 
     Returns:
         The same parser.
@@ -31,11 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     >>> config_from_arguments(args).nonfinite
     'skip'
     """
+    if _spellings("adam")[0] in _known_to(parser):
+        return parser
     group = parser.add_argument_group("megatron_distopt")
     for name in FREE_OPTIONS:
         default = getattr(DistOptConfig, name)
-        group.add_argument(f"--distopt-{name}", metavar="NAME", help=f"{_HELP[name]} ({default})")
+        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=f"{_HELP[name]} ({default})")
     return parser
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return _PREFIX + name.replace("_", "-"), f"--distopt_{name}"
+
+
+def _known_to(parser: argparse.ArgumentParser) -> list[str]:
+    return list(parser._option_string_actions)
 
 
 def config_from_arguments(args: argparse.Namespace, config: DistOptConfig | None = None) -> DistOptConfig:
@@ -48,6 +76,58 @@ def config_from_arguments(args: argparse.Namespace, config: DistOptConfig | None
     Raises:
         ConfigError: a value that is none of those that the option takes.
     """
-    given: dict[str, Any] = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
-    changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(config or DistOptConfig(), **changes)
+    return config_from_namespace(args, config)
+
+
+def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[object], None]) -> Replacement:
+    """What takes the place of a host's `parse_args`: our flags enter, conflicts are refused.
+
+    Args:
+        original: the host's, whose first parameter is `extra_args_provider`.
+        check_arguments: refuses what was parsed and cannot be.
+    """
+
+    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = parser if extra_args_provider is None else extra_args_provider(parser)
+            check_spelling(sys.argv[1:], _known_to(add_arguments(parser)))
+            return parser
+
+        parsed = original(provide, *args, **kwargs)
+        if switch_from(os.environ) is not Switch.OFF:
+            config_from_namespace(parsed)
+            check_arguments(parsed)
+        return parsed
+
+    return Replacement(original, parse_args)
+
+
+def check_spelling(words: Sequence[str], known: Sequence[str]) -> None:
+    """Refuses a word that is nearly our flag or the host's: some hosts drop what they do not know.
+
+    Args:
+        words: of the command line.
+        known: option strings of the parser.
+
+    Raises:
+        ConfigError
+
+    >>> check_spelling(["--distopt-adam", "apex"], ["--distopt-adam"])
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        is_abbreviation = any(option.startswith(flag) for option in known)
+        ours = [option for option in known if _is_about_us(option)]
+        if flag.startswith("--") and not is_abbreviation and _is_about_us(flag):
+            close = get_close_matches(_hyphened(flag), ours, n=1, cutoff=0.5) or ours
+            rule = f"be one of {', '.join(option for option in ours if not option.startswith('--distopt_'))}"
+            raise ConfigError(refusal("flag", flag, rule, f"Write {close[0]}"))
+
+
+def _is_about_us(flag: str) -> bool:
+    is_nearly = get_close_matches(_hyphened(flag), [_FLAG], n=1, cutoff=0.85)
+    return _hyphened(flag).startswith(_PREFIX) or bool(is_nearly)
+
+
+def _hyphened(flag: str) -> str:
+    return "--" + flag[2:].replace("_", "-")

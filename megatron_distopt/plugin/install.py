@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass, field
 
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
-from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.detect import find_host
+from megatron_distopt.errors import ConfigError, UnknownHostError, refusal
+from megatron_distopt.hosts.detect import Host, find_host
+from megatron_distopt.plugin.arguments import parser_with_ours
 from megatron_distopt.plugin.patcher import Patch, Undo, apply
 
-__all__ = ["Installation", "install"]
+__all__ = ["Installation", "flags_of", "install"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +52,39 @@ def install(config: DistOptConfig | None = None) -> Installation:
         HostError: no host, or one that looks different.
     """
     config = config_from_environment(os.environ, config)
+    if _installed and not _installed[0].is_active:
+        _installed[0].undo()  # the switch may have been turned since
     if _installed:
         return _same(_installed[0], config)
     if switch_from(os.environ) is Switch.OFF:
-        return Installation(config, is_active=False, _undo=lambda: None)
+        return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
     host = find_host()
-    undo = apply([Patch(host.seam, lambda original: host.replacement(original, config))])
-    _installed.append(Installation(config, is_active=True, _undo=undo))
-    return _installed[0]
+    host.seam.find()  # which imports it, and a host with the look-up for entry points then has us in it
+    if host.seam.is_replaced:
+        return _keep(Installation(config, is_active=True, _undo=lambda: None))
+    factory = Patch(host.seam, lambda original: host.replacement(original, config))
+    return _keep(Installation(config, is_active=True, _undo=apply([factory, *flags_of(host)])))
+
+
+def _keep(installation: Installation) -> Installation:
+    _installed.append(installation)
+    return installation
+
+
+def _install_flags_alone() -> Undo:
+    """A launch script with our flags runs without us too: with MEGATRON_DISTOPT=0 they are parsed and ignored."""
+    try:
+        host = find_host()
+    except UnknownHostError:
+        return lambda: None
+    return apply(flags_of(host))
+
+
+def flags_of(host: Host) -> list[Patch]:
+    """What lets our flags into the host's parser, unless it is in already."""
+    if host.parser is None or host.parser.is_replaced:
+        return []
+    return [Patch(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]
 
 
 def _same(current: Installation, config: DistOptConfig) -> Installation:

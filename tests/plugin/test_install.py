@@ -97,8 +97,9 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
     with pytest.raises(UnknownHostError) as error:
         install()
     assert str(error.value) == (
-        "Invalid host: no Megatron that can be imported. Must provide megatron.core.optimizer.get_megatron_optimizer. "
-        "Run pip install megatron-core==0.16.1, or use megatron_distopt.distribute(...) without a Megatron."
+        "Invalid host: no Megatron that we know. Must provide megatron.core.optimizer.get_megatron_optimizer or "
+        "megatron.optimizer.get_megatron_optimizer. Start in the folder of your fork, or run pip install "
+        "megatron-core==0.16.1, or use megatron_distopt.distribute(...) without a Megatron."
     )
 
 
@@ -120,7 +121,8 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
             "skip",
             "Invalid environment variable: MEGATRON_DISTOPT_NONFINIT. Must be one of MEGATRON_DISTOPT, "
             "MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, MEGATRON_DISTOPT_NONFINITE, "
-            "MEGATRON_DISTOPT_ACCELERATOR. Write MEGATRON_DISTOPT_NONFINITE.",
+            "MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP. "
+            "Write MEGATRON_DISTOPT_NONFINITE.",
         ),
     ],
 )

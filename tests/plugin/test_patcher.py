@@ -221,7 +221,7 @@ def test_apply_when_the_module_is_missing_then_refused() -> None:
     assert isinstance(error, UnknownHostError)
     assert str(error) == (
         "Invalid host module no_such_host.core: No module named 'no_such_host'. Must be importable. "
-        "Install megatron-core, or start in the folder of your Megatron."
+        "Start in the folder of your Megatron, and mend what its import misses."
     )
 
 

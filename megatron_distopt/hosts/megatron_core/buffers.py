@@ -6,28 +6,15 @@ using it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.hosts.base import named_params
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 
-__all__ = ["adopt_buffer", "names_by_param"]
-
-
-def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
-    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
-    return {param: _without_wrappers(name) for name, param in named_params(chunks).items()}
-
-
-def _without_wrappers(name: str) -> str:
-    chunk, dot, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
-    while rest.startswith("module."):
-        rest = rest.removeprefix("module.")
-    return f"{chunk}{dot}{rest}"
+__all__ = ["adopt_buffer"]
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:

@@ -6,29 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes
-from megatron_distopt.hosts.megatron_core.buffers import names_by_param
+from megatron_distopt.hosts.base import check_dtypes, names_by_param
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
-from megatron_distopt.optimizer import (
-    ConstantLossScale,
-    LossScale,
-    check_devices,
-    choose_inner,
-    find_accelerator,
-)
+from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 
 __all__ = [
-    "HostLossScale",
     "check_model",
     "check_parallel_state",
-    "loss_scale_of",
     "merge_config",
     "missing_parallel_state",
 ]
@@ -70,7 +59,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         betas=(host.adam_beta1, host.adam_beta2),
         eps=host.adam_eps,
         momentum=host.sgd_momentum,
-        decoupled_weight_decay=getattr(host, "decoupled_weight_decay", True),
+        decay=options.decay if getattr(host, "decoupled_weight_decay", True) else "l2",
         clip_grad=host.clip_grad,
         count_zeros=host.log_num_zeros_in_grad,
         loss_scale=host.loss_scale or ("dynamic" if host.fp16 else None),
@@ -118,47 +107,3 @@ def _check_ddp(chunk: Any) -> None:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
         what = "DistributedDataParallel"
         raise ConfigError(refusal(what, "built without use_distributed_optimizer", "be built with it", remedy))
-
-
-def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
-    """The host's grad scaler, or a constant 1.0 where it has none."""
-    return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
-
-
-class HostLossScale:
-    """The host's own grad scaler: its rules, its state.
-
-    Args:
-        grad_scaler: a MegatronGradScaler.
-    """
-
-    def __init__(self, grad_scaler: Any) -> None:
-        self._grad_scaler = grad_scaler
-
-    @property
-    def scale(self) -> Tensor:
-        """fp32 [1]."""
-        scale: Tensor = self._grad_scaler.scale
-        return scale
-
-    @property
-    def value(self) -> float:
-        """The same for the CPU, which waits for the device to know it."""
-        return float(self.scale.item())
-
-    def can_back_off(self) -> bool:
-        """A dynamic scaler until its scale is at the minimum, a constant one never."""
-        minimum = getattr(self._grad_scaler, "min_scale", None)
-        return minimum is not None and bool(self.scale > minimum)
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Once a step."""
-        self._grad_scaler.update(found_nonfinite)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The host's."""
-        return dict(self._grad_scaler.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The host's."""
-        self._grad_scaler.load_state_dict(state)

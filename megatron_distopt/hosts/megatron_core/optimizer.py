@@ -22,10 +22,10 @@ from megatron_distopt.checkpoint import check_local_state_dict, load_local_state
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import HostError, refusal
-from megatron_distopt.hosts.base import StartUp, compare_ranks, plan_groups
-from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, names_by_param
+from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups
+from megatron_distopt.hosts.loss_scale import loss_scale_of
+from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer
 from megatron_distopt.hosts.megatron_core.checkpoint import RefusedCheckpoints
-from megatron_distopt.hosts.megatron_core.config import loss_scale_of
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
@@ -39,9 +39,6 @@ from megatron_distopt.optimizer import (
 )
 
 __all__ = ["DistributedOptimizer"]
-
-#: What torch's optimizers take from a param group; what else the host's own inner optimizer wrote there is its own.
-_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
@@ -91,7 +88,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
         self._named = {names[param]: param for param in in_buffers if param.requires_grad}
         self._options = options
-        self._groups = [] if optimizer is None else _groups_of(optimizer)
+        self._groups = [] if optimizer is None else groups_of(optimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self._stats: GradStats | None = None
@@ -252,9 +249,3 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
     def restore_from_cpu(self) -> NoReturn:
         """Refused, as `offload_to_cpu` is."""
         self.offload_to_cpu()
-
-
-def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
-    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
-    return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]

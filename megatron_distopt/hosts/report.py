@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
-from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.megatron_core.facts import SEAM
-from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
-from megatron_distopt.optimizer import find_accelerator, measure_memory
+from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.version import VERSION
 
 __all__ = ["announce", "describe"]
@@ -25,25 +25,31 @@ def announce(text: str) -> None:
     _log.info("%s", text)
 
 
-def describe(optimizers: Sequence[DistributedOptimizer], config: DistOptConfig) -> str:
+def describe(
+    host: str, seams: Sequence[Seam], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
+) -> str:
     """Several lines for a person.
 
     Args:
-        optimizers: of this rank.
-        config: with what the host said.
+        host: its name.
+        seams: what was replaced.
+        optimizers: of this rank, with one plan.
+        device: of the params.
+        more: lines of the host's own, such as its groups.
     """
-    device = optimizers[0].get_loss_scale().device
-    accelerator = find_accelerator(config.accelerator)
-    choice = optimizers[0].sharded.plan.choice
+    plan = optimizers[0].plan
+    accelerator = find_accelerator(plan.config.accelerator)
     lines = [
-        f"megatron_distopt {VERSION} is active in megatron-core ({SEAM})",
+        f"megatron_distopt {VERSION} is active in {host} ({', '.join(map(str, seams))})",
         f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
-        f"  inner      {choice.name}" + "".join(f"; {reason}" for reason in choice.why),
-        f"  nonfinite  {config.nonfinite}",
+        f"  inner      {plan.choice.name}" + "".join(f"; {reason}" for reason in plan.choice.why),
+        f"  decay      {plan.config.decay}",
+        f"  nonfinite  {plan.config.nonfinite}",
+        *(f"  {line}" for line in more),
     ]
     for optimizer in optimizers:
-        lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.sharded.buffers]
-        memory = measure_memory(optimizer.sharded)
+        lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]
+        memory = measure_memory(optimizer)
         params, grads = _mebibytes(memory.param_nbytes), _mebibytes(memory.grad_nbytes)
         lines.append(f"  bytes      params {params}, grads {grads}, main params {_mebibytes(memory.main_nbytes)}")
     return "\n".join(lines)
@@ -53,7 +59,8 @@ def _describe_buffer(buffer: ShardedBuffer) -> str:
     layout = buffer.layout
     dtypes = f"params {dtype_name(buffer.param.dtype)}, grads {dtype_name(buffer.grad.dtype)}"
     sizes = f"{layout.numel:,} elements in {len(layout.buckets)} bucket(s), 1/{layout.num_shards} a rank"
-    return f"{dtypes}, {len(layout.slots)} params, {sizes}"
+    num_params = sum(buffer.holds(slot.name) for slot in layout.slots)
+    return f"{dtypes}, {num_params} params, {sizes}"
 
 
 def _mebibytes(nbytes: int) -> str:

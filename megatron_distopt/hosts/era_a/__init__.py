@@ -1,0 +1,5 @@
+"""The forks of 2023: Megatron-LM 23.x, Megatron-DeepSpeed and their children.
+
+`facts` is data and imports nothing of the host; `adapter` is the door; `optimizer` holds the class that the host gets;
+`buffers` and `groups` say what is sharded over whom; `state_a1` and `state_a2` are the two file layouts.
+"""

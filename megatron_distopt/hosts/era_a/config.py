@@ -1,0 +1,134 @@
+"""The fork's options and its base optimizer, in our words, and what is refused before anything is moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
+from megatron_distopt.hosts.base import check_dtypes, groups_of
+from megatron_distopt.hosts.era_a.facts import CONFLICTS
+from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
+
+__all__ = ["Inner", "check_model", "choose_for", "merge_config"]
+
+#: Classes whose arithmetic our own choice has too, by the names that they have in torch, apex and DeepSpeed.
+_ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+_SGDS = ("SGD", "FusedSGD")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The inner optimizer that takes the place of the fork's base optimizer.
+
+    Args:
+        choice: what is built.
+        groups: the fork's param groups for it, with model params.
+    """
+
+    choice: InnerChoice
+    groups: Sequence[Mapping[str, Any]]
+
+
+def merge_config(
+    options: DistOptConfig, base: Optimizer, clip_grad: float, count_zeros: bool, grad_scaler: Any
+) -> DistOptConfig:
+    """Our options with everything that the fork says.
+
+    Args:
+        options: what the fork has no flag for.
+        base: the fork's base optimizer, whose hyperparameters are the fork's.
+        clip_grad, count_zeros, grad_scaler: as the fork gives them to its own distributed optimizer.
+    """
+    defaults = base.defaults
+    return dataclasses.replace(
+        options,
+        lr=float(defaults.get("lr") or 0.0),
+        weight_decay=float(defaults.get("weight_decay", 0.0)),
+        betas=tuple(defaults.get("betas", options.betas)),
+        eps=float(defaults.get("eps", options.eps)),
+        momentum=float(defaults.get("momentum", 0.0)),
+        clip_grad=float(clip_grad or 0.0),
+        count_zeros=bool(count_zeros),
+        loss_scale=None if grad_scaler is None else "dynamic",
+    )
+
+
+def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type: str) -> Inner:
+    """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
+
+    Args:
+        base: the fork's base optimizer over model params.
+        config: merged.
+        args: of the fork; --ds-fused-adam and --cpu-optimizer name an implementation.
+        device_type: of the params.
+
+    Raises:
+        ConfigError: an implementation that was asked for cannot be had, or one that is not element-wise.
+    """
+    kind = type(base).__name__
+    if config.optimizer != "adam" or kind in _ADAMS:
+        return Inner(choose_inner(_as_named_by_host(config, args), device_type), groups_of(base))
+    if kind in _SGDS:
+        return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
+    return Inner(adopt_instance(base), base.param_groups)
+
+
+def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
+    """The fork's flags name a source of Adam; ours, where given, wins."""
+    if config.adam != "auto":
+        return config
+    if getattr(args, "ds_fused_adam", False):
+        return dataclasses.replace(config, adam="deepspeed")
+    if getattr(args, "cpu_optimizer", False) and not getattr(args, "cpu_torch_adam", False):
+        return dataclasses.replace(config, adam="deepspeed_cpu")
+    return config
+
+
+def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
+    """Everything about the model that this rank can see by itself.
+
+    Returns:
+        The device of all params.
+
+    Raises:
+        HostError, ConfigError, LayoutError
+    """
+    for chunk in chunks:
+        _check_ddp(chunk)
+    if not named:
+        raise LayoutError(refusal("model", "no trainable param on this rank", "have at least 1", "Unfreeze something"))
+    check_dtypes(named, config)
+    in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
+    for name, param in named.items():
+        if param not in in_buffers:
+            rule, remedy = (
+                "lie in a grad buffer of the fork's DistributedDataParallel",
+                "Unfreeze params before wrapping",
+            )
+            raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
+    return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
+
+
+def _check_ddp(chunk: Any) -> None:
+    rule = "be wrapped by the fork's local DistributedDataParallel"
+    if not hasattr(chunk, "_grad_buffers"):
+        got = f"{type(chunk).__module__}.{type(chunk).__name__}"
+        raise HostError(refusal("model chunk", got, rule, "Write --DDP-impl local"))
+    if not chunk._grad_buffers:
+        contiguous = next(each for each in CONFLICTS if each.option == "use_contiguous_buffers_in_local_ddp")
+        raise ConfigError(refusal("model chunk", "without contiguous buffers", "have them", contiguous.remedy))
+    if not getattr(chunk, "_grad_buffer_param_index_map", None):
+        got, remedy = "grad buffers without an index map", "Use a fork of Megatron-LM 23.04 or later"
+        raise HostError(refusal("model chunk", got, "say where each param lies in them", remedy))
+
+
+def _index_maps(chunk: Any) -> Sequence[Mapping[Parameter, Any]]:
+    return list(chunk._grad_buffer_param_index_map.values())

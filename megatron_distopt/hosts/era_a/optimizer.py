@@ -1,0 +1,328 @@
+"""The sharded step behind the calls of the DistributedOptimizer of the forks of 2023.
+
+The fork's training loop drives it: `reduce_model_grads`, `step`, and after a successful one `gather_model_params`. It
+is a subclass of the fork's own class, whose reductions over tensor- and pipeline-parallel groups it uses, and does not
+run that class's constructor, which knows CUDA tensors by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron import get_args
+from megatron.core import tensor_parallel
+from megatron.model.module import param_is_not_shared
+from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
+from megatron.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.comm import Group, gather_params, raise_together, reduce_grads
+from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
+from megatron_distopt.hosts.base import StartUp, compare_ranks, names_by_param, plan_groups
+from megatron_distopt.hosts.era_a.buffers import GradBuffer, adopt_grad_buffers
+from megatron_distopt.hosts.era_a.config import Inner, check_model, choose_for, merge_config
+from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers, check_flags
+from megatron_distopt.hosts.era_a.groups import dense_group
+from megatron_distopt.hosts.era_a.ranges import ranges_of
+from megatron_distopt.hosts.era_a.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
+from megatron_distopt.hosts.era_a.state_a1 import check_state_a1, load_state_a1, state_a1
+from megatron_distopt.hosts.era_a.state_a2 import load_gathered, save_gathered
+from megatron_distopt.hosts.era_a.timing import Phases
+from megatron_distopt.hosts.loss_scale import loss_scale_of
+from megatron_distopt.hosts.report import announce, describe
+from megatron_distopt.optimizer import (
+    ShardedOptimizer,
+    StepPlan,
+    Verdict,
+    clip_divisor,
+    is_torchs,
+    judge_together,
+    measure_together,
+)
+
+__all__ = ["DistributedOptimizer"]
+
+_NAMES = StepTimers()
+#: (updated, gradient norm or None, zeros or None), as the fork's.
+StepOfHost = tuple[bool, float | None, int | None]
+
+
+class DistributedOptimizer(HostDistributedOptimizer):
+    """Collective: the fork's class, with the sharded step inside.
+
+    Args:
+        optimizer: the fork's base optimizer over model params; only its class, hyperparameters and groups are taken.
+        clip_grad: largest gradient norm; 0 for no clipping.
+        log_num_zeros_in_grad: count zeros at every step.
+        params_have_main_grad: kept for the fork; always so with contiguous buffers.
+        use_contiguous_buffers_in_local_ddp: must be set.
+        fp16, bf16, params_dtype: kept for the fork; every param keeps its own dtype.
+        grad_scaler: the fork's, or None.
+        models: chunks, wrapped by the fork's local DistributedDataParallel.
+        options: ours; None for what the fork's arguments and MEGATRON_DISTOPT_* variables say.
+
+    Raises:
+        ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before anything is moved or trained.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clip_grad: float,
+        log_num_zeros_in_grad: bool,
+        params_have_main_grad: bool,
+        use_contiguous_buffers_in_local_ddp: bool,
+        fp16: bool,
+        bf16: bool,
+        params_dtype: torch.dtype,
+        grad_scaler: Any,
+        models: Sequence[Module],
+        *,
+        options: DistOptConfig | None = None,
+    ) -> None:
+        self.everyone = Group.of()
+        self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
+        names = names_by_param(models)
+        self._named = {name: param for param, name in names.items() if param.requires_grad}
+
+        def check() -> tuple[DistOptConfig, torch.device, Inner, Group]:
+            args = get_args()
+            check_flags(args)
+            own = options or config_from_environment(os.environ, config_from_namespace(args))
+            config = merge_config(own, optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler)
+            device = check_model(models, self._named, config)
+            return config, device, choose_for(optimizer, config, args, device.type), dense_group()
+
+        config, device, inner, self.data = raise_together(check, self.everyone)
+        #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
+        self.host_is_torchs = is_torchs(optimizer)
+        self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.grad_buffers = raise_together(lambda: adopt_grad_buffers(models, names), self.everyone)
+        self._divides_first = any(buffer.dtype is torch.float16 for buffer in self.grad_buffers)
+        plan = self._plan(config, device, inner)
+        self._compare_ranks(plan)
+        self.sharded = ShardedOptimizer([each for buffer in self.grad_buffers for each in buffer.sharded], plan)
+        contiguous = use_contiguous_buffers_in_local_ddp
+        MegatronOptimizer.__init__(
+            self, self.sharded.inner, clip_grad, log_num_zeros_in_grad, params_have_main_grad, contiguous, models
+        )
+        self._may_be_stale = True
+        self._head_step: int | None = None
+        self._announce(device)
+
+    def _plan(self, config: DistOptConfig, device: torch.device, inner: Inner) -> StepPlan:
+        return StepPlan(
+            groups=plan_groups(self._named, inner.groups),
+            choice=inner.choice,
+            config=config,
+            loss_scale=loss_scale_of(self.grad_scaler, device),
+            stats_group=lambda: self.everyone,
+            average_over=1 if self._divides_first else self.data.size,
+            counted=lambda name: _is_counted(self._named[name]),
+        )
+
+    def _compare_ranks(self, plan: StepPlan) -> None:
+        layouts = [buffer.layout for buffer in self.grad_buffers]
+        dtypes = [dtype_name(buffer.dtype) for buffer in self.grad_buffers]
+        start_up = StartUp(self._named, plan, layouts, dtypes, (f"gathers_state={self.gathers_state}",))
+        compare_ranks(start_up, self.data, self.everyone)
+
+    def _announce(self, device: torch.device) -> None:
+        if self.everyone.rank == 0:
+            kind = "A2, state gathered into one file" if self.gathers_state else "A1, state in every rank's file"
+            groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {self.data.size}"
+            more = (groups, f"files      {kind}")
+            announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], device, *more))
+
+    @property
+    def gathers_state(self) -> bool:
+        """A2 rather than A1: whether the fork keeps optimizer state in one gathered file."""
+        return hasattr(HostDistributedOptimizer, GATHERS_STATE)
+
+    def reduce_model_grads(self, args: Any, timers: Any) -> None:
+        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`.
+
+        Args:
+            args: of the fork.
+            timers: of the fork.
+        """
+        phase = Phases(args, timers)
+        with phase(_NAMES.layernorm):
+            self.allreduce_layernorm_grads(args)
+            if hasattr(self, "allreduce_key_value_grads"):  # one child has multi-query attention
+                self.allreduce_key_value_grads(args)
+        with phase(_NAMES.embedding):
+            self.allreduce_embedding_grads(args)
+        with phase(_NAMES.reduce_scatter):
+            for buffer in self.grad_buffers:
+                self._reduce(buffer)
+
+    def _reduce(self, buffer: GradBuffer) -> None:
+        """Experts too are averaged over all ranks whose tokens they saw, which is the dense group."""
+        if self._divides_first:
+            buffer.grad.div_(self.data.size)
+        reduce_grads(buffer.sharded[0], buffer.group)
+
+    @torch.no_grad()
+    def step(self, args: Any = None, timers: Any = None) -> StepOfHost:
+        """Collective: measures, updates and rounds into this rank's shards; after `reduce_model_grads`.
+
+        Returns:
+            (True, gradient norm, zeros or None); the norm is None without clipping. (False, None, None) where the step
+            was skipped.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+        """
+        phase, sharded = Phases(args, timers), self.sharded
+        self._follow_model()
+        divisor = sharded.divisor  # before the loss scale moves
+        with phase(_NAMES.measure):
+            stats = measure_together([sharded], self.everyone)
+            verdict = judge_together([sharded], stats, self.everyone)
+        if verdict is Verdict.SKIP:
+            return False, None, None
+        with phase(_NAMES.clip):
+            norm = stats.norm(divisor)
+        with phase(_NAMES.inner):
+            sharded.advance(divisor * clip_divisor(norm, sharded.config.clip_grad))
+        with phase(_NAMES.write):
+            sharded.write_model()
+        return True, norm if self.clip_grad > 0 else None, stats.num_zeros
+
+    def _follow_model(self) -> None:
+        """Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step."""
+        if self._may_be_stale:
+            self.sharded.follow_model()
+            self._may_be_stale = False
+
+    @torch.no_grad()
+    def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
+        """Collective: every rank gets the new params.
+
+        Args:
+            args: of the fork.
+            timers: of the fork.
+        """
+        with Phases(args, timers)(_NAMES.gather):
+            for buffer in self.grad_buffers:
+                for each in buffer.sharded:
+                    gather_params(each, buffer.group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops `param.grad`. The fork zeroes its own grad buffers; those that it does not know are zeroed here."""
+        for param in self._named.values():
+            param.grad = None
+        for buffer in self.grad_buffers:
+            if buffer.is_ours:
+                buffer.grad.zero_()
+
+    def get_loss_scale(self) -> Tensor:
+        """fp32 [1]."""
+        return self.sharded.loss_scale.scale
+
+    def reload_model_params(self) -> None:
+        """Refreshes the main params after somebody changed the model params."""
+        self.sharded.reload_model_params()
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """The counted main grads, while they are attached."""
+        return [run.main_grad for run in self.sharded.runs if run.run.key.counted]
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Collective: scales the reduced gradients in the grad buffers; `step` clips by itself.
+
+        Returns:
+            The norm before clipping, of the averaged and unscaled gradient.
+        """
+        stats = measure_together([self.sharded], self.everyone)
+        self.sharded.release_grads()
+        norm = stats.norm(self.sharded.divisor)
+        for run in self.sharded.runs:
+            run.grad.div_(clip_divisor(norm, clip_grad))
+        return norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Collective: zeros of the whole reduced gradient."""
+        stats = measure_together([self.sharded], self.everyone, count_zeros=True)
+        self.sharded.release_grads()
+        return stats.num_zeros or 0
+
+    def get_model_parallel_group(self) -> None:
+        """None: statistics are added up over all ranks."""
+
+    def get_model_param_range_map(self, param: Parameter) -> Mapping[str, Any]:
+        """Which elements of a model param this rank owns.
+
+        Returns:
+            {"gbuf_world", "gbuf_local", "param"}: ranges with `start`, `end` and `size`, as the fork's.
+
+        Raises:
+            KeyError: this rank owns nothing of it.
+        """
+        return ranges_of(self.sharded, next(name for name, each in self._named.items() if each is param))
+
+    def names_as_registered(self) -> list[str]:
+        """Names of the params in grad buffers, in the order of the fork's index maps."""
+        maps = [spans for model in self.models for spans in model._grad_buffer_param_index_map.values()]
+        name_of = {param: name for name, param in self._named.items()}
+        return [name_of[param] for spans in maps for param in spans if param in name_of]
+
+    def state_dict(self) -> dict[str, Any]:
+        """In A2 what is not in the gathered file; in A1 all of this rank's state, see state_a1.py."""
+        if not self.gathers_state:
+            return state_a1(self)
+        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self)}}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
+        """Collective: takes `state_dict()`, also of the fork's own optimizer, back.
+
+        Args:
+            state_dict: in A2 to be followed by `load_parameter_state`.
+            unused: one child gives the iteration.
+
+        Raises:
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+        """
+        if self.gathers_state:
+            raise_together(lambda: check_head(self, state_dict), self.everyone)
+            load_groups(self.param_groups, state_dict["optimizer"]["param_groups"])
+            load_loss_scale(self, state_dict)
+            self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
+            return
+        raise_together(lambda: check_state_a1(self, state_dict), self.everyone)
+        load_state_a1(self, state_dict)
+        self.gather_model_params()
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Collective: writes the gathered file of A2, see state_a2.py.
+
+        Args:
+            filename: the same on the ranks of one data-parallel group, of which the first writes.
+        """
+        save_gathered(self, filename)
+
+    def load_parameter_state(self, filename: str) -> None:
+        """Collective: reads it, at any data-parallel size; after `load_state_dict`.
+
+        Raises:
+            CheckpointError: on all ranks, before any param is changed.
+        """
+        load_gathered(self, filename, self._head_step)
+        self.gather_model_params()
+
+
+def _is_counted(param: Parameter) -> bool:
+    """See [Note: counted once] in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
+    return bool(param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))

@@ -1,0 +1,246 @@
+"""A2, Megatron-LM 23.06 and Megatron-DeepSpeed: one file with the state of all data-parallel ranks, gathered.
+
+::
+
+    {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
+     "megatron_distopt": {"format": 1, "step": updates so far}}
+
+Every tensor has the order of the grad buffer. The last key is ours: the fork's own optimizer does not look at it. The
+padding of the fork's own files is what happened to be in memory, so nothing is read from it, and a file fits any number
+of data-parallel ranks.
+
+The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
+(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import mpu
+from torch import Tensor
+
+from megatron_distopt.comm import Group, exchange, gather_to_first, raise_together, scatter_from_first
+from megatron_distopt.config import ADAM_SOURCES
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.hosts.era_a.buffers import GradBuffer
+from megatron_distopt.hosts.era_a.state import (
+    check_step,
+    install_state,
+    moment_keys,
+    saved_step,
+    shards_of,
+    slice_of,
+)
+from megatron_distopt.optimizer import MainRun, count_updates, moments_of
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
+
+__all__ = ["load_gathered", "save_gathered"]
+
+_MAIN, _OURS, _FORMAT = "param", "megatron_distopt", 1
+#: What the fork's own optimizer asks for even where no step was made yet.
+_ADAM_KEYS = frozenset(("exp_avg", "exp_avg_sq"))
+#: Padding is less than the number of ranks that wrote a file; no run has more than these.
+_LARGEST_PADDING_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes into one file: the buffers of one group of ranks.
+
+    Args:
+        filename: experts are not in the fork's layout and have a file beside it.
+        group: ranks; the first one writes and reads.
+        buffers: sharded over it.
+    """
+
+    filename: str
+    group: Group
+    buffers: tuple[GradBuffer, ...]
+
+
+@torch.no_grad()
+def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
+    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file."""
+    for part in _parts(optimizer, filename):
+        state: dict[Any, Any] = {_OURS: {"format": _FORMAT, "step": count_updates(optimizer.sharded.inner) or 0}}
+        for buffer in part.buffers:
+            state.setdefault(buffer.chunk, {})[buffer.dtype] = _gather(optimizer, buffer, part.group)
+        if part.group.rank == 0:
+            _write(state, part.filename)
+
+
+@torch.no_grad()
+def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int | None) -> None:
+    """Collective: the first ranks read their files, every rank gets its shards; the params are not gathered yet.
+
+    Args:
+        optimizer: takes the state over.
+        filename: as the fork names it.
+        head_step: the update count that came with `load_state_dict`.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed.
+    """
+    parts, everyone = _parts(optimizer, filename), optimizer.everyone
+    files = raise_together(lambda: [_read(optimizer, part) for part in parts], everyone)
+    told = [exchange(_step_in(file), part.group)[0] for file, part in zip(files, parts, strict=True)]
+    known = head_step if head_step is not None else max((step for step in told if step is not None), default=None)
+    step = raise_together(lambda: check_step(optimizer, known), everyone)
+    moments: dict[MainRun, dict[str, Tensor]] = {run: {} for run in optimizer.sharded.runs}
+    for part, file in zip(parts, files, strict=True):
+        for buffer in part.buffers:
+            _scatter(optimizer, buffer, part.group, file, moments)
+    install_state(optimizer, moments, step)
+
+
+def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
+    by_group: dict[Group, list[GradBuffer]] = {}
+    for buffer in optimizer.grad_buffers:
+        by_group.setdefault(buffer.group, []).append(buffer)
+    return [_Part(_name_for(filename, optimizer, group), group, tuple(buffers)) for group, buffers in by_group.items()]
+
+
+def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> str:
+    if group == optimizer.data:
+        return filename
+    stem, extension = os.path.splitext(filename)
+    return f"{stem}_experts_{group.global_rank(0):05d}{extension}"
+
+
+def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
+    keys = set().union(*exchange(moment_keys(optimizer.sharded), group))
+    if not keys and optimizer.sharded.plan.choice.name in ADAM_SOURCES:
+        keys = set(_ADAM_KEYS)
+    carrier = _carrier(group)
+    wholes = {
+        key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (_MAIN, *sorted(keys))
+    }
+    return {key: whole.cpu() for key, whole in wholes.items() if whole is not None} or None
+
+
+def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
+    """fp32 1-D [shard_numel]; padding is zero."""
+    shard_tensor = carrier.empty_shard(buffer)
+    for name, (run, shard) in shards_of(optimizer.sharded).items():
+        source = run.main if key == _MAIN else moments_of(optimizer.sharded.inner, run.main).get(key)
+        if source is not None and _is_in(buffer, name):
+            shard_tensor[shard.in_shard.as_slice()].copy_(slice_of(run, shard, source))
+    return shard_tensor
+
+
+def _scatter(
+    optimizer: DistributedOptimizer,
+    buffer: GradBuffer,
+    group: Group,
+    file: Mapping[Any, Any] | None,
+    moments: Mapping[MainRun, dict[str, Tensor]],
+) -> None:
+    tensors = None if file is None else file[buffer.chunk][buffer.dtype]
+    keys = exchange(tuple(tensors) if tensors is not None else (), group)[0]
+    carrier = _carrier(group)
+    for key in keys:
+        shard_tensor = carrier.empty_shard(buffer)
+        whole = None if tensors is None else _repadded(tensors[key], buffer).to(shard_tensor.device)
+        scatter_from_first(whole, shard_tensor, carrier.group)
+        for name, (run, shard) in shards_of(optimizer.sharded).items():
+            if _is_in(buffer, name):
+                whole_run = run.main if key == _MAIN else moments[run].setdefault(key, torch.zeros_like(run.main))
+                slice_of(run, shard, whole_run).copy_(shard_tensor[shard.in_shard.as_slice()])
+
+
+def _repadded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
+    """The values of the params, padded for this number of ranks."""
+    numel = _numel_of(buffer)
+    whole = torch.zeros(buffer.layout.numel, dtype=torch.float32)
+    whole[:numel] = tensor[:numel]
+    return whole
+
+
+def _numel_of(buffer: GradBuffer) -> int:
+    return buffer.layout.buckets[-1].numel_unpadded
+
+
+def _is_in(buffer: GradBuffer, name: str) -> bool:
+    return any(sharded.holds(name) for sharded in buffer.sharded)
+
+
+def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | None:
+    """On the first rank of the part's group, checked; None elsewhere. No pickle is executed."""
+    if part.group.rank != 0:
+        return None
+    try:
+        state: Mapping[Any, Any] = torch.load(part.filename, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever a damaged file makes torch raise
+        rule, remedy = "be readable", "Give a checkpoint that holds it, or start from its weights with --no-load-optim"
+        raise CheckpointError(refusal(f"optimizer file {part.filename}", error, rule, remedy)) from error
+    for buffer in part.buffers:
+        _check(optimizer, buffer, state, part.filename)
+    return state
+
+
+def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[Any, Any], filename: str) -> None:
+    what, where = f"optimizer file {filename}", f"chunk {buffer.chunk}, grads {buffer.dtype}"
+    tensors = state.get(buffer.chunk, {}).get(buffer.dtype)
+    remedy = "Load a checkpoint of this model at the same tensor- and pipeline-parallel size"
+    if not tensors or _MAIN not in tensors:
+        got = f"without {where}"
+        raise CheckpointError(refusal(what, got, "hold every grad buffer of the run", remedy))
+    numel = _numel_of(buffer)
+    for key, tensor in tensors.items():
+        if tensor.dim() != 1 or not 0 <= tensor.numel() - numel < _LARGEST_PADDING_NUMEL:
+            got, rule = f"{key} of {list(tensor.shape)} in {where}", f"hold {numel} elements and padding"
+            raise CheckpointError(refusal(what, got, rule, remedy))
+    if _OURS not in state and _mixes_dtypes(optimizer, buffer):
+        got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
+        rule = "be in an order that is known; that optimizer saves such groups permuted"
+        remedy = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
+        raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
+    names = [{name for name in group.names if _is_in(buffer, name)} for group in optimizer.sharded.plan.groups]
+    return any(
+        len([sharded for sharded in buffer.sharded if any(sharded.holds(name) for name in group)]) > 1
+        for group in names
+    )
+
+
+def _step_in(file: Mapping[Any, Any] | None) -> int | None:
+    return None if file is None else saved_step([file.get(_OURS, {})])
+
+
+def _write(state: Mapping[Any, Any], filename: str) -> None:
+    """Complete or not at all: under another name first."""
+    unfinished = f"{filename}.unfinished"
+    torch.save(state, unfinished)
+    os.replace(unfinished, filename)
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """Who moves the shards, and whether they have to be on the CPU for that."""
+
+    group: Group
+    on_cpu: bool
+
+    def empty_shard(self, buffer: GradBuffer) -> Tensor:
+        """fp32 zeros, 1-D [shard_numel]."""
+        device = torch.device("cpu") if self.on_cpu else buffer.grad.device
+        return torch.zeros(buffer.layout.shard_numel, dtype=torch.float32, device=device)
+
+
+def _carrier(group: Group) -> _Carrier:
+    """The group itself, or the fork's gloo group of the same ranks, which needs no memory on the device."""
+    if "gloo" in group.backend or group.size == 1:
+        return _Carrier(group, on_cpu=True)
+    gloo = getattr(mpu, "get_data_parallel_group_gloo", None)
+    if gloo is not None and group == Group.of(mpu.get_data_parallel_group()):
+        return _Carrier(Group.of(gloo()), on_cpu=True)
+    return _Carrier(group, on_cpu=False)

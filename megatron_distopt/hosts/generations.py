@@ -1,0 +1,95 @@
+"""The generations of Megatron, told apart by what is there and never by a version string. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_distopt.errors import UnknownHostError, refusal
+from megatron_distopt.hosts.era_a import facts as era_a
+from megatron_distopt.hosts.megatron_core import facts as megatron_core
+from megatron_distopt.hosts.seams import Seam
+
+__all__ = ["ERA_A", "GENERATIONS", "MEGATRON_CORE", "Generation", "recognise"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Forks with one contract.
+
+    Args:
+        name: for people.
+        examples: who belongs to it.
+        has: modules that all of them have.
+        seams: what we replace there, the factory first; empty where it is not supported.
+        remedy: what to do instead, where it is not supported.
+    """
+
+    name: str
+    examples: str
+    has: tuple[str, ...]
+    seams: tuple[Seam, ...] = ()
+    remedy: str = ""
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether an adapter exists."""
+        return bool(self.seams)
+
+
+MEGATRON_CORE = Generation(
+    "megatron-core", "megatron-core 0.16, Megatron-LM of 2026", ("megatron.core.optimizer",), (megatron_core.SEAM,)
+)
+ERA_A = Generation(
+    "Megatron of 2023 (era A)",
+    "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
+    ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
+    (era_a.SEAM, era_a.PARSER),
+)
+
+#: In the order in which they are asked: the first whose modules are all there is the one.
+GENERATIONS = (
+    Generation(
+        "GPT-NeoX",
+        "EleutherAI/gpt-neox",
+        ("megatron.neox_arguments",),
+        remedy='Write "zero_optimization": {"stage": 1} in its DeepSpeed config: the engine owns its optimizer',
+    ),
+    MEGATRON_CORE,
+    Generation(
+        "Megatron-LM with megatron-core 0.4 or 0.5",
+        "Megatron-LM of early 2024",
+        ("megatron.optimizer.distrib_optimizer", "megatron.core.distributed"),
+        remedy="Move the fork to megatron-core 0.16, or call megatron_distopt.distribute(...) on its model",
+    ),
+    ERA_A,
+    Generation(
+        "Megatron without a distributed optimizer",
+        "Megatron-LM 2.5 and 2.6, BigScience Megatron-DeepSpeed",
+        ("megatron.optimizer", "megatron.mpu"),
+        remedy="Call megatron_distopt.distribute(...) on its model in place of its DistributedDataParallel",
+    ),
+)
+
+
+def recognise(has_module: Callable[[str], bool]) -> Generation:
+    """The generation of a fork.
+
+    Args:
+        has_module: whether the fork has a module of that dotted name.
+
+    Raises:
+        UnknownHostError: none of those that we know.
+
+    >>> recognise({"megatron.optimizer.distrib_optimizer", "megatron.arguments"}.__contains__).name
+    'Megatron of 2023 (era A)'
+    """
+    for generation in GENERATIONS:
+        if all(map(has_module, generation.has)):
+            return generation
+    rule = "provide " + " or ".join(str(known.seams[0]) for known in GENERATIONS if known.seams)
+    remedy = (
+        "Start in the folder of your fork, or run pip install megatron-core==0.16.1, or use "
+        "megatron_distopt.distribute(...) without a Megatron"
+    )
+    raise UnknownHostError(refusal("host", "no Megatron that we know", rule, remedy))

@@ -1,0 +1,57 @@
+"""The loss scale where a Megatron keeps it: every generation has a grad scaler with the same few methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.optimizer import ConstantLossScale, LossScale
+
+__all__ = ["HostLossScale", "loss_scale_of"]
+
+
+def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
+    """The host's grad scaler, or a constant 1.0 where it has none."""
+    return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
+
+
+class HostLossScale:
+    """The host's own grad scaler: its rules, its state.
+
+    Args:
+        grad_scaler: a MegatronGradScaler.
+    """
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self._grad_scaler = grad_scaler
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 [1]."""
+        scale: Tensor = self._grad_scaler.scale
+        return scale
+
+    @property
+    def value(self) -> float:
+        """The same for the CPU, which waits for the device to know it."""
+        return float(self.scale.item())
+
+    def can_back_off(self) -> bool:
+        """A dynamic scaler until its scale is at the minimum, a constant one never."""
+        minimum = getattr(self._grad_scaler, "min_scale", None)
+        return minimum is not None and bool(self.scale > minimum)
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Once a step."""
+        self._grad_scaler.update(found_nonfinite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The host's."""
+        return dict(self._grad_scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The host's."""
+        self._grad_scaler.load_state_dict(state)

@@ -1,0 +1,39 @@
+"""The entry-point door: `distopt` in the group `megatron.optimizer_factories`.
+
+A fork that asks its installed packages for factories (`megatron-distopt patch --apply FORK` adds the question) calls it
+once, at the end of the module that defines the factory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_distopt.config import Switch, config_from_environment, switch_from
+from megatron_distopt.hosts.detect import find_host
+from megatron_distopt.hosts.seams import Replacement
+from megatron_distopt.plugin.install import flags_of
+from megatron_distopt.plugin.patcher import apply
+
+__all__ = ["distopt"]
+
+
+def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What the fork uses in place of its own factory.
+
+    Args:
+        original: the fork's factory, or what another package made of it.
+
+    Raises:
+        ConfigError: a bad MEGATRON_DISTOPT variable.
+        HostError: a fork that looks different from what is supported, or another package that came first.
+    """
+    config = config_from_environment(os.environ)
+    if isinstance(original, Replacement):
+        return original
+    host = find_host()
+    apply(flags_of(host))
+    if switch_from(os.environ) is Switch.OFF:
+        return original
+    return host.replacement(host.seam.checked(original), config)
