@@ -1,17 +1,93 @@
-"""Every launch file under configs/ trains, and the example behind them gives one curve whatever starts it."""
+"""Every launch file under configs/ trains, or is dry-run where it needs a fork or GPUs: a stub stands in the launcher's
+place, and the real parsers of launcher, runner and fork read what it was given."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.sh"))
+from megatron_distopt.plugin.runner import Target, parse_target
+
+FOLDER = Path(__file__).parents[1] / "configs"
+FILES = {"DATA": "text_document", "VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
+EXTRA = ("--lr", "7e-5", "--log-interval", "3")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch file is meant to start.
+
+    Args:
+        name: of the file, without its ending.
+        nodes: how many machines.
+        ranks: on each of them.
+        params: of the model.
+        needs: variables without which it must stop.
+    """
+
+    name: str
+    nodes: int
+    ranks: int
+    params: float
+    needs: tuple[str, ...]
+
+    @property
+    def by_deepspeed(self) -> bool:
+        return "deepspeed" in self.name
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks
+
+
+CORE = ("gpt_tiny_deepspeed", "gpt_tiny_torchrun")
+_DATA = ("MEGATRON_FORK", *FILES)
+_KEPT = (*_DATA, "CHECKPOINT_DIR")
+FORK = (
+    Launch("gpt_tiny_fork_cpu_torchrun", 1, 2, 0.17e6, _DATA),
+    Launch("gpt_tiny_fork_cpu_deepspeed", 1, 2, 0.17e6, _DATA),
+    Launch("gpt_125m_torchrun", 1, 8, 125e6, _KEPT),
+    Launch("gpt_125m_deepspeed", 1, 8, 125e6, _KEPT),
+    Launch("gpt_7b_torchrun_2nodes", 2, 8, 6.7e9, (*_KEPT, "MASTER_ADDR", "NODE_RANK")),
+    Launch("gpt_7b_deepspeed_2nodes", 2, 8, 6.7e9, (*_KEPT, "HOSTFILE")),
+)
+each_fork_launch = pytest.mark.parametrize("launch", FORK, ids=lambda launch: launch.name)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a stub was started with: its name, words and variables."""
+
+    launcher: str
+    words: list[str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What the launcher's own parser made of the words.
+
+    Args:
+        options: the launcher's.
+        program: what each rank runs, from its first word that is not the launcher's; `-m` in front of a module.
+    """
+
+    options: dict[str, Any]
+    program: list[str]
+
+
+# ---------------------------------------------------------------------------------------------------------- training
 
 
 def _run(config: Path) -> list[float]:
@@ -34,11 +110,10 @@ def _run(config: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses() -> dict[str, list[float]]:
-    return {config.stem: _run(config) for config in CONFIGS}
+    return {name: _run(FOLDER / f"{name}.sh") for name in CORE}
 
 
 def test_launch_files_when_run_then_train(losses: dict[str, list[float]]) -> None:
-    assert set(losses) == {"gpt_tiny_torchrun", "gpt_tiny_deepspeed"}
     for curve in losses.values():
         assert len(curve) == 4
         assert curve[-1] < curve[0]
@@ -46,3 +121,300 @@ def test_launch_files_when_run_then_train(losses: dict[str, list[float]]) -> Non
 
 def test_launch_files_when_the_launcher_differs_then_the_curve_does_not(losses: dict[str, list[float]]) -> None:
     assert losses["gpt_tiny_torchrun"] == losses["gpt_tiny_deepspeed"]
+
+
+# ----------------------------------------------------------------------------------------------------------- dry-runs
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """The whole environment of a dry-run: stubs first in PATH, every path with a space in it."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for launcher in ("torchrun", "deepspeed"):
+        stub = stubs / launcher
+        stub.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\nwith open(os.environ['STARTED'], 'w') as file:\n"
+            f"    json.dump([{launcher!r}, sys.argv[1:], dict(os.environ)], file)\n"
+        )
+        stub.chmod(0o755)
+    fork = tmp_path / "a fork"
+    fork.mkdir()
+    (fork / "pretrain_gpt.py").touch()
+    return {
+        "PATH": f"{stubs}{os.pathsep}/usr/bin{os.pathsep}/bin",
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "STARTED": str(tmp_path / "started.json"),
+        "MEGATRON_FORK": str(fork),
+        **{name: str(tmp_path / "the data" / file) for name, file in FILES.items()},
+        "CHECKPOINT_DIR": str(tmp_path / "the checkpoints"),
+        "HOSTFILE": str(FOLDER / "hostfile.example"),
+        "MASTER_ADDR": "node0.example.invalid",
+        "NODE_RANK": "1",
+        "MEGATRON_DISTOPT": "require",
+    }
+
+
+def _bash(name: str, variables: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(FOLDER / f"{name}.sh"), *words]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _dry_run(name: str, variables: dict[str, str], *words: str) -> Started:
+    done = _bash(name, variables, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    return Started(*json.loads(Path(variables["STARTED"]).read_text()))
+
+
+def _parse(started: Started) -> Parsed:
+    """By the launcher's own parser, which exits where a word is not one of its."""
+    if started.launcher == "deepspeed":
+        from deepspeed.launcher.runner import parse_args
+
+        options = vars(parse_args(started.words))
+        script, arguments = options.pop("user_script"), options.pop("user_args")
+    else:
+        from torch.distributed.run import get_args_parser
+
+        options = vars(get_args_parser().parse_args(started.words))
+        script, arguments = options.pop("training_script"), options.pop("training_script_args")
+    return Parsed(options, [*["-m"][: options["module"]], script, *arguments])
+
+
+def _target(parsed: Parsed, launch: Launch) -> Target:
+    """What the runner makes of its words on rank 0."""
+    assert parsed.program[:2] == ["-m", "megatron_distopt"]
+    return parse_target([*["--local_rank=0"][: launch.by_deepspeed], *parsed.program[2:]])
+
+
+def _flags(arguments: tuple[str, ...] | list[str]) -> dict[str, str]:
+    """Value of every long flag, "" where it has none; each may be there once."""
+    flags: dict[str, str] = {}
+    for word in arguments:
+        if word.startswith("--"):
+            assert word not in flags, word
+            flags[word] = ""
+        else:
+            flags[list(flags)[-1]] = word
+    return flags
+
+
+def _training_flags(launch: Launch, variables: dict[str, str]) -> dict[str, str]:
+    arguments = _target(_parse(_dry_run(launch.name, variables)), launch).arguments
+    return _flags(arguments[launch.by_deepspeed :])
+
+
+def test_launch_files_when_listed_then_all_are_tested_and_in_the_readme() -> None:
+    names = {path.stem for path in FOLDER.glob("*.sh")}
+    assert names == {*CORE, *(launch.name for launch in FORK)}
+    readme = (FOLDER / "README.md").read_text()
+    assert {name for name in names if f"| `{name}.sh` |" not in readme} == set()
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_launch_files_when_read_then_name_no_machine_and_no_folder_of_one(path: Path) -> None:
+    text = path.read_text()
+    folders = set(re.findall(r"(?<![\w.~}*])/(?:\w+/)+\w*", text))
+    assert folders <= {"/usr/bin/env", "/dev/null"}
+    assert set(re.findall(r"\bnode\d[\w.-]*", text)) <= {"node0.example.invalid", "node1.example.invalid"}
+    if path.suffix == ".sh":
+        assert os.access(path, os.X_OK)
+        assert "\nset -euo pipefail\n" in text
+
+
+@each_fork_launch
+def test_launch_when_dry_run_then_the_launcher_starts_the_nodes_and_ranks_that_are_meant(
+    launch: Launch, variables: dict[str, str]
+) -> None:
+    started = _dry_run(launch.name, variables)
+    options = _parse(started).options
+    assert started.launcher == ("deepspeed" if launch.by_deepspeed else "torchrun")
+    if launch.by_deepspeed:
+        assert options["num_gpus"] == launch.ranks
+        assert options["num_nodes"] == (launch.nodes if launch.nodes > 1 else -1)
+        assert options["master_port"] == 29500
+    else:
+        assert options["nproc_per_node"] == str(launch.ranks)
+        assert options["standalone"] is (launch.nodes == 1)
+        assert int(options["nnodes"].split(":")[-1]) == launch.nodes
+
+
+def test_launch_when_torchrun_has_two_nodes_then_they_meet_where_the_variables_say(variables: dict[str, str]) -> None:
+    options = _parse(_dry_run("gpt_7b_torchrun_2nodes", {**variables, "MASTER_PORT": "29501"})).options
+    assert (options["master_addr"], options["master_port"]) == ("node0.example.invalid", 29501)
+    assert (options["node_rank"], options["rdzv_backend"]) == (1, "static")
+
+
+def test_launch_when_deepspeed_has_two_nodes_then_the_example_hostfile_holds_them(variables: dict[str, str]) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    options = _parse(_dry_run("gpt_7b_deepspeed_2nodes", variables)).options
+    assert dict(fetch_hostfile(options["hostfile"])) == {"node0.example.invalid": 8, "node1.example.invalid": 8}
+
+
+def test_launch_when_deepspeed_has_two_nodes_then_both_get_our_variables(variables: dict[str, str]) -> None:
+    (Path(variables["HOME"]) / ".deepspeed_env").write_text("MINE=1\n")
+    started = _dry_run("gpt_7b_deepspeed_2nodes", {**variables, "MEGATRON_DISTOPT_ADAM": "apex"})
+    lines = Path(started.environment["DS_ENV_FILE"]).read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "MINE=1")
+    assert sorted(lines[1:-1]) == ["MEGATRON_DISTOPT=require", "MEGATRON_DISTOPT_ADAM=apex"]
+
+
+@each_fork_launch
+def test_launch_when_dry_run_then_the_runner_is_first_and_accepts_the_script(
+    launch: Launch, variables: dict[str, str]
+) -> None:
+    target = _target(_parse(_dry_run(launch.name, variables)), launch)
+    assert (target.name, target.is_module) == (f"{variables['MEGATRON_FORK']}/pretrain_gpt.py", False)
+
+
+@each_fork_launch
+def test_launch_when_a_script_is_to_run_before_then_it_gets_the_runner(
+    launch: Launch, variables: dict[str, str]
+) -> None:
+    plain = _parse(_dry_run(launch.name, variables)).program
+    parsed = _parse(_dry_run(launch.name, {**variables, "RUN_BEFORE": "path to/mend.py"}))
+    assert not parsed.options["module"]
+    if "--data-cache-path" in plain:  # a new temporary folder each time, unless it is given
+        place = plain.index("--data-cache-path") + 1
+        plain[place] = parsed.program[place + 1]
+    assert parsed.program == ["path to/mend.py", *plain]
+
+
+@each_fork_launch
+def test_launch_when_dry_run_then_the_flags_choose_our_optimizer_and_each_is_there_once(
+    launch: Launch, variables: dict[str, str]
+) -> None:
+    flags = _training_flags(launch, variables)
+    assert flags["--use-distributed-optimizer"] == ""
+    assert not {"--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage"} & flags.keys()
+    assert {flags["--data-path"], flags["--vocab-file"], flags["--merge-file"]} == {variables[name] for name in FILES}
+    if "CHECKPOINT_DIR" in launch.needs:
+        assert flags["--save"] == flags["--load"] == variables["CHECKPOINT_DIR"]
+        assert "--bf16" in flags
+
+
+@each_fork_launch
+def test_launch_when_dry_run_then_its_arithmetic_holds(launch: Launch, variables: dict[str, str]) -> None:
+    flags = _training_flags(launch, variables)
+    tensor, pipeline = (int(flags.get(f"--{kind}-model-parallel-size", "1")) for kind in ("tensor", "pipeline"))
+    assert launch.ranks % (tensor * pipeline) == 0  # tensor and pipeline parallelism stay inside a node
+    data = launch.world_size // (tensor * pipeline)
+    assert int(flags["--global-batch-size"]) % (int(flags["--micro-batch-size"]) * data) == 0
+    hidden, heads, layers = (int(flags[f"--{what}"]) for what in ("hidden-size", "num-attention-heads", "num-layers"))
+    assert hidden % heads == 0 and heads % tensor == 0 and layers % pipeline == 0
+    length = int(flags["--seq-length"])
+    assert length <= int(flags["--max-position-embeddings"])
+    assert float(flags["--min-lr"]) == pytest.approx(float(flags["--lr"]) / 10)
+    assert int(flags["--lr-warmup-iters"]) < int(flags["--train-iters"])
+    vocabulary = 1024 if launch.params < 1e6 else 50304
+    assert 12 * layers * hidden**2 + (vocabulary + length) * hidden == pytest.approx(launch.params, rel=0.02)
+
+
+@pytest.mark.parametrize("size", ["gpt_tiny_fork_cpu", "gpt_125m", "gpt_7b"])
+def test_launch_when_the_launcher_differs_then_the_training_does_not(size: str, variables: dict[str, str]) -> None:
+    first, second = (launch for launch in FORK if launch.name.startswith(size))
+    given = {**variables, "DATA_CACHE": "cache"}
+    assert _training_flags(first, given) == _training_flags(second, given)
+
+
+@pytest.mark.parametrize("name", [*CORE, *(launch.name for launch in FORK)])
+def test_launch_when_the_user_adds_arguments_then_they_come_last(name: str, variables: dict[str, str]) -> None:
+    given = {**variables, "DATA_CACHE": "cache"}
+    plain, started = _dry_run(name, given), _dry_run(name, given, *EXTRA)
+    assert started.words == [*plain.words, *EXTRA]
+    assert Counter(_parse(started).program)["--lr"] == 2
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_launch_of_megatron_core_when_dry_run_then_two_ranks_run_the_example(
+    name: str, variables: dict[str, str]
+) -> None:
+    parsed = _parse(_dry_run(name, variables))
+    assert int(parsed.options["num_gpus" if "deepspeed" in name else "nproc_per_node"]) == 2
+    assert parsed.program[0] == "examples/pretrain_gpt_core.py"
+    assert "--use-distributed-optimizer" in _flags(parsed.program[1:])
+
+
+@pytest.mark.parametrize(
+    ("launch", "missing"),
+    [pytest.param(launch, name, id=f"{launch.name}-{name}") for launch in FORK for name in launch.needs],
+)
+@pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
+def test_launch_when_a_variable_is_missing_then_says_what_to_type(
+    launch: Launch, missing: str, value: str | None, variables: dict[str, str]
+) -> None:
+    del variables[missing]
+    done = _bash(launch.name, {**variables, **({} if value is None else {missing: value})})
+    assert done.returncode != 0
+    assert re.search(rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()), done.stderr
+    assert not Path(variables["STARTED"]).exists()
+
+
+@each_fork_launch
+def test_launch_when_other_variables_are_missing_then_starts(launch: Launch, variables: dict[str, str]) -> None:
+    needed = {name: variables[name] for name in ("PATH", "TMPDIR", "STARTED", *launch.needs)}
+    _dry_run(launch.name, needed)
+
+
+# ------------------------------------------------------------------------------------------- the parser of a real fork
+
+_READ_BY_FORK = """
+import json, sys
+from megatron.arguments import parse_args, validate_args
+args = parse_args()
+validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+names = ("use_distributed_optimizer", "bf16", "data_parallel_size", "num_layers", "hidden_size", "lr", "log_interval")
+json.dump({"deepspeed": getattr(args, "deepspeed", False), **{name: getattr(args, name) for name in names}}, sys.stderr)
+"""
+
+
+@cache
+def _fork() -> str:
+    """The checkout, or a skip with its reason; the parser's own module is imported, and nothing is stubbed."""
+    fork = os.environ.get("MEGATRON_FORK")
+    if not fork:
+        pytest.skip("MEGATRON_FORK names no checkout of an era-A fork")
+    done = _python(fork, {}, "-c", "import megatron.arguments")
+    if done.returncode:
+        pytest.skip(f"the parser of MEGATRON_FORK cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    return fork
+
+
+def _python(fork: str, more: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": fork,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        **more,
+    }
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@each_fork_launch
+def test_launch_when_a_fork_parses_its_arguments_then_accepts_all(launch: Launch, variables: dict[str, str]) -> None:
+    fork = _fork()
+    started = _dry_run(launch.name, variables, *EXTRA, "--min-lr", "0")
+    more = {"WORLD_SIZE": str(launch.world_size)}
+    if "CUDA_DEVICE_MAX_CONNECTIONS" in started.environment:
+        more["CUDA_DEVICE_MAX_CONNECTIONS"] = started.environment["CUDA_DEVICE_MAX_CONNECTIONS"]
+    arguments = _target(_parse(started), launch).arguments
+    done = _python(fork, more, "-c", _READ_BY_FORK, *arguments)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    read = json.loads(done.stderr.strip().splitlines()[-1])
+    flags = _training_flags(launch, variables)
+    tensor = int(flags.get("--tensor-model-parallel-size", "1"))
+    assert read == {
+        "deepspeed": False,
+        "use_distributed_optimizer": True,
+        "bf16": "--bf16" in flags,
+        "data_parallel_size": launch.world_size // tensor,
+        "num_layers": int(flags["--num-layers"]),
+        "hidden_size": int(flags["--hidden-size"]),
+        "lr": 7e-5,  # the user's, not the file's
+        "log_interval": 3,
+    }
