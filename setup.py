@@ -24,6 +24,10 @@ setup(
     package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch"],
+    entry_points={
+        "console_scripts": ["megatron-distopt = megatron_distopt.plugin.cli:main"],
+        "megatron.optimizer_factories": ["distopt = megatron_distopt.plugin.entry_point:distopt"],
+    },
     extras_require={
         "deepspeed": DEEPSPEED,
         "megatron-core": MEGATRON_CORE,

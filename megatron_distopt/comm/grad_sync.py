@@ -9,7 +9,7 @@ from megatron_distopt.comm.groups import Group
 __all__ = ["reduce_grads"]
 
 
-def reduce_grads(buffer: ShardedBuffer, group: Group, *, divide_first: bool = False) -> None:
+def reduce_grads(buffer: ShardedBuffer, group: Group, *, divide_by: int = 1) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     The *sum* arrives. The average is taken where the gradient is read anyway (optimizer/sharded.py), so no pass over
@@ -18,10 +18,10 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, *, divide_first: bool = Fa
     Args:
         buffer: its grads are reduced.
         group: over which.
-        divide_first: every rank divides by the group's size before the sum, for a pass over the buffer. An fp16 sum of
-            n gradients overflows at an n times smaller loss scale than their average.
+        divide_by: before the sum, for a pass over the buffer. An fp16 sum of n gradients overflows at an n times
+            smaller loss scale than their average.
     """
-    if divide_first and group.size > 1:
-        buffer.grad.div_(group.size)
+    if divide_by != 1:
+        buffer.grad.div_(divide_by)
     for bucket in buffer.layout.buckets:
         reduce_scatter(buffer.bucket_of(buffer.grad, bucket), buffer.shard_of(buffer.grad, bucket), group)

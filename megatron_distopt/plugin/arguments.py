@@ -90,7 +90,7 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
-            check_spelling(sys.argv[1:], _known_to(add_arguments(parser)))
+            check_spelling(sys.argv[1:], _known_to(add_arguments(parser)), abbreviated=parser.allow_abbrev)
             return parser
 
         parsed = original(provide, *args, **kwargs)
@@ -102,12 +102,13 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
     return Replacement(original, parse_args)
 
 
-def check_spelling(words: Sequence[str], known: Sequence[str]) -> None:
+def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: bool = True) -> None:
     """Refuses a word that is nearly our flag or the host's: some hosts drop what they do not know.
 
     Args:
         words: of the command line.
         known: option strings of the parser.
+        abbreviated: whether the parser takes the beginning of a flag for it.
 
     Raises:
         ConfigError
@@ -116,9 +117,9 @@ def check_spelling(words: Sequence[str], known: Sequence[str]) -> None:
     """
     for word in words:
         flag = word.partition("=")[0]
-        is_abbreviation = any(option.startswith(flag) for option in known)
+        is_known = flag in known or (abbreviated and any(option.startswith(flag) for option in known))
         ours = [option for option in known if _is_about_us(option)]
-        if flag.startswith("--") and not is_abbreviation and _is_about_us(flag):
+        if flag.startswith("--") and not is_known and _is_about_us(flag):
             close = get_close_matches(_hyphened(flag), ours, n=1, cutoff=0.5) or ours
             rule = f"be one of {', '.join(option for option in ours if not option.startswith('--distopt_'))}"
             raise ConfigError(refusal("flag", flag, rule, f"Write {close[0]}"))

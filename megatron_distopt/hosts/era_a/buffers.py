@@ -22,9 +22,30 @@ from megatron_distopt.hosts.base import spec_of
 from megatron_distopt.hosts.era_a.groups import dense_group, expert_group, is_expert
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
-__all__ = ["GradBuffer", "adopt_grad_buffers"]
+__all__ = ["BufferPlan", "GradBuffer", "plan_grad_buffers", "take_over"]
 
 Named = Mapping[str, Parameter]
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """What becomes of one grad buffer of the fork, or of the experts in it.
+
+    Args:
+        chunk: number of the model chunk.
+        dtype: of the grads; the fork's key.
+        group: over which it is sharded.
+        layout: of the grads; one bucket.
+        params: that are updated from it, by name.
+        is_ours: the fork's DistributedDataParallel will not know the tensor, so it will not zero it.
+    """
+
+    chunk: int
+    dtype: torch.dtype
+    group: Group
+    layout: BufferLayout
+    params: Named
+    is_ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,94 +53,100 @@ class GradBuffer:
     """One grad buffer with the param buffers of the params that accumulate into it.
 
     Args:
-        chunk: number of the model chunk.
-        dtype: of the grads; the fork's key.
-        group: over which it is sharded.
+        plan: what was decided.
         sharded: one for each param dtype, the majority first; all with the same grad tensor and layout.
-        is_ours: the fork's DistributedDataParallel does not know this tensor, so it does not zero it.
     """
 
-    chunk: int
-    dtype: torch.dtype
-    group: Group
+    plan: BufferPlan
     sharded: tuple[ShardedBuffer, ...]
-    is_ours: bool = False
 
     @property
     def grad(self) -> Tensor:
         """1-D [layout.numel]."""
         return self.sharded[0].grad
 
-    @property
-    def layout(self) -> BufferLayout:
-        """Of the grads."""
-        return self.sharded[0].layout
+    def holds(self, name: str) -> bool:
+        """Whether the param is updated from it."""
+        return name in self.plan.params
 
 
-def adopt_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[GradBuffer, ...]:
-    """All grad buffers of the model, in the order in which every rank reduces them.
+def plan_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
+    """All grad buffers of the model, in the order in which every rank reduces them. Moves nothing.
 
     Args:
         chunks: wrapped by the fork's DistributedDataParallel with contiguous buffers.
         name_of: names of all params.
+
+    Raises:
+        HostError, LayoutError
     """
     return tuple(
-        buffer
+        plan
         for number, chunk in enumerate(chunks)
         for dtype in chunk._grad_buffers  # type: ignore[union-attr]
-        for buffer in _of_one(number, chunk, dtype, name_of)
+        for plan in _plan_one(number, chunk, dtype, name_of)
     )
 
 
-def _of_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Parameter, str]) -> list[GradBuffer]:
-    in_buffer = {name_of[param]: param for param in chunk._grad_buffer_param_index_map[dtype]}
-    dense = {name: param for name, param in in_buffer.items() if not is_expert(param)}
-    buffers = [_adopt_dense(number, chunk, dtype, name_of, dense)] if dense else []
+def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Parameter, str]) -> list[BufferPlan]:
+    spans = {name_of[param]: Span(*span) for param, span in chunk._grad_buffer_param_index_map[dtype].items()}
+    params = {name_of[param]: param for param in chunk._grad_buffer_param_index_map[dtype]}
+    dense = {name: param for name, param in params.items() if not is_expert(param)}
+    plans = []
+    if dense:
+        layout = _adopted(spans, chunk._grad_buffers[dtype], dense_group())
+        plans.append(BufferPlan(number, dtype, dense_group(), layout, dense))
     by_group: dict[Group, dict[str, Parameter]] = {}
-    for name, param in in_buffer.items():
+    for name, param in params.items():
         if name not in dense:
             by_group.setdefault(expert_group(name, param), {})[name] = param
-    return buffers + [_make_own(number, dtype, group, experts) for group, experts in by_group.items()]
+    for group, experts in by_group.items():
+        layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
+        plans.append(BufferPlan(number, dtype, group, layout, experts, is_ours=True))
+    return plans
 
 
-def _adopt_dense(
-    number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Parameter, str], dense: Named
-) -> GradBuffer:
-    memory, spans = chunk._grad_buffers[dtype], chunk._grad_buffer_param_index_map[dtype]
-    group = dense_group()
-    slots = [ParamSlot(name_of[param], 0, Span(*span)) for param, span in spans.items()]
-    numel = -(-memory.numel // group.size) * group.size
-    if memory.numel_padded % group.size == 0:
-        numel = memory.numel_padded
-    layout = adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
-    if numel != memory.numel_padded:
-        memory.data, memory.numel_padded = memory.data.new_zeros(numel), numel
-        _point_main_grads({name_of[param]: param for param in spans}, layout, memory.data)
-    return GradBuffer(number, dtype, group, _with_params(dense, layout, group, memory.data))
+def _adopted(spans: Mapping[str, Span], memory: Any, group: Group) -> BufferLayout:
+    """The fork's padding, or our own where the fork's does not divide into the group's shards."""
+    slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
+    fits = memory.numel_padded % group.size == 0
+    numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
+    return adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
 
 
-def _make_own(number: int, dtype: torch.dtype, group: Group, params: Named) -> GradBuffer:
-    specs = [spec_of(name, param) for name, param in params.items()]
-    layout = lay_out(specs, num_shards=group.size)
-    grad = torch.zeros(layout.numel, dtype=dtype, device=next(iter(params.values())).device)
-    _point_main_grads(params, layout, grad)
-    return GradBuffer(number, dtype, group, _with_params(params, layout, group, grad), is_ours=True)
+def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
+    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there.
+
+    Args:
+        plan: for this rank.
+        chunks: those that it was made for.
+    """
+    chunk: Any = chunks[plan.chunk]
+    memory = chunk._grad_buffers[plan.dtype]
+    grad: Tensor = memory.data
+    if plan.is_ours or plan.layout.numel != memory.numel_padded:
+        grad = memory.data.new_zeros(plan.layout.numel)
+        _point_main_grads(plan, grad)
+    if not plan.is_ours:
+        memory.data, memory.numel_padded = grad, plan.layout.numel
+    return GradBuffer(plan, _with_params(plan, grad))
 
 
-def _point_main_grads(params: Named, layout: BufferLayout, grad: Tensor) -> None:
+def _point_main_grads(plan: BufferPlan, grad: Tensor) -> None:
     """The fork's hook looks `main_grad` up whenever it adds to it."""
-    for name, param in params.items():
-        param.main_grad = view_of(grad, layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
+    for name, param in plan.params.items():
+        param.main_grad = view_of(grad, plan.layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
 
 
-def _with_params(params: Named, layout: BufferLayout, group: Group, grad: Tensor) -> tuple[ShardedBuffer, ...]:
+def _with_params(plan: BufferPlan, grad: Tensor) -> tuple[ShardedBuffer, ...]:
     """See [Note: two param dtypes in one grad buffer] in buffers/compact.py."""
     by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
-    for name, param in params.items():
+    for name, param in plan.params.items():
         by_dtype.setdefault(param.dtype, {})[name] = param
     majority, *minorities = sorted(by_dtype.values(), key=_numel, reverse=True)
-    first = ShardedBuffer(layout, group.rank, grad, move_into_buffer(majority, layout), frozenset(majority))
-    return first, *(pack_params(minority, layout, group.rank, grad) for minority in minorities)
+    layout, rank = plan.layout, plan.group.rank
+    first = ShardedBuffer(layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority))
+    return first, *(pack_params(minority, layout, rank, grad) for minority in minorities)
 
 
 def _numel(params: Named) -> int:

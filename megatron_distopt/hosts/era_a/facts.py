@@ -89,6 +89,7 @@ CONFLICTS = (
         '"zero_optimization": {"stage": 1} in the DeepSpeed config',
     ),
     Conflict("DDP_impl", "torch", "--DDP-impl torch", "be local, whose buffers are sharded", "Write --DDP-impl local"),
+    Conflict("DDP_impl", "FSDP", "--DDP-impl FSDP", "be local, whose buffers are sharded", "Write --DDP-impl local"),
     Conflict(
         "use_contiguous_buffers_in_local_ddp",
         False,

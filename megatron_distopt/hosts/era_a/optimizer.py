@@ -7,14 +7,10 @@ run that class's constructor, which knows CUDA tensors by name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron import get_args
-from megatron.core import tensor_parallel
-from megatron.model.module import param_is_not_shared
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -23,22 +19,19 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group, gather_params, raise_together, reduce_grads
-from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
-from megatron_distopt.hosts.base import StartUp, compare_ranks, names_by_param, plan_groups
-from megatron_distopt.hosts.era_a.buffers import GradBuffer, adopt_grad_buffers
-from megatron_distopt.hosts.era_a.config import Inner, check_model, choose_for, merge_config
-from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers, check_flags
-from megatron_distopt.hosts.era_a.groups import dense_group
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.hosts.base import StartUp, compare_ranks
+from megatron_distopt.hosts.era_a.buffers import take_over
+from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers
 from megatron_distopt.hosts.era_a.ranges import ranges_of
+from megatron_distopt.hosts.era_a.start import Request, Start, decide
 from megatron_distopt.hosts.era_a.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
 from megatron_distopt.hosts.era_a.state_a1 import check_state_a1, load_state_a1, state_a1
 from megatron_distopt.hosts.era_a.state_a2 import load_gathered, save_gathered
 from megatron_distopt.hosts.era_a.timing import Phases
-from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer import (
     ShardedOptimizer,
-    StepPlan,
     Verdict,
     clip_divisor,
     is_torchs,
@@ -87,58 +80,36 @@ class DistributedOptimizer(HostDistributedOptimizer):
         options: DistOptConfig | None = None,
     ) -> None:
         self.everyone = Group.of()
-        self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
-        names = names_by_param(models)
-        self._named = {name: param for param, name in names.items() if param.requires_grad}
-
-        def check() -> tuple[DistOptConfig, torch.device, Inner, Group]:
-            args = get_args()
-            check_flags(args)
-            own = options or config_from_environment(os.environ, config_from_namespace(args))
-            config = merge_config(own, optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler)
-            device = check_model(models, self._named, config)
-            return config, device, choose_for(optimizer, config, args, device.type), dense_group()
-
-        config, device, inner, self.data = raise_together(check, self.everyone)
-        #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
-        self.host_is_torchs = is_torchs(optimizer)
-        self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.grad_buffers = raise_together(lambda: adopt_grad_buffers(models, names), self.everyone)
-        self._divides_first = any(buffer.dtype is torch.float16 for buffer in self.grad_buffers)
-        plan = self._plan(config, device, inner)
-        self._compare_ranks(plan)
-        self.sharded = ShardedOptimizer([each for buffer in self.grad_buffers for each in buffer.sharded], plan)
+        request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
+        self.start = raise_together(lambda: decide(request, self.everyone), self.everyone)
+        self._compare_ranks(self.start)
+        self.grad_buffers = [take_over(plan, models) for plan in self.start.buffers]
+        sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
+        self.sharded = ShardedOptimizer(sharded, self.start.plan)
         contiguous = use_contiguous_buffers_in_local_ddp
         MegatronOptimizer.__init__(
             self, self.sharded.inner, clip_grad, log_num_zeros_in_grad, params_have_main_grad, contiguous, models
         )
+        self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
+        #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
+        self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.host_is_torchs = is_torchs(optimizer)
         self._may_be_stale = True
         self._head_step: int | None = None
-        self._announce(device)
-
-    def _plan(self, config: DistOptConfig, device: torch.device, inner: Inner) -> StepPlan:
-        return StepPlan(
-            groups=plan_groups(self._named, inner.groups),
-            choice=inner.choice,
-            config=config,
-            loss_scale=loss_scale_of(self.grad_scaler, device),
-            stats_group=lambda: self.everyone,
-            average_over=1 if self._divides_first else self.data.size,
-            counted=lambda name: _is_counted(self._named[name]),
-        )
-
-    def _compare_ranks(self, plan: StepPlan) -> None:
-        layouts = [buffer.layout for buffer in self.grad_buffers]
-        dtypes = [dtype_name(buffer.dtype) for buffer in self.grad_buffers]
-        start_up = StartUp(self._named, plan, layouts, dtypes, (f"gathers_state={self.gathers_state}",))
-        compare_ranks(start_up, self.data, self.everyone)
-
-    def _announce(self, device: torch.device) -> None:
         if self.everyone.rank == 0:
-            kind = "A2, state gathered into one file" if self.gathers_state else "A1, state in every rank's file"
-            groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {self.data.size}"
-            more = (groups, f"files      {kind}")
-            announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], device, *more))
+            self._announce()
+
+    def _compare_ranks(self, start: Start) -> None:
+        layouts = [buffer.layout for buffer in start.buffers]
+        dtypes = [dtype_name(buffer.dtype) for buffer in start.buffers]
+        host_options = (f"gathers_state={self.gathers_state}",)
+        compare_ranks(StartUp(start.named, start.plan, layouts, dtypes, host_options), start.data, self.everyone)
+
+    def _announce(self) -> None:
+        kind = "A2, state gathered into one file" if self.gathers_state else "A1, state in every rank's file"
+        groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {self.start.data.size}"
+        more = (groups, f"files      {kind}")
+        announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))
 
     @property
     def gathers_state(self) -> bool:
@@ -160,14 +131,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
         with phase(_NAMES.embedding):
             self.allreduce_embedding_grads(args)
         with phase(_NAMES.reduce_scatter):
+            # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
             for buffer in self.grad_buffers:
-                self._reduce(buffer)
-
-    def _reduce(self, buffer: GradBuffer) -> None:
-        """Experts too are averaged over all ranks whose tokens they saw, which is the dense group."""
-        if self._divides_first:
-            buffer.grad.div_(self.data.size)
-        reduce_grads(buffer.sharded[0], buffer.group)
+                reduce_grads(buffer.sharded[0], buffer.plan.group, divide_by=self.start.divide_by)
 
     @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> StepOfHost:
@@ -213,14 +179,14 @@ class DistributedOptimizer(HostDistributedOptimizer):
         with Phases(args, timers)(_NAMES.gather):
             for buffer in self.grad_buffers:
                 for each in buffer.sharded:
-                    gather_params(each, buffer.group)
+                    gather_params(each, buffer.plan.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`. The fork zeroes its own grad buffers; those that it does not know are zeroed here."""
-        for param in self._named.values():
+        for param in self.start.named.values():
             param.grad = None
         for buffer in self.grad_buffers:
-            if buffer.is_ours:
+            if buffer.plan.is_ours:
                 buffer.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:
@@ -268,12 +234,12 @@ class DistributedOptimizer(HostDistributedOptimizer):
         Raises:
             KeyError: this rank owns nothing of it.
         """
-        return ranges_of(self.sharded, next(name for name, each in self._named.items() if each is param))
+        return ranges_of(self.sharded, next(name for name, each in self.start.named.items() if each is param))
 
     def names_as_registered(self) -> list[str]:
         """Names of the params in grad buffers, in the order of the fork's index maps."""
         maps = [spans for model in self.models for spans in model._grad_buffer_param_index_map.values()]
-        name_of = {param: name for name, param in self._named.items()}
+        name_of = {param: name for name, param in self.start.named.items()}
         return [name_of[param] for spans in maps for param in spans if param in name_of]
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,8 +287,3 @@ class DistributedOptimizer(HostDistributedOptimizer):
         """
         load_gathered(self, filename, self._head_step)
         self.gather_model_params()
-
-
-def _is_counted(param: Parameter) -> bool:
-    """See [Note: counted once] in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
-    return bool(param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))

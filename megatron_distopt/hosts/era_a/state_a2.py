@@ -71,7 +71,7 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
     for part in _parts(optimizer, filename):
         state: dict[Any, Any] = {_OURS: {"format": _FORMAT, "step": count_updates(optimizer.sharded.inner) or 0}}
         for buffer in part.buffers:
-            state.setdefault(buffer.chunk, {})[buffer.dtype] = _gather(optimizer, buffer, part.group)
+            state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
         if part.group.rank == 0:
             _write(state, part.filename)
 
@@ -103,12 +103,12 @@ def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int
 def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
     by_group: dict[Group, list[GradBuffer]] = {}
     for buffer in optimizer.grad_buffers:
-        by_group.setdefault(buffer.group, []).append(buffer)
+        by_group.setdefault(buffer.plan.group, []).append(buffer)
     return [_Part(_name_for(filename, optimizer, group), group, tuple(buffers)) for group, buffers in by_group.items()]
 
 
 def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> str:
-    if group == optimizer.data:
+    if group == optimizer.start.data:
         return filename
     stem, extension = os.path.splitext(filename)
     return f"{stem}_experts_{group.global_rank(0):05d}{extension}"
@@ -130,7 +130,7 @@ def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrie
     shard_tensor = carrier.empty_shard(buffer)
     for name, (run, shard) in shards_of(optimizer.sharded).items():
         source = run.main if key == _MAIN else moments_of(optimizer.sharded.inner, run.main).get(key)
-        if source is not None and _is_in(buffer, name):
+        if source is not None and buffer.holds(name):
             shard_tensor[shard.in_shard.as_slice()].copy_(slice_of(run, shard, source))
     return shard_tensor
 
@@ -142,7 +142,7 @@ def _scatter(
     file: Mapping[Any, Any] | None,
     moments: Mapping[MainRun, dict[str, Tensor]],
 ) -> None:
-    tensors = None if file is None else file[buffer.chunk][buffer.dtype]
+    tensors = None if file is None else file[buffer.plan.chunk][buffer.plan.dtype]
     keys = exchange(tuple(tensors) if tensors is not None else (), group)[0]
     carrier = _carrier(group)
     for key in keys:
@@ -150,7 +150,7 @@ def _scatter(
         whole = None if tensors is None else _repadded(tensors[key], buffer).to(shard_tensor.device)
         scatter_from_first(whole, shard_tensor, carrier.group)
         for name, (run, shard) in shards_of(optimizer.sharded).items():
-            if _is_in(buffer, name):
+            if buffer.holds(name):
                 whole_run = run.main if key == _MAIN else moments[run].setdefault(key, torch.zeros_like(run.main))
                 slice_of(run, shard, whole_run).copy_(shard_tensor[shard.in_shard.as_slice()])
 
@@ -158,17 +158,13 @@ def _scatter(
 def _repadded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
     """The values of the params, padded for this number of ranks."""
     numel = _numel_of(buffer)
-    whole = torch.zeros(buffer.layout.numel, dtype=torch.float32)
+    whole = torch.zeros(buffer.plan.layout.numel, dtype=torch.float32)
     whole[:numel] = tensor[:numel]
     return whole
 
 
 def _numel_of(buffer: GradBuffer) -> int:
-    return buffer.layout.buckets[-1].numel_unpadded
-
-
-def _is_in(buffer: GradBuffer, name: str) -> bool:
-    return any(sharded.holds(name) for sharded in buffer.sharded)
+    return buffer.plan.layout.buckets[-1].numel_unpadded
 
 
 def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | None:
@@ -186,8 +182,8 @@ def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | N
 
 
 def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[Any, Any], filename: str) -> None:
-    what, where = f"optimizer file {filename}", f"chunk {buffer.chunk}, grads {buffer.dtype}"
-    tensors = state.get(buffer.chunk, {}).get(buffer.dtype)
+    what, where = f"optimizer file {filename}", f"chunk {buffer.plan.chunk}, grads {buffer.plan.dtype}"
+    tensors = state.get(buffer.plan.chunk, {}).get(buffer.plan.dtype)
     remedy = "Load a checkpoint of this model at the same tensor- and pipeline-parallel size"
     if not tensors or _MAIN not in tensors:
         got = f"without {where}"
@@ -205,7 +201,7 @@ def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[A
 
 
 def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
-    names = [{name for name in group.names if _is_in(buffer, name)} for group in optimizer.sharded.plan.groups]
+    names = [{name for name in group.names if buffer.holds(name)} for group in optimizer.sharded.plan.groups]
     return any(
         len([sharded for sharded in buffer.sharded if any(sharded.holds(name) for name in group)]) > 1
         for group in names
@@ -233,7 +229,7 @@ class _Carrier:
     def empty_shard(self, buffer: GradBuffer) -> Tensor:
         """fp32 zeros, 1-D [shard_numel]."""
         device = torch.device("cpu") if self.on_cpu else buffer.grad.device
-        return torch.zeros(buffer.layout.shard_numel, dtype=torch.float32, device=device)
+        return torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
 
 
 def _carrier(group: Group) -> _Carrier:

@@ -1,0 +1,60 @@
+"""The block that a fork needs to find packages by itself, as text: the entry-point door.
+
+It stands right after the fork's `get_megatron_optimizer`, runs on Python 3.8 (a fork's, not ours), and leaves the
+function as it is where no package registers itself. `plugin/patch_files.py` puts it in and takes it out.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BEGIN", "BLOCK", "END", "GROUP", "as_bytes", "has_marker", "intact_block"]
+
+GROUP = "megatron.optimizer_factories"
+BEGIN = f"# >>> {GROUP} (put in by: megatron-distopt patch --apply; taken out by: --undo)"
+END = f"# <<< {GROUP}"
+
+#: One entry point may be listed twice on Python 3.8 and 3.9, where an installed package also lies on the path.
+BLOCK = (
+    BEGIN,
+    "def _with_optimizer_factories(factory):",
+    "    from importlib.metadata import entry_points",
+    f'    group, found = "{GROUP}", entry_points()',
+    '    found = found.select(group=group) if hasattr(found, "select") else found.get(group, ())',
+    "    for _, entry in sorted({(entry.name, entry.value): entry for entry in found}.items()):",
+    "        factory = entry.load()(factory)",
+    "    return factory",
+    "",
+    "",
+    "get_megatron_optimizer = _with_optimizer_factories(get_megatron_optimizer)",
+    END,
+)
+
+_NEWLINES = (b"\r\n", b"\n", b"\r")
+
+
+def as_bytes(newline: bytes) -> bytes:
+    """The block with a file's own newlines, one after every line."""
+    return b"".join(line.encode("ascii") + newline for line in BLOCK)
+
+
+def has_marker(content: bytes) -> bool:
+    """Whether any part of a block is there."""
+    return any(line in (BEGIN.encode(), END.encode()) for line in content.splitlines())
+
+
+def intact_block(content: bytes) -> slice | None:
+    """Where the one whole and unedited block is, in bytes; None where there is none.
+
+    Where the function was the last of a file without a final newline, the newline before the block belongs to it.
+    """
+    markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
+    if markers != [BEGIN.encode(), END.encode()]:
+        return None
+    for newline in _NEWLINES:
+        whole = as_bytes(newline)
+        unfinished = newline + whole[: -len(newline)]
+        start = content.find(newline + whole)
+        if start >= 0:
+            return slice(start + len(newline), start + len(newline) + len(whole))
+        if content.endswith(unfinished):
+            return slice(len(content) - len(unfinished), len(content))
+    return None

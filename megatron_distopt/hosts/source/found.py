@@ -1,0 +1,187 @@
+"""What was found in a host's source tree, as values; `survey.py` finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_distopt.errors import refusal
+from megatron_distopt.hosts.generations import Generation
+from megatron_distopt.hosts.seams import Seam
+
+__all__ = ["ClassFound", "Need", "ParserOption", "Place", "SeamFound", "SeamState", "Survey", "Unreadable"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file.
+
+    Args:
+        file: from the fork's folder.
+        line: from 1.
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class SeamState(Enum):
+    """Whose a seam is."""
+
+    #: The host's own function, as the host defines it.
+    FREE = "free"
+    #: The host's own function, with our entry-point block after it.
+    PATCHED = "patched"
+    #: Something else is bound to the name after the function.
+    REPLACED = "replaced"
+    #: The host's own function, with other parameters than the adapter gives.
+    DIFFERENT = "different"
+    #: No function of that name.
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class SeamFound:
+    """A seam, as the source has it.
+
+    Args:
+        seam: what was looked for.
+        state: whose it is.
+        place: of the function, or of what replaced it; None where it is missing.
+        parameters: of the function.
+        importers: who imports it by value, and so holds an alias of its own.
+        assigners: who assigns it in somebody else's module.
+        is_at_top: whether the function stands by itself, and not under an `if` or a `try`.
+        end: last line of the function.
+    """
+
+    seam: Seam
+    state: SeamState
+    place: Place | None = None
+    parameters: tuple[str, ...] = ()
+    importers: tuple[Place, ...] = ()
+    assigners: tuple[Place, ...] = ()
+    is_at_top: bool = False
+    end: int = 0
+
+    def refusal(self) -> str | None:
+        """Why it cannot be replaced, None where it can; the same words as `Seam.find` has at run time."""
+        remedy = "Use a Megatron that docs/hosts.md lists"
+        if self.state is SeamState.MISSING:
+            return refusal(str(self.seam), "missing", "exist", remedy)
+        if self.state is SeamState.DIFFERENT:
+            rule = f"start with ({', '.join(self.seam.parameters)})"
+            got = f"({', '.join(self.parameters)}) in {self.place}"
+            return refusal(f"signature of {self.seam}", got, rule, remedy)
+        if self.state is SeamState.REPLACED:
+            remedy = "Take the other patcher out, or install megatron_distopt before it"
+            return refusal(str(self.seam), f"bound to something else in {self.place}", "be untouched", remedy)
+        return None
+
+
+@dataclass(frozen=True)
+class ClassFound:
+    """The class that the factory builds.
+
+    Args:
+        name: as the factory calls it.
+        place: None where the factory imports no such class.
+        parameters: of its constructor, without self.
+        required: those of them without a default.
+        wanted: what the adapter gives.
+        is_exact: whether there may be no others, also none with a default.
+        kind: "A1" or "A2" in era A.
+    """
+
+    name: str
+    place: Place | None
+    parameters: tuple[str, ...]
+    required: tuple[str, ...]
+    wanted: tuple[str, ...]
+    is_exact: bool = True
+    kind: str | None = None
+
+    def refusal(self) -> str | None:
+        """Why the factory cannot build our class in its place, None where it can."""
+        remedy = "Use a Megatron that docs/hosts.md lists"
+        if self.place is None:
+            return refusal("factory", f"no {self.name} beside it", "know its classes", remedy)
+        takes_all = set(self.required) <= set(self.wanted) <= set(self.parameters)
+        if self.parameters == self.wanted if self.is_exact else takes_all:
+            return None
+        got = f"({', '.join(self.parameters)}) in {self.place}"
+        rule = f"be ({', '.join(self.wanted)})" if self.is_exact else f"take {', '.join(self.wanted)}"
+        return refusal(f"constructor of {self.name}", got, rule, remedy)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A package with CUDA kernels, without which the host's optimizer cannot be imported.
+
+    Args:
+        package: its importable name.
+        place: where it is imported.
+        is_conditional: whether an `if` decides, which usually asks for CUDA.
+    """
+
+    package: str
+    place: Place
+    is_conditional: bool
+
+
+@dataclass(frozen=True)
+class ParserOption:
+    """A flag of the host's parser.
+
+    Args:
+        flag: as it is typed.
+        name: in `args`.
+        value: what it stores, True or False; None where it takes a value.
+        place: where it is added.
+    """
+
+    flag: str
+    name: str
+    value: bool | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file beside the seams that could not be read.
+
+    Args:
+        file: from the fork's folder.
+        reason: the refusal.
+    """
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that the source says.
+
+    Args:
+        roots: the folders that were read.
+        generation: which Megatron it is.
+        seams: the factory first.
+        optimizer_class: None where the generation is not supported.
+        group_functions: those of `survey.GROUP_FUNCTIONS` that it has.
+        options: of its parser; empty where it has none, as megatron-core from PyPI.
+        needs: packages with CUDA kernels.
+        unreadable: files beside the seams that could not be read.
+    """
+
+    roots: tuple[str, ...]
+    generation: Generation
+    seams: tuple[SeamFound, ...]
+    optimizer_class: ClassFound | None
+    group_functions: tuple[str, ...]
+    options: tuple[ParserOption, ...]
+    needs: tuple[Need, ...]
+    unreadable: tuple[Unreadable, ...]

@@ -1,0 +1,195 @@
+"""Reads off a host's source what the adapters need to know, without importing it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_distopt.hosts.era_a import facts as era_a
+from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.megatron_core import facts as megatron_core
+from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.source.aliases import Aliases, find_aliases
+from megatron_distopt.hosts.source.block import BEGIN, END, intact_block
+from megatron_distopt.hosts.source.found import ClassFound, Need, ParserOption, Place, SeamFound, SeamState, Survey
+from megatron_distopt.hosts.source.syntax import (
+    bindings_of,
+    classes_of,
+    flags_added,
+    imports_when_loaded,
+    methods_of,
+    parameters_of,
+    required_of,
+    resolved,
+    values_given,
+)
+from megatron_distopt.hosts.source.tree import SourceTree
+
+__all__ = ["GROUP_FUNCTIONS", "find_seam", "survey"]
+
+#: Process groups that the adapters ask for where a host has them.
+GROUP_FUNCTIONS = (
+    "get_data_parallel_group",
+    "get_data_parallel_group_gloo",
+    "get_sequence_data_parallel_group",
+    "get_data_modulo_expert_parallel_group",
+    "get_expert_data_parallel_group",
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_embedding_group",
+)
+_PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.mpu.initialize")
+_PARSERS = ("megatron.arguments", "megatron.training.arguments")
+#: Packages with CUDA kernels.
+_KERNELS = ("amp_C", "apex", "transformer_engine")
+
+
+@dataclass(frozen=True)
+class _ClassFacts:
+    """The facts of a generation about the class that its factory builds.
+
+    Args:
+        name, parameters: of the class and its constructor.
+        is_exact: whether the constructor may have no others.
+        gathers: the method that A2 has and A1 has not.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    is_exact: bool
+    gathers: str | None = None
+
+
+_CLASSES = {
+    ERA_A.name: _ClassFacts(era_a.CLASS, era_a.CLASS_PARAMETERS, is_exact=False, gathers=era_a.GATHERS_STATE),
+    MEGATRON_CORE.name: _ClassFacts(megatron_core.CLASS, megatron_core.CLASS_PARAMETERS, is_exact=True),
+}
+
+
+def survey(tree: SourceTree) -> Survey:
+    """Reads the whole tree.
+
+    Raises:
+        UnknownHostError: no Megatron that we know.
+        UnreadableSourceError: a file that has a seam, or what belongs to it, cannot be read.
+    """
+    generation = recognise(tree.has)
+    aliases = find_aliases(tree, [seam.attribute for seam in generation.seams])
+    return Survey(
+        roots=tuple(map(str, tree.roots)),
+        generation=generation,
+        seams=tuple(_with_aliases(find_seam(tree, seam), aliases) for seam in generation.seams),
+        optimizer_class=_find_class(tree, generation),
+        group_functions=_find_group_functions(tree),
+        options=tuple(_find_options(tree)),
+        needs=tuple(_find_needs(tree, generation)),
+        unreadable=aliases.unreadable,
+    )
+
+
+def _with_aliases(seam: SeamFound, aliases: Aliases) -> SeamFound:
+    name = seam.seam.attribute
+    importers = aliases.places(name, is_assigned=False)
+    return replace(seam, importers=importers, assigners=aliases.places(name, is_assigned=True))
+
+
+def find_seam(tree: SourceTree, seam: Seam) -> SeamFound:
+    """A seam in the file that defines it, without who imports it.
+
+    Raises:
+        UnreadableSourceError: that file cannot be read.
+    """
+    file = tree.file_of(seam.module)
+    if file is None:
+        return SeamFound(seam, SeamState.MISSING)
+    module = tree.parse(file)
+    ours = _lines_of_our_block(file)
+    bindings = [node for node in bindings_of(module, seam.attribute) if node.lineno not in ours]
+    if not bindings:
+        return SeamFound(seam, SeamState.MISSING)
+    last = bindings[-1]
+    if not isinstance(last, ast.FunctionDef):
+        return SeamFound(seam, SeamState.REPLACED, Place(tree.shown(file), last.lineno))
+    return SeamFound(
+        seam,
+        _state_of(last, seam, is_patched=bool(ours)),
+        Place(tree.shown(file), last.lineno),
+        parameters_of(last),
+        is_at_top=last in module.body,
+        end=last.end_lineno or last.lineno,
+    )
+
+
+def _state_of(function: ast.FunctionDef, seam: Seam, *, is_patched: bool) -> SeamState:
+    if parameters_of(function)[: len(seam.parameters)] != seam.parameters:
+        return SeamState.DIFFERENT
+    return SeamState.PATCHED if is_patched else SeamState.FREE
+
+
+def _lines_of_our_block(file: Path) -> range:
+    content = file.read_bytes()
+    if intact_block(content) is None:
+        return range(0)
+    lines = content.splitlines()
+    return range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
+
+
+def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
+    if generation.name not in _CLASSES:
+        return None
+    facts, factory = _CLASSES[generation.name], generation.seams[0].module
+    file = _file_of_class(tree, factory, facts.name)
+    definition = classes_of(tree.parse(file)).get(facts.name) if file is not None else None
+    if file is None or definition is None:
+        return ClassFound(facts.name, None, (), (), facts.parameters)
+    methods = methods_of(definition)
+    constructor = methods.get("__init__")
+    return ClassFound(
+        facts.name,
+        Place(tree.shown(file), definition.lineno),
+        parameters_of(constructor)[1:] if constructor else (),
+        required_of(constructor)[1:] if constructor else (),
+        facts.parameters,
+        facts.is_exact,
+        None if facts.gathers is None else ("A2" if facts.gathers in methods else "A1"),
+    )
+
+
+def _file_of_class(tree: SourceTree, factory: str, name: str) -> Path | None:
+    """The factory's module imports the class by name."""
+    file = tree.file_of(factory)
+    if file is None:
+        return None
+    package = factory if file.name == "__init__.py" else factory.rpartition(".")[0]
+    for node in bindings_of(tree.parse(file), name):
+        if isinstance(node, ast.ImportFrom):
+            return tree.file_of(resolved(node, package))
+        if isinstance(node, ast.ClassDef):
+            return file
+    return None
+
+
+def _find_group_functions(tree: SourceTree) -> tuple[str, ...]:
+    files = [file for file in map(tree.file_of, _PARALLEL_STATE) if file is not None]
+    defined = {node.name for file in files for node in tree.parse(file).body if isinstance(node, ast.FunctionDef)}
+    return tuple(name for name in GROUP_FUNCTIONS if name in defined)
+
+
+def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
+    for file in filter(None, map(tree.file_of, _PARSERS)):
+        for call, flags in flags_added(tree.parse(file)):
+            given = values_given(call)
+            name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
+            value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
+            yield from (ParserOption(flag, name, value, Place(tree.shown(file), call.lineno)) for flag in flags)
+
+
+def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
+    factory = tree.file_of(generation.seams[0].module) if generation.seams else None
+    for file in sorted(factory.parent.glob("*.py")) if factory is not None else ():
+        for package, line, is_conditional in imports_when_loaded(tree.parse(file)):
+            if package in _KERNELS:
+                yield Need(package, Place(tree.shown(file), line), is_conditional)

@@ -1,0 +1,82 @@
+"""What the doctor says about a fork, from its survey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_distopt.errors import refusal
+from megatron_distopt.hosts.source.found import ClassFound, Place, SeamFound, SeamState, Survey
+from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS
+from megatron_distopt.plugin.doctor.findings import Finding, noted, ok, problem, refused
+from megatron_distopt.plugin.doctor.launch_flags import flag_of
+
+__all__ = ["describe_fork"]
+
+_SECTION = "fork"
+_KINDS = {
+    "A1": "A1: every data-parallel rank keeps its state in its own file",
+    "A2": "A2: the first data-parallel rank gathers the state into one file",
+}
+
+
+def describe_fork(found: Survey) -> Iterator[Finding]:
+    """One finding for everything that the adapter will ask of the fork."""
+    yield ok(_SECTION, "source", ", ".join(found.roots))
+    yield _generation(found)
+    if not found.generation.is_supported:
+        return
+    for seam in found.seams:
+        yield from _seam(seam)
+    if found.optimizer_class is not None:
+        yield from _class(found.optimizer_class)
+    yield _groups(found)
+    yield _flag(found)
+    for each in found.unreadable:
+        make = problem if each.file.startswith("megatron/") else noted
+        yield make(_SECTION, "unreadable", each.reason)
+
+
+def _generation(found: Survey) -> Finding:
+    generation = found.generation
+    if generation.is_supported:
+        return ok(_SECTION, "generation", f"{generation.name}, as {generation.examples}")
+    rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+    return problem(_SECTION, "generation", refusal("host", generation.name, rule, generation.remedy))
+
+
+def _seam(found: SeamFound) -> Iterator[Finding]:
+    name = found.seam.attribute
+    with_block = ", with the look-up for entry points after it" if found.state is SeamState.PATCHED else ""
+    text = f"free in {found.place}{with_block}: ({', '.join(found.parameters)})"
+    yield refused(_SECTION, name, found.refusal(), text)
+    if found.importers:
+        yield ok(_SECTION, f"{name} by value", f"in {_places(found.importers)}; each is rebound")
+    if found.assigners:
+        yield noted(_SECTION, f"{name} assigned", f"in {_places(found.assigners)}; what runs last wins")
+
+
+def _class(found: ClassFound) -> Iterator[Finding]:
+    yield refused(_SECTION, found.name, found.refusal(), f"constructor as expected in {found.place}")
+    if found.kind is not None:
+        yield ok(_SECTION, "checkpoints", _KINDS[found.kind])
+
+
+def _groups(found: Survey) -> Finding:
+    there = ", ".join(name for name in GROUP_FUNCTIONS if name in found.group_functions)
+    absent = ", ".join(name for name in GROUP_FUNCTIONS if name not in found.group_functions)
+    if GROUP_FUNCTIONS[0] in found.group_functions:
+        return ok(_SECTION, "process groups", there + (f"; without {absent}" if absent else ""))
+    remedy = "Use a Megatron that docs/hosts.md lists"
+    got = f"no {GROUP_FUNCTIONS[0]}" + (f", only {there}" if there else "")
+    return problem(_SECTION, "process groups", refusal("parallel state", got, "name the data-parallel group", remedy))
+
+
+def _flag(found: Survey) -> Finding:
+    spelt = [option for option in found.options if option.flag == flag_of(found)]
+    if spelt:
+        return ok(_SECTION, "flag", f"{spelt[0].flag} ({spelt[0].place})")
+    return noted(_SECTION, "flag", "no parser here spells it; your script sets use_distributed_optimizer in its config")
+
+
+def _places(places: Sequence[Place]) -> str:
+    return ", ".join(map(str, places))

@@ -1,0 +1,203 @@
+"""The entry-point door: puts one marked block into a fork's file, right after its factory, and takes it out again.
+
+The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not. A plan is an
+`Edit`, both contents of one file; `write` puts the new one in place of the old by a rename, so a fork is never half
+patched.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_distopt.errors import HostError, InvariantError, SeamMismatchError, UnknownHostError, refusal
+from megatron_distopt.hosts.generations import Generation, recognise
+from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
+from megatron_distopt.hosts.source.found import SeamFound
+from megatron_distopt.hosts.source.survey import find_seam
+from megatron_distopt.hosts.source.tree import SourceTree
+
+__all__ = ["Edit", "as_diff", "is_patched", "plan_apply", "plan_undo", "write"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one file that is not made yet: whole lines, put in or taken out at one place.
+
+    Args:
+        file: that is changed.
+        name: its path in the fork.
+        before, after: all of its content.
+        line: after which the block stands; counted without the block.
+    """
+
+    file: Path
+    name: str
+    before: bytes
+    after: bytes
+    line: int
+
+
+def is_patched(tree: SourceTree) -> bool:
+    """Whether the block is there.
+
+    Raises:
+        HostError: the tree is no supported fork, or the block was edited by hand.
+    """
+    file = _factory_file(tree)
+    content = file.read_bytes()
+    if has_marker(content) and intact_block(content) is None:
+        got = f"{tree.shown(file)}, where the lines from {BEGIN!r} to {END!r} were edited"
+        rule = f"hold those {len(BLOCK)} lines as this version puts them in"
+        raise HostError(refusal("patched file", got, rule, "Take the lines out by hand, or check the file out again"))
+    return has_marker(content)
+
+
+def plan_apply(tree: SourceTree) -> Edit:
+    """What puts the block into a fork that has none.
+
+    Raises:
+        UnknownHostError: the tree is no supported fork.
+        SeamMismatchError: the function is missing, has another signature, or was replaced by somebody else.
+        UnreadableSourceError: the file is no Python.
+    """
+    file = _factory_file(tree)
+    seam = _usable_seam(tree)
+    before = file.read_bytes()
+    lines = before.splitlines(keepends=True)
+    head, tail = b"".join(lines[: seam.end]), b"".join(lines[seam.end :])
+    edit = Edit(file, tree.shown(file), before, _joined(head, tail), seam.end)
+    if _without_block(edit.after) != before:
+        raise InvariantError(refusal("edit", edit.name, "be undone by --undo to the byte", "Report this as a bug"))
+    return edit
+
+
+def plan_undo(tree: SourceTree) -> Edit:
+    """What takes the block out of a fork that has it whole; the inverse of `plan_apply`.
+
+    Raises:
+        HostError: there is no block, or it was edited by hand.
+    """
+    file = _factory_file(tree)
+    if not is_patched(tree):
+        remedy = "Run megatron-distopt patch --check to see what is there"
+        raise HostError(refusal("fork", f"{tree.shown(file)} without our block", "hold it", remedy))
+    before = file.read_bytes()
+    after = _without_block(before)
+    return Edit(file, tree.shown(file), before, after, len(_head(before).splitlines()))
+
+
+def write(edit: Edit) -> None:
+    """Puts the new content in place of the old, with the same mode: all of it or nothing.
+
+    Raises:
+        HostError: the folder cannot be written to, or somebody changed the file meanwhile.
+    """
+    try:
+        if edit.file.read_bytes() != edit.before:
+            rule, remedy = "stay as it is while it is patched", "Run the command again"
+            raise HostError(refusal("fork", f"{edit.name} changed meanwhile", rule, remedy))
+        _replace(edit.file, edit.after)
+    except OSError as error:
+        remedy = "Run it as the user who owns the fork, or on a copy of it"
+        got = f"{edit.file} ({error.strerror})"
+        raise HostError(refusal("fork", got, "be in a folder that you may write to", remedy)) from error
+
+
+def as_diff(edit: Edit) -> str:
+    """A unified diff without context, so that no line of the fork is in it.
+
+    `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines before the place.
+    """
+    is_added = len(edit.after) > len(edit.before)
+    longer, shorter = (edit.after, edit.before) if is_added else (edit.before, edit.after)
+    # The last line of a file may have no newline; it gets one, so it changes too.
+    first = edit.line if shorter.endswith((b"\n", b"\r")) else edit.line - 1
+    many = longer.splitlines(keepends=True)[first : edit.line + len(BLOCK)]
+    few = shorter.splitlines(keepends=True)[first : edit.line]
+    sides = ((_range(first, len(few)), few), (_range(first, len(many)), many))
+    (old, removed), (new, added) = sides if is_added else sides[::-1]
+    hunk = [f"@@ -{old} +{new} @@\n", *_signed("-", removed), *_signed("+", added)]
+    return "".join([f"--- a/{edit.name}\n", f"+++ b/{edit.name}\n", *hunk])
+
+
+def _range(first: int, count: int) -> str:
+    """As diffs have it: an empty one is named by the line before it."""
+    return f"{first + 1 if count else first},{count}"
+
+
+def _signed(sign: str, lines: Sequence[bytes]) -> list[str]:
+    texts = [sign + line.decode("utf-8", "replace") for line in lines]
+    return [text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n" for text in texts]
+
+
+def _factory_file(tree: SourceTree) -> Path:
+    generation = _supported(recognise(tree.has))
+    file = tree.file_of(generation.seams[0].module)
+    if file is None:
+        remedy = "Use a Megatron that docs/hosts.md lists"
+        raise SeamMismatchError(refusal(str(generation.seams[0]), "missing", "exist", remedy))
+    return file.resolve()  # a link stays a link
+
+
+def _supported(generation: Generation) -> Generation:
+    if not generation.is_supported:
+        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+        raise UnknownHostError(refusal("host", generation.name, rule, generation.remedy))
+    return generation
+
+
+def _usable_seam(tree: SourceTree) -> SeamFound:
+    found = find_seam(tree, recognise(tree.has).seams[0])
+    reason = found.refusal()
+    if reason is not None:
+        raise SeamMismatchError(reason)
+    if not found.is_at_top:
+        remedy = "Use the runner or megatron_distopt.install() instead"
+        got = f"defined under another statement in {found.place}"
+        raise SeamMismatchError(refusal(str(found.seam), got, "stand at the top level of its module", remedy))
+    return found
+
+
+def _joined(head: bytes, tail: bytes) -> bytes:
+    """The block after `head`. A file without a final newline has none with the block either."""
+    newline = _newline_of(head)
+    block = as_bytes(newline)
+    return head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
+
+
+def _newline_of(head: bytes) -> bytes:
+    """That of the last line, or of the one before it where that is the last of the file."""
+    ends = [line[len(line.rstrip(b"\r\n")) :] for line in head.splitlines(keepends=True)]
+    return next((end for end in reversed(ends) if end), b"\n")
+
+
+def _head(content: bytes) -> bytes:
+    block = intact_block(content)
+    return content if block is None else content[: block.start]
+
+
+def _without_block(content: bytes) -> bytes:
+    block = intact_block(content)
+    return content if block is None else content[: block.start] + content[block.stop :]
+
+
+def _replace(file: Path, content: bytes) -> None:
+    mode = stat.S_IMODE(file.stat().st_mode)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as beside:
+            beside.write(content)
+            beside.flush()
+            os.fsync(beside.fileno())
+        os.chmod(name, mode)
+        os.replace(name, file)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,307 @@
+"""What is read off a fork's source, without importing it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_distopt.errors import UnknownHostError
+from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE
+from megatron_distopt.hosts.source.block import as_bytes
+from megatron_distopt.hosts.source.found import Place, SeamState, Survey
+from megatron_distopt.hosts.source.survey import survey
+from megatron_distopt.hosts.source.tree import UnreadableSourceError, fork_at, importable_host
+from megatron_distopt.hosts.tried import TRIED, as_markdown
+from tests.support.fork_trees import ERA_A_FACTORY, core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+
+ROOT = Path(__file__).parents[2]
+FACTORY = "megatron/optimizer/__init__.py"
+
+
+def read(folder: Path) -> Survey:
+    return survey(fork_at(folder))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (era_a1, ERA_A.name),
+        (era_a2, ERA_A.name),
+        (core, MEGATRON_CORE.name),
+        (era_b, "Megatron-LM with megatron-core 0.4 or 0.5"),
+        (pre_distopt, "Megatron without a distributed optimizer"),
+        (neox, "GPT-NeoX"),
+    ],
+)
+def test_survey_when_a_fork_is_of_a_generation_then_says_which(
+    make: Callable[[Path], Path], name: str, tmp_path: Path
+) -> None:
+    found = read(make(tmp_path))
+    assert found.generation.name == name
+    assert bool(found.seams) == found.generation.is_supported
+    assert (found.optimizer_class is not None) == found.generation.is_supported
+    assert [seam.refusal() for seam in found.seams] == [None] * len(found.seams)
+
+
+def test_survey_when_a_fork_is_whole_then_every_seam_has_its_place_and_importers(tmp_path: Path) -> None:
+    factory, parser = read(era_a1(tmp_path)).seams
+    assert factory.state is parser.state is SeamState.FREE
+    assert factory.place == Place(FACTORY, 4)
+    assert factory.parameters == ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")
+    assert factory.importers == (Place("megatron/training.py", 1),)
+    assert parser.importers == (Place("megatron/initialize.py", 1),)  # not tools/convert.py: that is somebody else's
+    assert parser.assigners == (Place("tools/convert.py", 2),)
+    assert str(parser.place) == "megatron/arguments.py:1"
+
+
+def test_survey_when_the_import_is_inside_a_function_and_relative_then_is_an_importer(tmp_path: Path) -> None:
+    assert read(core(tmp_path)).seams[0].importers == (Place("megatron/core/optimizer/muon.py", 2),)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(era_a1, "A1"), (era_a2, "A2"), (core, None)])
+def test_survey_when_the_class_gathers_state_then_it_is_a2(
+    make: Callable[[Path], Path], kind: str | None, tmp_path: Path
+) -> None:
+    found = read(make(tmp_path)).optimizer_class
+    assert found is not None
+    assert found.kind == kind
+    assert found.refusal() is None
+
+
+def test_survey_when_group_functions_are_there_then_names_those(tmp_path: Path) -> None:
+    assert read(era_a1(tmp_path)).group_functions == ("get_data_parallel_group",)
+    assert read(era_a2(tmp_path)).group_functions == ("get_data_parallel_group", "get_data_parallel_group_gloo")
+
+
+@pytest.mark.parametrize("flag", ["--use-distributed-optimizer", "--use_distributed_optimizer"])
+def test_survey_when_the_parser_spells_the_flag_then_as_it_does(flag: str, tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / "megatron" / "arguments.py"
+    file.write_text(file.read_text().replace("--use-distributed-optimizer", flag))
+    found = read(tmp_path)
+    assert [option.flag for option in found.options if option.name == "use_distributed_optimizer"] == [flag]
+    contiguous = next(each for each in found.options if each.name == "use_contiguous_buffers_in_local_ddp")
+    assert (contiguous.flag, contiguous.value) == ("--no-contiguous-buffers-in-local-ddp", False)
+
+
+def test_survey_when_kernels_are_imported_then_says_where_and_whether_under_a_condition(tmp_path: Path) -> None:
+    imports = (
+        "import apex\nif cuda:\n    from amp_C import x\ntry:\n    import transformer_engine\nexcept ImportError:\n"
+        "    pass\n\n\ndef later():\n    import apex\n"
+    )
+    write_tree(era_a1(tmp_path), {FACTORY: imports + ERA_A_FACTORY})
+    needs = [(need.package, str(need.place), need.is_conditional) for need in read(tmp_path).needs]
+    assert needs == [("apex", f"{FACTORY}:1", False), ("amp_C", f"{FACTORY}:3", True)]
+
+
+REPLACED = "megatron.optimizer.get_megatron_optimizer: bound to something else in"
+TAKE_OUT = "Must be untouched. Take the other patcher out, or install megatron_distopt before it."
+
+
+@pytest.mark.parametrize(
+    "patcher",
+    [
+        "get_megatron_optimizer = wrap(get_megatron_optimizer)\n",
+        "from foreign import get_megatron_optimizer\n",
+        "try:\n    import foreign as get_megatron_optimizer\nexcept ImportError:\n    pass\n",
+        "for get_megatron_optimizer in factories:\n    pass\n",
+        "class get_megatron_optimizer:\n    pass\n",
+    ],
+)
+def test_survey_when_somebody_binds_the_name_again_then_refused_with_the_line(patcher: str, tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + patcher})
+    seam = read(tmp_path).seams[0]
+    line = 7 if "try" in patcher else 6
+    assert seam.state is SeamState.REPLACED
+    assert seam.refusal() == f"Invalid {REPLACED} {FACTORY}:{line}. {TAKE_OUT}"
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "def other():\n    get_megatron_optimizer = 1\n    def get_megatron_optimizer(): ...\n",
+        "class Other:\n    def get_megatron_optimizer(self): ...\n    get_megatron_optimizer = 2\n",
+        "x = [get_megatron_optimizer for y in z]\nf = lambda get_megatron_optimizer: 1\n",
+        "other.get_megatron_optimizer = 1\n",
+    ],
+)
+def test_survey_when_the_name_is_bound_in_another_scope_then_the_seam_is_free(harmless: str, tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + harmless})
+    assert read(tmp_path).seams[0].state is SeamState.FREE
+
+
+def test_survey_when_our_block_is_in_then_the_seam_is_patched(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + as_bytes(b"\n").decode()})
+    seam = read(tmp_path).seams[0]
+    assert (seam.state, seam.refusal(), seam.place) == (SeamState.PATCHED, None, Place(FACTORY, 4))
+
+
+def test_survey_when_somebody_binds_the_name_after_our_block_then_it_is_replaced(tmp_path: Path) -> None:
+    patched = ERA_A_FACTORY + as_bytes(b"\n").decode()
+    write_tree(era_a1(tmp_path), {FACTORY: patched + "get_megatron_optimizer = None\n"})
+    assert read(tmp_path).seams[0].state is SeamState.REPLACED
+
+
+def test_survey_when_the_signature_differs_then_refused_with_both(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY.replace("model, no_weight", "chunks, no_weight")})
+    seam = read(tmp_path).seams[0]
+    assert seam.state is SeamState.DIFFERENT
+    assert seam.refusal() == (
+        "Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
+        f"scale_lr_cond, lr_mult) in {FACTORY}:4. Must start with (model, no_weight_decay_cond, scale_lr_cond, "
+        "lr_mult). Use a Megatron that docs/hosts.md lists."
+    )
+
+
+def test_survey_when_the_function_is_gone_then_refused(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: "from .distrib_optimizer import DistributedOptimizer\n"})
+    seam = read(tmp_path).seams[0]
+    assert seam.state is SeamState.MISSING
+    assert seam.refusal() == (
+        "Invalid megatron.optimizer.get_megatron_optimizer: missing. Must exist. "
+        "Use a Megatron that docs/hosts.md lists."
+    )
+
+
+def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY.replace("import Distributed", "import Other")})
+    found = read(tmp_path).optimizer_class
+    assert found is not None
+    assert found.refusal() == (
+        "Invalid factory: no DistributedOptimizer beside it. Must know its classes. "
+        "Use a Megatron that docs/hosts.md lists."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "is_refused"),
+    [
+        (era_a1, ("models", "models, extra=None"), False),
+        (era_a1, ("models", "models, extra"), True),
+        (era_a1, (", models", ""), True),
+        (core, ("instance_id", "instance_id, extra=None"), True),
+    ],
+)
+def test_survey_when_the_constructor_differs_then_refused_where_the_adapter_would(
+    make: Callable[[Path], Path], change: tuple[str, str], is_refused: bool, tmp_path: Path
+) -> None:
+    (file,) = make(tmp_path).rglob("distrib_optimizer.py")
+    file.write_text(file.read_text().replace(*change))
+    found = read(tmp_path).optimizer_class
+    assert found is not None
+    reason = found.refusal()
+    assert (reason is not None) == is_refused
+    if reason is not None:
+        assert reason.startswith("Invalid constructor of DistributedOptimizer: (optimizer, ")
+        assert f") in {file.relative_to(tmp_path)}:1. Must " in reason
+
+
+def test_survey_when_a_seams_file_is_no_python_then_refused_with_file_and_line(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {FACTORY: "import torch\nprint 'two'\n"})
+    with pytest.raises(UnreadableSourceError) as error:
+        read(tmp_path)
+    assert str(error.value).startswith(f"Invalid source: {FACTORY}:2 (")
+    assert str(error.value).endswith("). Must be Python. Correct that line.")
+
+
+@pytest.mark.parametrize("content", [b"parse_args = = 1\n", b"x = 'parse_args\0'\n"])
+def test_survey_when_another_file_is_no_python_then_it_is_listed(content: bytes, tmp_path: Path) -> None:
+    (era_a1(tmp_path) / "tools" / "old.py").write_bytes(content)
+    (unreadable,) = read(tmp_path).unreadable
+    assert unreadable.file == "tools/old.py"
+    assert unreadable.reason.startswith("Invalid source: tools/old.py")
+
+
+def test_survey_when_files_are_not_the_forks_then_they_are_left_alone(tmp_path: Path) -> None:
+    text = "from megatron.optimizer import get_megatron_optimizer\n"
+    files = ("venv/lib/a.py", ".git/a.py", "build/lib/a.py", "my_env/site-packages/a.py")
+    write_tree(era_a1(tmp_path), {**dict.fromkeys(files, text), "venv/pyvenv.cfg": ""})
+    (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
+    assert read(tmp_path).seams[0].importers == (Place("megatron/training.py", 1),)
+
+
+IS_NO_FORK = "Must be a folder that holds the folder megatron."
+
+
+def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: Path) -> None:
+    fork, empty = era_a1(tmp_path / "fork"), tmp_path / "empty"
+    empty.mkdir()
+    cases = {
+        tmp_path / "nowhere": f"{tmp_path / 'nowhere'} does not exist. {IS_NO_FORK} "
+        "Write the path of your Megatron's checkout.",
+        empty: f"{empty} holds no folder megatron. {IS_NO_FORK} Write the path of your Megatron's checkout.",
+        fork / "megatron": f"{fork / 'megatron'} holds no folder megatron. {IS_NO_FORK} Write {fork}.",
+        fork / "pretrain_gpt.py": f"{fork / 'pretrain_gpt.py'} is a file. {IS_NO_FORK} Write {fork}.",
+        tmp_path: f"{tmp_path} holds no folder megatron. {IS_NO_FORK} Write {fork}.",
+    }
+    for path, text in cases.items():
+        with pytest.raises(UnknownHostError) as error:
+            fork_at(path)
+        assert str(error.value) == f"Invalid fork: {text}"
+
+
+def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"megatron/transformers/__init__.py": ""})
+    with pytest.raises(UnknownHostError) as error:
+        read(tmp_path)
+    assert str(error.value).startswith(
+        "Invalid host: no Megatron that we know. Must provide megatron.core.optimizer.get_megatron_optimizer or "
+        "megatron.optimizer.get_megatron_optimizer. Start in the folder of your fork"
+    )
+
+
+def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(tmp_path: Path) -> None:
+    here, there = era_a1(tmp_path / "here"), core(tmp_path / "there" / "site-packages")
+    tree = importable_host(here, [str(there)])
+    assert (tree.roots, tree.is_checkout) == ((here.resolve(),), True)
+    tree = importable_host(tmp_path, [str(there), str(here)])
+    assert tree.roots == (here.resolve(),)  # a package comes before a namespace, wherever it lies
+    tree = importable_host(tmp_path, [str(there)])
+    assert (tree.roots, tree.is_checkout) == ((there.resolve(),), False)
+    assert survey(tree).generation is MEGATRON_CORE
+
+
+def test_importable_host_when_a_namespace_has_two_places_then_both_are_read(tmp_path: Path) -> None:
+    first = write_tree(tmp_path / "first", {"megatron/training/arguments.py": "", "megatron/training/__init__.py": ""})
+    tree = importable_host(first, [str(core(tmp_path / "second"))])
+    assert tree.has("megatron.training.arguments") and tree.has("megatron.core.optimizer")
+
+
+def test_importable_host_when_there_is_none_then_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    with pytest.raises(UnknownHostError):
+        survey(importable_host(tmp_path, []))
+
+
+def test_survey_when_read_from_the_installed_megatron_core_then_its_seam_is_free() -> None:
+    tree = importable_host(Path("/"), sys.path)
+    if not tree.has("megatron.core.optimizer"):
+        pytest.skip("megatron-core is not installed")
+    found = survey(tree)
+    assert found.generation is MEGATRON_CORE
+    assert found.seams[0].refusal() is None
+    assert found.optimizer_class is not None and found.optimizer_class.refusal() is None
+
+
+def test_survey_when_a_real_fork_is_given_then_everything_is_found() -> None:
+    if "MEGATRON_FORK" not in os.environ:
+        pytest.skip("MEGATRON_FORK names no checkout of a fork")
+    found = read(Path(os.environ["MEGATRON_FORK"]))
+    assert found.generation.is_supported
+    assert [seam.refusal() for seam in found.seams] == [None] * len(found.seams)
+    assert all(seam.importers for seam in found.seams)
+    assert found.optimizer_class is not None and found.optimizer_class.refusal() is None
+    assert "get_data_parallel_group" in found.group_functions
+    assert any(option.name == "use_distributed_optimizer" for option in found.options)
+
+
+def test_tried_when_rendered_then_it_is_the_table_in_the_docs() -> None:
+    text = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    begin, end = "<!-- tried: begin -->\n", "\n<!-- tried: end -->"
+    assert begin in text and end in text, "docs/hosts.md needs the two marker comments around its first table"
+    assert text.partition(begin)[2].partition(end)[0] == as_markdown()
+    assert all(row.date[4::3] == "--" and len(row.date) == 10 for row in TRIED)

@@ -1,0 +1,163 @@
+"""The command line: what it prints, its exit status, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from megatron_distopt.hosts.generations import GENERATIONS
+from megatron_distopt.hosts.source.block import BLOCK, GROUP
+from megatron_distopt.hosts.tried import TRIED
+from megatron_distopt.plugin.cli import main
+from megatron_distopt.plugin.doctor import diagnose as doctor
+from megatron_distopt.plugin.doctor.findings import ok, problem
+from megatron_distopt.version import VERSION
+from tests.support.fork_trees import era_a1, era_b
+
+FACTORY = "megatron/optimizer/__init__.py"
+Output = pytest.CaptureFixture[str]
+
+
+def run(capsys: Output, *words: str | Path) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
+    status = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_patch_when_checked_applied_and_undone_then_says_what_it_did(tmp_path: Path, capsys: Output) -> None:
+    fork = era_a1(tmp_path)
+    before = (fork / FACTORY).read_bytes()
+    place = f"{FACTORY}, {len(BLOCK)} lines after line 5"
+    status, out, err = run(capsys, "patch", "--check", fork)
+    head, _, diff = out.partition("\n\n")
+    assert (status, err) == (0, "")
+    assert head == f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in"
+    assert diff.startswith(f"--- a/{FACTORY}\n+++ b/{FACTORY}\n@@ -5,0 +6,{len(BLOCK)} @@\n+{BLOCK[0]}\n")
+    assert (fork / FACTORY).read_bytes() == before
+    undo = f"megatron-distopt patch --undo {fork} takes them out\n"
+    assert run(capsys, "patch", "--apply", fork) == (0, f"applied: {place}; {undo}", "")
+    assert run(capsys, "patch", "--apply", fork) == (0, "is applied already: nothing to do\n", "")
+    assert run(capsys, "patch", "--check", fork) == (0, f"is applied: {place}; {undo}", "")
+    assert run(capsys, "patch", "--undo", fork) == (0, f"undone: {place}; the file is as it was before\n", "")
+    assert (fork / FACTORY).read_bytes() == before
+    assert run(capsys, "patch", "--undo", fork) == (0, "is not applied: nothing to undo\n", "")
+
+
+@pytest.mark.parametrize("action", ["--check", "--apply", "--undo"])
+def test_patch_when_the_fork_is_none_then_one_line_and_status_1(action: str, tmp_path: Path, capsys: Output) -> None:
+    rule = "Must be a folder that holds the folder megatron. Write the path of your Megatron's checkout."
+    text = f"megatron-distopt: Invalid fork: {tmp_path} holds no folder megatron. {rule}\n"
+    assert run(capsys, "patch", action, tmp_path) == (1, "", text)
+
+
+@pytest.mark.parametrize("action", ["--check", "--apply", "--undo"])
+def test_patch_when_the_generation_has_no_adapter_then_status_1(action: str, tmp_path: Path, capsys: Output) -> None:
+    status, out, err = run(capsys, "patch", action, era_b(tmp_path))
+    assert (status, out) == (1, "")
+    assert err.startswith("megatron-distopt: Invalid host: Megatron-LM with megatron-core 0.4 or 0.5. Must be one ")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["patch"], ["patch", "--check"], ["patch", "--check", "--apply", "x"], ["doctor", "--nonsense"]]
+)
+def test_command_when_the_command_line_is_bad_then_status_2(words: list[str], capsys: Output) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "usage: megatron-distopt" in capsys.readouterr().err
+
+
+def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Output) -> None:
+    for words, text in (
+        (["-h"], "would training start here, and with what?"),
+        (["doctor", "-h"], "usage: megatron-distopt doctor [-h] [--json] [FORK] [-- LAUNCH FLAGS ...]"),
+        (["hosts", "-h"], "which Megatrons are supported"),
+        (["patch", "-h"], "take exactly those lines out"),
+        (["--version"], f"megatron-distopt {VERSION}"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def test_hosts_when_listed_then_every_generation_and_every_run(capsys: Output) -> None:
+    status, out, err = run(capsys, "hosts")
+    assert (status, err) == (0, "")
+    for generation in GENERATIONS:
+        assert f"supported: {generation.name}\n" in out
+        assert (f"not supported: {generation.name}\n" in out) != generation.is_supported
+        assert generation.remedy in out
+    for row in TRIED:
+        assert f"run: {row.host} {row.version}, {row.date}: {row.result}\n" in out
+
+
+def test_hosts_when_json_then_the_same_content(capsys: Output) -> None:
+    status, out, _ = run(capsys, "hosts", "--json")
+    rows = json.loads(out)
+    assert status == 0
+    assert [row["name"] for row in rows["generations"]] == [generation.name for generation in GENERATIONS]
+    assert rows["tried"][0] == vars(TRIED[0])
+
+
+def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_same(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    findings = [ok("fork", "source", "/fork")]
+    monkeypatch.setattr(doctor, "diagnose", lambda *words: given.append(words) or findings)
+    status, out, _ = run(capsys, "doctor", tmp_path, "--", "--bf16", "--json")
+    assert (status, out.splitlines()[-1]) == (0, "no problem: training could start")
+    assert given == [(tmp_path, ["--bf16", "--json"])]
+    findings.append(problem("fork", "flag", "Bad."))
+    assert run(capsys, "doctor")[0] == 1
+    status, out, _ = run(capsys, "doctor", "--json")
+    row = {"section": "fork", "subject": "flag", "status": "problem", "text": "Bad."}
+    assert (status, json.loads(out)["can_start"], json.loads(out)["findings"][1]) == (1, False, row)
+
+
+def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_others_print(tmp_path: Path) -> None:
+    """DeepSpeed, where it is installed, logs while it is imported."""
+    command = "import sys; from megatron_distopt.plugin.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", command, "doctor", str(era_a1(tmp_path)), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert json.loads(done.stdout)["can_start"] is (done.returncode == 0), done.stderr
+
+
+def test_command_when_it_only_reads_files_then_torch_is_not_imported(tmp_path: Path) -> None:
+    fork = era_a1(tmp_path)
+    probe = (
+        "import sys; from megatron_distopt.plugin.cli import main; "
+        f"assert main(['hosts']) == main(['patch', '--check', {str(fork)!r}]) == 0; "
+        "sys.exit(str([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == "[]\n"
+
+
+def test_installation_when_asked_then_command_and_entry_point_are_registered() -> None:
+    values = {
+        entry.name: entry.value
+        for group in ("console_scripts", GROUP)
+        for entry in entry_points(group=group)
+        if entry.value.startswith("megatron_distopt.")
+    }
+    assert values == {
+        "megatron-distopt": "megatron_distopt.plugin.cli:main",
+        "distopt": "megatron_distopt.plugin.entry_point:distopt",
+    }, "the installed metadata is older than setup.py: run pip install -e . again, and remove a stale *.egg-info"
+
+
+def test_patch_when_the_fork_is_a_real_one_then_it_can_be_applied(capsys: Output) -> None:
+    if "MEGATRON_FORK" not in os.environ:
+        pytest.skip("MEGATRON_FORK names no checkout of a fork")
+    status, out, _ = run(capsys, "patch", "--check", os.environ["MEGATRON_FORK"])
+    assert status == 0
+    assert out.startswith(("can be applied: ", "is applied: "))

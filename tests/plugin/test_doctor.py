@@ -1,0 +1,442 @@
+"""Would training start here, and with what: the fork, this machine, the environment and the launch flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_distopt.config import DistOptConfig, Switch
+from megatron_distopt.hosts.source.block import GROUP
+from megatron_distopt.hosts.source.found import Need, Place, Survey
+from megatron_distopt.hosts.source.survey import survey
+from megatron_distopt.hosts.source.tree import fork_at
+from megatron_distopt.optimizer import Accelerator
+from megatron_distopt.optimizer.accelerator import CPU, CUDA
+from megatron_distopt.plugin.doctor import diagnose as doctor
+from megatron_distopt.plugin.doctor import machine as doctor_machine
+from megatron_distopt.plugin.doctor.findings import Finding, Status, as_table, can_start, noted, ok, problem
+from megatron_distopt.plugin.doctor.fork import describe_fork
+from megatron_distopt.plugin.doctor.launch_flags import check_launch_flags, read_flags
+from megatron_distopt.plugin.patch_files import plan_apply, write
+from tests.support.fork_trees import core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+
+OURS = EntryPoint("distopt", "megatron_distopt.plugin.entry_point:distopt", GROUP)
+FLAG = "--use-distributed-optimizer"
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of ours, our entry point registered, the CPU named by torch (DeepSpeed takes seconds to ask)."""
+    for variable in [name for name in os.environ if name.startswith("MEGATRON_DISTOPT")]:
+        monkeypatch.delenv(variable)
+    entries(monkeypatch, OURS)
+    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CPU, "torch"))
+    yield
+
+
+def entries(monkeypatch: pytest.MonkeyPatch, *registered: EntryPoint) -> None:
+    monkeypatch.setattr(doctor, "entry_points", EntryPoints(registered).select)
+
+
+def read(folder: Path) -> Survey:
+    return survey(fork_at(folder))
+
+
+def of(findings: list[Finding], subject: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.subject == subject]
+    return found
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.status is Status.PROBLEM]
+
+
+@pytest.mark.parametrize("make", [era_a1, era_a2, core])
+def test_doctor_when_a_fork_is_supported_then_training_could_start(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    findings = doctor.diagnose(make(tmp_path), [])
+    assert problems(findings) == []
+    assert can_start(findings)
+    assert of(findings, "source").text == str(tmp_path.resolve())
+    assert {finding.section for finding in findings} == {"fork", "machine", "environment"}
+    subjects = {"generation", "get_megatron_optimizer", "DistributedOptimizer", "flag", "python", "torch", "torchrun"}
+    assert subjects <= {finding.subject for finding in findings}
+
+
+@pytest.mark.parametrize("make", [era_b, pre_distopt, neox])
+def test_doctor_when_a_generation_has_no_adapter_then_a_problem_with_what_to_do(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    found = read(make(tmp_path))
+    findings = doctor.diagnose(tmp_path, [FLAG])
+    rule = "Must be one that an adapter exists for; megatron-distopt hosts lists them."
+    assert problems(findings) == [f"Invalid host: {found.generation.name}. {rule} {found.generation.remedy}."]
+    assert not [finding for finding in findings if finding.section == "launch"]  # they would not be read by us
+
+
+def test_doctor_when_the_path_is_no_fork_then_a_problem_and_the_machine_is_described_all_the_same(
+    tmp_path: Path,
+) -> None:
+    findings = doctor.diagnose(tmp_path / "nowhere", [])
+    assert problems(findings) == [
+        f"Invalid fork: {tmp_path / 'nowhere'} does not exist. Must be a folder that holds the folder megatron. "
+        "Write the path of your Megatron's checkout."
+    ]
+    assert of(findings, "torch").status is Status.OK
+
+
+def test_doctor_when_no_fork_is_named_then_the_working_directorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(era_a2(tmp_path))
+    findings = doctor.diagnose(None, [])
+    assert of(findings, "source").text == str(tmp_path.resolve())
+    assert of(findings, "checkpoints").text == "A2: the first data-parallel rank gathers the state into one file"
+
+
+def test_doctor_when_other_code_touches_the_seams_then_it_says_where(tmp_path: Path) -> None:
+    findings = list(describe_fork(read(era_a1(tmp_path))))
+    assert of(findings, "get_megatron_optimizer").text == (
+        "free in megatron/optimizer/__init__.py:4: (model, no_weight_decay_cond, scale_lr_cond, lr_mult)"
+    )
+    assert of(findings, "get_megatron_optimizer by value").text == "in megatron/training.py:1; each is rebound"
+    assigned = of(findings, "parse_args assigned")
+    assert (assigned.status, assigned.text) == (Status.NOTE, "in tools/convert.py:2; what runs last wins")
+    assert of(findings, "flag").text == f"{FLAG} (megatron/arguments.py:7)"
+
+
+def test_doctor_when_another_patcher_is_in_the_file_then_a_problem(tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / "megatron/optimizer/__init__.py"
+    file.write_text(file.read_text() + "get_megatron_optimizer = wrap(get_megatron_optimizer)\n")
+    assert problems(list(describe_fork(read(tmp_path)))) == [
+        "Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in "
+        "megatron/optimizer/__init__.py:6. Must be untouched. Take the other patcher out, or install megatron_distopt "
+        "before it."
+    ]
+
+
+@pytest.mark.parametrize(("file", "status"), [("megatron/bad.py", Status.PROBLEM), ("tools/bad.py", Status.NOTE)])
+def test_doctor_when_a_file_is_no_python_then_a_problem_only_inside_the_package(
+    file: str, status: Status, tmp_path: Path
+) -> None:
+    write_tree(era_a1(tmp_path), {file: "x = 1\nparse_args = = 2\n"})
+    found = of(list(describe_fork(read(tmp_path))), "unreadable")
+    assert found == Finding(
+        "fork", "unreadable", status, f"Invalid source: {file}:2 (invalid syntax). Must be Python. Correct that line."
+    )
+
+
+def test_doctor_when_the_data_parallel_group_has_no_name_then_a_problem(tmp_path: Path) -> None:
+    write_tree(era_a1(tmp_path), {"megatron/core/parallel_state.py": "def get_embedding_group(): ...\n"})
+    assert problems(list(describe_fork(read(tmp_path)))) == [
+        "Invalid parallel state: no get_data_parallel_group, only get_embedding_group. Must name the data-parallel "
+        "group. Use a Megatron that docs/hosts.md lists."
+    ]
+
+
+def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_would_ask_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(plan_apply(fork_at(era_a1(tmp_path))))
+    assert of(doctor.diagnose(tmp_path, []), "entry point").text == (
+        "distopt is registered in megatron.optimizer_factories; the fork asks for it"
+    )
+    entries(monkeypatch)
+    findings = doctor.diagnose(tmp_path, [])
+    assert problems(findings) == [
+        "Invalid entry point distopt: not registered. Must be registered in megatron.optimizer_factories, which the "
+        "fork asks. Run pip install megatron-distopt in this Python."
+    ]
+
+
+def test_doctor_when_others_are_registered_or_installed_then_it_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries(monkeypatch, OURS, EntryPoint("other", "package:factory", GROUP))
+    monkeypatch.syspath_prepend(write_tree(tmp_path / "path", {"mindspeed/__init__.py": "raise OSError\n"}))
+    findings = doctor.diagnose(era_a1(tmp_path / "fork"), [])
+    texts = [finding.text for finding in findings if finding.section == "environment"]
+    assert "also other = package:factory; they are used in order of names" in texts
+    assert "mindspeed (MindSpeed) replaces functions of Megatron too; install ours before it" in texts
+    assert can_start(findings)
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "text"),
+    [
+        ({}, Status.OK, "no MEGATRON_DISTOPT variable is set"),
+        ({"MEGATRON_DISTOPT_NONFINITE": "skip"}, Status.OK, "MEGATRON_DISTOPT_NONFINITE=skip"),
+        ({"MEGATRON_DISTOPT": "0"}, Status.NOTE, "MEGATRON_DISTOPT=0: switched off, the host's own optimizer runs"),
+        (
+            {"MEGATRON_DISTOPT": "2"},
+            Status.PROBLEM,
+            "Invalid MEGATRON_DISTOPT: '2'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT='1'.",
+        ),
+    ],
+)
+def test_doctor_when_variables_are_set_then_shows_and_checks_them(
+    variables: dict[str, str], status: Status, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = of(doctor.diagnose(era_a1(tmp_path), []), "variables")
+    assert (found.status, found.text) == (status, text)
+
+
+def test_doctor_when_a_variable_is_misspelt_then_a_problem_that_names_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT_ADMA", "apex")
+    (text,) = problems(doctor.diagnose(era_a1(tmp_path), []))
+    assert text.startswith("Invalid environment variable: MEGATRON_DISTOPT_ADMA. Must be one of MEGATRON_DISTOPT, ")
+    assert text.endswith(" Write MEGATRON_DISTOPT_ADAM.")
+
+
+def test_doctor_when_torch_is_not_installed_then_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    findings = doctor.diagnose(era_a1(tmp_path), [])
+    assert problems(findings) == ["Invalid torch: not installed. Must be installed. Run pip install torch."]
+
+
+def describe(config: DistOptConfig | None = None, found: Survey | None = None) -> list[Finding]:
+    return list(doctor_machine.describe_machine(config or DistOptConfig(), found))
+
+
+def test_machine_when_adam_is_asked_for_by_name_and_cannot_be_had_then_a_problem() -> None:
+    found = of(describe(DistOptConfig(adam="transformer_engine")), "inner optimizer")
+    assert (found.status, found.text) == (
+        Status.PROBLEM,
+        "Invalid adam 'transformer_engine': has no kernels for cpu. Must be usable when it is asked for by name. "
+        "Install it, or write adam='auto'.",
+    )
+
+
+def test_machine_when_better_adams_are_not_there_then_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CUDA, "torch"))
+    text = of(describe(), "inner optimizer").text
+    assert "not transformer_engine: " in text and "not apex: " in text
+
+
+def test_machine_when_deepspeed_fails_then_a_problem_and_the_rest_is_still_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(choice: str) -> Accelerator:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(doctor_machine, "find_accelerator", fail)
+    findings = describe()
+    assert problems(findings) == [
+        "Invalid accelerator: deepspeed fails (no driver). Must be importable where it is installed. "
+        "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch."
+    ]
+    assert of(findings, "torchrun")
+
+
+@pytest.fixture
+def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unrelated project that `pip install apex` gets."""
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    monkeypatch.syspath_prepend(write_tree(tmp_path / "pypi", {"apex/__init__.py": ""}))
+
+
+@pytest.mark.usefixtures("impostor")
+def test_machine_when_apex_is_the_unrelated_project_then_it_says_so() -> None:
+    found = of(describe(), "apex")
+    assert found.status is Status.NOTE
+    assert "the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI" in found.text
+
+
+def with_needs(tmp_path: Path, *needs: Need) -> Survey:
+    return dataclasses.replace(read(era_a1(tmp_path / "fork")), needs=needs)
+
+
+@pytest.mark.usefixtures("impostor")
+def test_machine_when_the_fork_imports_apex_in_any_case_then_a_problem(tmp_path: Path) -> None:
+    found = with_needs(tmp_path, Need("apex", Place("megatron/optimizer/__init__.py", 3), False))
+    assert problems(describe(found=found)) == [
+        "Invalid package apex: not importable. Must be importable, because the host imports apex.optimizers in "
+        "megatron/optimizer/__init__.py:3. Build NVIDIA apex from its sources; pip install apex gets an unrelated "
+        "project."
+    ]
+
+
+@pytest.mark.parametrize(("device_type", "status"), [(CPU, Status.NOTE), (CUDA, Status.PROBLEM)])
+def test_machine_when_a_condition_decides_then_a_problem_only_where_it_is_true(
+    device_type: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(device_type, "torch"))
+    found = with_needs(tmp_path, Need("amp_C", Place("a.py", 1), True))
+    assert of(describe(found=found), "needs amp_C").status is status
+
+
+def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CUDA, "torch"))
+    monkeypatch.setattr(doctor_machine, "available_backends", lambda: ("gloo",))
+    assert of(describe(), "process groups").text == (
+        f"Invalid process group backends: gloo. Must include nccl for {CUDA}. Install a torch that was built with it."
+    )
+
+
+def test_machine_when_launchers_are_missing_or_anothers_then_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchrun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    findings = describe()
+    assert of(findings, "torchrun").text == (
+        f"{tmp_path / 'torchrun'}, which is not beside this Python ({sys.executable})"
+    )
+    assert of(findings, "deepspeed") == noted("machine", "deepspeed", "not on PATH")
+
+
+def launch(words: str, found: Survey | None, switch: Switch = Switch.ON) -> list[Finding]:
+    return list(check_launch_flags(words.split(), found, switch))
+
+
+def test_flags_when_read_then_as_the_forks_parser_would(tmp_path: Path) -> None:
+    options = read(era_a1(tmp_path)).options
+    words = [FLAG, "--no-contiguous-buffers-in-local-ddp", "--DDP-impl=torch", "--deepspeed", "--lr", "-1", "a", "--x"]
+    assert vars(read_flags(words, options)) == {
+        "use_distributed_optimizer": True,
+        "use_contiguous_buffers_in_local_ddp": False,
+        "DDP_impl": "torch",
+        "deepspeed": True,
+        "lr": "-1",
+        "x": True,
+    }
+
+
+def test_flags_when_all_is_well_then_ok(tmp_path: Path) -> None:
+    findings = launch(f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto", read(era_a1(tmp_path)))
+    assert findings == [ok("launch", FLAG, "given: this optimizer is used")]
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        ("--deepspeed", "--deepspeed beside --use-distributed-optimizer"),
+        ("--DDP-impl torch", "--DDP-impl torch"),
+        ("--no-contiguous-buffers-in-local-ddp", "--no-contiguous-buffers-in-local-ddp"),
+        ("--use-fsdp", "--use-fsdp"),
+    ],
+)
+def test_flags_when_they_conflict_then_a_problem_only_with_ours(words: str, got: str, tmp_path: Path) -> None:
+    found = read(era_a1(tmp_path))
+    (text,) = problems(launch(f"{words} {FLAG}", found))
+    assert text.startswith(f"Invalid arguments: {got}. Must be ")
+    assert problems(launch(words, found)) == []
+
+
+def test_flags_when_megatron_core_has_an_option_that_is_refused_then_a_problem(tmp_path: Path) -> None:
+    words = f"{FLAG} --use-precision-aware-optimizer"
+    assert problems(launch(words, read(core(tmp_path)))) == [
+        "Invalid use_precision_aware_optimizer: set. Must be off with this distributed optimizer. "
+        "Drop --use-precision-aware-optimizer."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--use-distributed-optimiser", FLAG),
+        ("--use_distributed_optimizer", FLAG),
+        ("--distopt-adma=apex", "--distopt-adam"),
+        ("--distopt-non-finite", "--distopt-nonfinite"),
+    ],
+)
+def test_flags_when_one_is_misspelt_then_a_problem_that_names_the_nearest(
+    word: str, nearest: str, tmp_path: Path
+) -> None:
+    (text,) = problems(launch(word, read(era_a1(tmp_path))))
+    assert text.startswith(f"Invalid flag: {word.partition('=')[0]}. Must be one of {FLAG}, --distopt-adam, ")
+    assert text.endswith(f". Write {nearest}.")
+
+
+def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / "megatron" / "arguments.py"
+    file.write_text(file.read_text().replace(FLAG, "--use_distributed_optimizer"))
+    found = read(tmp_path)
+    assert launch("--use_distributed_optimizer", found)[0].status is Status.OK
+    (text,) = problems(launch(FLAG, found))
+    assert text.endswith(" Write --use_distributed_optimizer.")
+
+
+def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:
+    found = read(era_a1(tmp_path))
+    text = f"not given: the package is inert; add {FLAG} to use it"
+    assert launch("--bf16", found) == [noted("launch", FLAG, text)]
+    assert problems(launch("--bf16", found, Switch.REQUIRE)) == [
+        f"Invalid run: without {FLAG}. Must be used when MEGATRON_DISTOPT=require. Add {FLAG}, or unset the variable."
+    ]
+    off = launch(FLAG, found, Switch.OFF)
+    assert off == [noted("launch", FLAG, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")]
+
+
+def test_flags_when_a_value_of_ours_is_bad_then_a_problem(tmp_path: Path) -> None:
+    (text,) = problems(launch(f"{FLAG} --distopt-nonfinite explode", read(era_a1(tmp_path))))
+    assert text.startswith("Invalid nonfinite: 'explode'. Must be one of raise, skip, log.")
+
+
+def test_doctor_when_a_flag_names_an_adam_then_that_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [FLAG, "--distopt-adam", "apex"]
+    assert of(doctor.diagnose(era_a1(tmp_path), words), "inner optimizer").status is Status.PROBLEM
+    monkeypatch.setenv("MEGATRON_DISTOPT_ADAM", "torch_foreach")  # wins
+    text = of(doctor.diagnose(tmp_path, words), "inner optimizer").text
+    assert text == "torch_foreach (asked for by name)"
+
+
+def test_table_when_wide_then_a_line_each_and_a_verdict() -> None:
+    findings = [ok("fork", "source", "/fork"), noted("machine", "torchrun", "absent"), problem("machine", "a", "Bad.")]
+    assert as_table(findings) == (
+        "fork\n  ok       source    /fork\n\nmachine\n  note     torchrun  absent\n  problem  a         Bad.\n\n"
+        "1 problem: training could not start"
+    )
+
+
+def test_table_when_narrow_then_wrapped_under_the_text() -> None:
+    lines = as_table([ok("fork", "source", "word " * 20)], width=60).splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert lines[2].startswith(" " * 19 + "word")
+
+
+def test_doctor_when_it_looks_then_no_host_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = era_a1(tmp_path)
+    for file in fork.rglob("*.py"):
+        file.write_text(f"{file.read_text()}\nraise SystemExit('was imported')\n")
+    monkeypatch.chdir(fork)
+    monkeypatch.syspath_prepend(str(fork))
+    assert can_start(doctor.diagnose(None, []))
+
+
+def test_doctor_when_a_stand_in_without_a_spec_is_loaded_then_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in: Any = ModuleType("primus")
+    stand_in.__spec__ = None
+    monkeypatch.setitem(sys.modules, "primus", stand_in)
+    texts = [finding.text for finding in doctor.diagnose(era_a1(tmp_path), [])]
+    assert "primus (Primus) replaces functions of Megatron too; install ours before it" in texts
+
+
+def test_doctor_when_a_real_fork_is_given_then_only_kernels_can_be_a_problem() -> None:
+    if "MEGATRON_FORK" not in os.environ:
+        pytest.skip("MEGATRON_FORK names no checkout of a fork")
+    findings = doctor.diagnose(Path(os.environ["MEGATRON_FORK"]), [FLAG, "--bf16"])
+    assert [each for each in findings if each.status is Status.PROBLEM and not each.subject.startswith("needs")] == []
+
+
+def test_entry_point_when_named_then_it_is_there() -> None:
+    module, _, attribute = OURS.value.partition(":")
+    assert callable(getattr(import_module(module), attribute))

@@ -1,0 +1,405 @@
+"""The entry-point door: what is put into a fork's file, where, and out again to the byte."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_distopt.errors import DistOptError
+from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, GROUP, as_bytes, has_marker, intact_block
+from megatron_distopt.hosts.source.tree import fork_at
+from megatron_distopt.plugin import patch_files
+from megatron_distopt.plugin.patch_files import Edit, as_diff, is_patched, plan_apply, plan_undo, write
+from tests.support.fork_trees import ERA_A_FACTORY, core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+
+ROOT = Path(__file__).parents[2]
+FACTORY = "megatron/optimizer/__init__.py"
+PATCHES = sorted((ROOT / "patches").glob("*/optimizer_factories.patch"))
+MARKED = "\n".join(BLOCK) + "\n"
+
+
+def applied(fork: Path) -> Edit:
+    edit = plan_apply(fork_at(fork))
+    write(edit)
+    return edit
+
+
+def undone(fork: Path) -> Edit:
+    edit = plan_undo(fork_at(fork))
+    write(edit)
+    return edit
+
+
+def refusal_of(action: Callable[[], object]) -> str:
+    with pytest.raises(DistOptError) as error:
+        action()
+    return str(error.value)
+
+
+def run(source: str, entries: Iterable[Any], monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Any:
+    """Runs a patched file where those packages are installed, as Python 3.8 lists them or as ours does."""
+    entries = tuple(entries)
+    found: Any = {GROUP: entries, "other": ()} if is_old else importlib.metadata.EntryPoints(entries)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda: found)
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope["get_megatron_optimizer"]
+
+
+class Entry:
+    """An entry point whose factory puts its name in front."""
+
+    group = GROUP
+
+    def __init__(self, name: str, value: str = "module:attribute") -> None:
+        self.name, self.value = name, value
+
+    def load(self) -> Callable[[Callable[..., str]], Callable[..., str]]:
+        return lambda factory: lambda *args: f"{self.name} {factory(*args)}"
+
+    def matches(self, **wanted: str) -> bool:
+        return wanted == {"group": GROUP}
+
+
+HOST = "def get_megatron_optimizer(model):\n    return 'host'\n"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_block_when_packages_are_registered_then_they_wrap_in_order_of_names(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [Entry("b"), Entry("a"), Entry("b")]  # one may be listed twice
+    factory = run(HOST + MARKED, entries, monkeypatch, is_old=is_old)
+    assert factory(None) == "b a host"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_block_when_nobody_is_registered_then_the_function_is_the_hosts_own(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory = run(HOST + "own = get_megatron_optimizer\n" + MARKED, [], monkeypatch, is_old=is_old)
+    assert factory is factory.__globals__["own"]
+
+
+def test_block_when_counted_then_at_most_thirty_lines_that_python_3_8_reads() -> None:
+    assert len(BLOCK) <= 30
+    assert all(line.isascii() and "\n" not in line for line in BLOCK)
+    ast.parse(MARKED, feature_version=(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(era_a1, FACTORY), (era_a2, FACTORY), (core, "megatron/core/optimizer/__init__.py")]
+)
+def test_patch_when_applied_then_the_block_is_right_after_the_function(
+    make: Callable[[Path], Path], name: str, tmp_path: Path
+) -> None:
+    file = make(tmp_path) / name
+    before = file.read_text()
+    assert not is_patched(fork_at(tmp_path))
+    edit = applied(tmp_path)
+    assert edit.name == name
+    assert is_patched(fork_at(tmp_path))
+    body = "    return DistributedOptimizer(" + ("model)\n" if name == FACTORY else "config)\n")
+    assert file.read_text() == before.replace(body, body + MARKED)
+    undone(tmp_path)
+    assert file.read_text() == before
+    assert not is_patched(fork_at(tmp_path))
+
+
+DRIFTED = '''\
+"""A docstring that names get_megatron_optimizer(model)."""
+import functools
+from .distrib_optimizer import DistributedOptimizer
+
+# def get_megatron_optimizer(model): an old one
+def outer():
+    def get_megatron_optimizer(model):
+        return None
+    return get_megatron_optimizer
+
+class Tools:
+    def get_megatron_optimizer(self): ...
+
+
+@functools.lru_cache(
+    None
+)
+# a comment between
+def get_megatron_optimizer(model,
+                           no_weight_decay_cond=None,  # inserted
+                           scale_lr_cond=None,
+                           lr_mult=1.0, *, extra=None):
+    """Ours."""
+    def get_megatron_optimizer(model):
+        return None
+    return """
+text at the left margin
+"""  # \u00e9nd of the function
+# a comment after
+
+LAST = 1
+'''
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("has_final_newline", [False, True])
+def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte(
+    newline: str, is_last: bool, has_final_newline: bool, tmp_path: Path
+) -> None:
+    text = DRIFTED.partition("# a comment after")[0] if is_last else DRIFTED
+    text = (text if has_final_newline else text[:-1]).replace("\n", newline)
+    file = write_tree(era_a1(tmp_path), {FACTORY: text}) / FACTORY
+    before = file.read_bytes()
+    applied(tmp_path)
+    lines = file.read_bytes().decode().split(newline)
+    first = lines.index(BEGIN)
+    assert lines[first : first + len(BLOCK)] == list(BLOCK)
+    assert lines[first - 1] == '"""  # \u00e9nd of the function'
+    assert file.read_bytes().endswith(newline.encode()) == has_final_newline
+    undone(tmp_path)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "latin-1", "utf-8-sig"])
+def test_patch_when_the_file_has_an_encoding_then_it_is_kept(coding: str, tmp_path: Path) -> None:
+    cookie = "" if coding == "utf-8-sig" else f"# -*- coding: {coding} -*-\n"
+    file = era_a1(tmp_path) / FACTORY
+    file.write_bytes((cookie + "# \u00e9\n" + ERA_A_FACTORY).encode(coding))
+    before = file.read_bytes()
+    applied(tmp_path)
+    assert file.read_bytes() == before + as_bytes(b"\n")
+    undone(tmp_path)
+    assert file.read_bytes() == before
+
+
+def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / FACTORY
+    real = file.with_name("real.txt")
+    os.chmod(file.rename(real), 0o640)
+    file.symlink_to(real)
+    names = sorted(os.listdir(file.parent))
+    applied(tmp_path)
+    assert file.is_symlink() and stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert has_marker(real.read_bytes())
+    assert sorted(os.listdir(file.parent)) == names
+
+
+def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = era_a1(tmp_path) / FACTORY
+    before, names = file.read_bytes(), sorted(os.listdir(file.parent))
+
+    def fail(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(patch_files.os, "replace", fail)
+    assert refusal_of(lambda: applied(tmp_path)) == (
+        f"Invalid fork: {file.resolve()} (Permission denied). Must be in a folder that you may write to. "
+        "Run it as the user who owns the fork, or on a copy of it."
+    )
+    assert (file.read_bytes(), sorted(os.listdir(file.parent))) == (before, names)
+
+
+def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / FACTORY
+    edit = plan_apply(fork_at(tmp_path))
+    file.write_text(ERA_A_FACTORY + "# edited\n")
+    assert refusal_of(lambda: write(edit)) == (
+        f"Invalid fork: {FACTORY} changed meanwhile. Must stay as it is while it is patched. Run the command again."
+    )
+    assert file.read_text() == ERA_A_FACTORY + "# edited\n"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        (BLOCK[6], BLOCK[6] + "  # mine"),
+        (BLOCK[6] + "\n", ""),
+        (BEGIN + "\n", ""),
+        (END + "\n", ""),
+        (MARKED, MARKED + MARKED),
+        (END, END + "\n" + BEGIN),
+    ],
+    ids=["changed", "line gone", "no begin", "no end", "twice", "begin again"],
+)
+def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: tuple[str, str], tmp_path: Path) -> None:
+    file = era_a1(tmp_path) / FACTORY
+    applied(tmp_path)
+    file.write_text(file.read_text().replace(*edit))
+    before = file.read_bytes()
+    text = (
+        f"Invalid patched file: {FACTORY}, where the lines from {BEGIN!r} to {END!r} were edited. Must hold those "
+        f"{len(BLOCK)} lines as this version puts them in. Take the lines out by hand, or check the file out again."
+    )
+    assert refusal_of(lambda: plan_undo(fork_at(tmp_path))) == text
+    assert refusal_of(lambda: is_patched(fork_at(tmp_path))) == text
+    assert file.read_bytes() == before
+
+
+def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
+    assert refusal_of(lambda: plan_undo(fork_at(era_a1(tmp_path)))) == (
+        f"Invalid fork: {FACTORY} without our block. Must hold it. "
+        "Run megatron-distopt patch --check to see what is there."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "instead"),
+    [
+        (era_b, "Megatron-LM with megatron-core 0.4 or 0.5", "Move the fork to megatron-core 0.16, or call "),
+        (pre_distopt, "Megatron without a distributed optimizer", "Call megatron_distopt.distribute(...) on its model"),
+        (neox, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config'),
+    ],
+)
+def test_patch_when_the_generation_has_no_adapter_then_refused(
+    make: Callable[[Path], Path], name: str, instead: str, tmp_path: Path
+) -> None:
+    text = refusal_of(lambda: plan_apply(fork_at(make(tmp_path))))
+    rule = "Must be one that an adapter exists for; megatron-distopt hosts lists them."
+    assert text.startswith(f"Invalid host: {name}. {rule} {instead}")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            ("model, no_weight", "chunks, no_weight"),
+            "Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
+            f"scale_lr_cond, lr_mult) in {FACTORY}:4. Must start with (model, no_weight_decay_cond, scale_lr_cond, "
+            "lr_mult). Use a Megatron that docs/hosts.md lists.",
+        ),
+        (
+            ("(model)\n", "(model)\n\n\nfrom foreign import get_megatron_optimizer\n"),
+            f"Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in {FACTORY}:8. Must be "
+            "untouched. Take the other patcher out, or install megatron_distopt before it.",
+        ),
+        (
+            ("def get_megatron_optimizer", "if True:\n  def get_megatron_optimizer"),
+            f"Invalid megatron.optimizer.get_megatron_optimizer: defined under another statement in {FACTORY}:5. Must "
+            "stand at the top level of its module. Use the runner or megatron_distopt.install() instead.",
+        ),
+        (
+            ("def get_megatron_optimizer", "def get_optimizer"),
+            "Invalid megatron.optimizer.get_megatron_optimizer: missing. Must exist. "
+            "Use a Megatron that docs/hosts.md lists.",
+        ),
+    ],
+    ids=["signature", "other patcher", "under an if", "gone"],
+)
+def test_patch_when_the_seam_is_not_as_expected_then_refused_and_nothing_changes(
+    change: tuple[str, str], text: str, tmp_path: Path
+) -> None:
+    file = era_a1(tmp_path) / FACTORY
+    file.write_text(ERA_A_FACTORY.replace(*change))
+    before = file.read_bytes()
+    assert refusal_of(lambda: applied(tmp_path)) == text
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("has_final_newline", [False, True])
+def test_diff_when_given_to_git_then_it_does_and_undoes_what_the_command_does(
+    is_last: bool, newline: str, has_final_newline: bool, tmp_path: Path
+) -> None:
+    text = DRIFTED.partition("# a comment after")[0] if is_last else DRIFTED
+    text = (text if has_final_newline else text[:-1]).replace("\n", newline)
+    file = write_tree(era_a1(tmp_path), {FACTORY: text}) / FACTORY
+    before = file.read_bytes()
+    edit = applied(tmp_path)
+    back = plan_undo(fork_at(tmp_path))
+    for diff, content in ((as_diff(back), edit.before), (as_diff(edit), edit.after), (as_diff(back), before)):
+        command = ["git", "apply", "--unidiff-zero", "--whitespace=nowarn", "-"]
+        subprocess.run(command, input=diff.encode(), cwd=tmp_path, check=True)
+        assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.parent.name)
+def test_shipped_patch_when_read_then_it_adds_what_the_command_adds_and_nothing_of_the_fork(file: Path) -> None:
+    header, _, diff = file.read_text(encoding="utf-8").partition("--- a/")
+    hunk = re.fullmatch(r"(\S+)\n\+\+\+ b/\1\n@@ -(\d+),0 \+(\d+),(\d+) @@\n(.*)", diff, re.DOTALL)
+    assert hunk is not None
+    name, line, first, count, added = hunk.groups()
+    assert name in (FACTORY, "megatron/core/optimizer/__init__.py")
+    assert added.splitlines() == ["+" + line for line in BLOCK]
+    assert int(first) == int(line) + 1
+    assert int(count) == len(BLOCK) <= 30
+    assert "Why it must exist" in header and "megatron-distopt patch --check" in header
+    assert f"ends at line {line}," in header
+
+
+def test_shipped_patches_when_listed_then_the_readme_names_them() -> None:
+    readme = (ROOT / "patches" / "README.md").read_text(encoding="utf-8")
+    assert PATCHES
+    assert all(f"`{file.relative_to(ROOT / 'patches')}`" in readme for file in PATCHES)
+
+
+def test_shipped_patch_when_the_fork_is_a_real_one_then_it_is_the_commands_own_and_comes_out_again(
+    tmp_path: Path,
+) -> None:
+    if "MEGATRON_FORK" not in os.environ:
+        pytest.skip("MEGATRON_FORK names no checkout of a fork")
+    original = plan_apply(fork_at(Path(os.environ["MEGATRON_FORK"])))
+    assert any(patch.read_text(encoding="utf-8").endswith(as_diff(original)) for patch in PATCHES)
+    assert intact_block(original.after) is not None
+    copy = tmp_path / "copy.py"
+    copy.write_bytes(original.after)
+    block = intact_block(copy.read_bytes())
+    assert block is not None
+    assert original.after[: block.start] + original.after[block.stop :] == original.before
+
+
+STATEMENTS = st.sampled_from(
+    [
+        "x = 1",
+        "# a comment",
+        "",
+        "'''text\nat the margin'''",
+        "if x:\n\ty = 2",
+        "def other():\n    return 1",
+        "\x0cz = 3",
+    ]
+)
+BODIES = st.sampled_from(["    return model", "    pass  # done", "\treturn (\nmodel\n\t)", "    return '''a\nb'''"])
+
+
+@settings(deadline=None)  # files are written
+@given(
+    before=st.lists(STATEMENTS, max_size=4),
+    body=BODIES,
+    after=st.lists(STATEMENTS, max_size=4),
+    newline=st.sampled_from(["\n", "\r\n", "\r"]),
+    has_final_newline=st.booleans(),
+)
+def test_patch_when_applied_and_undone_then_it_is_the_identity(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: list[str],
+    body: str,
+    after: list[str],
+    newline: str,
+    has_final_newline: bool,
+) -> None:
+    function = ERA_A_FACTORY.splitlines()[3] + "\n" + body
+    text = "\n".join(["x = 0", *before, function, *after]) + "\n" * has_final_newline
+    fork = era_a1(tmp_path_factory.mktemp("fork"))
+    file = write_tree(fork, {FACTORY: text.replace("\n", newline)}) / FACTORY
+    original = file.read_bytes()
+    applied(fork)
+    assert original != file.read_bytes()
+    assert is_patched(fork_at(fork))
+    compile(file.read_bytes(), str(file), "exec")
+    undone(fork)
+    assert file.read_bytes() == original
