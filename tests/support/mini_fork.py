@@ -1,0 +1,203 @@
+"""Drives the small era-A fork of tests/hosts/mini_fork: many runs in one process, because a spawn costs seconds.
+
+In a rank (see spawn.py), once for the switches that the fork reads while it is imported:
+
+    fork = MiniFork.imported(era="a2")
+    run = fork.train("--bf16", "--use-distributed-optimizer", ours=True)
+    run.losses, run.params["..."], run.optimizer
+
+Through a launcher, for what depends on how a process starts: `launch("torchrun", 2, [...])`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_distopt
+
+FOLDER = Path(__file__).parent.parent / "hosts" / "mini_fork"
+SCRIPT = FOLDER / "pretrain.py"
+_CORE = "megatron-core==0.2.0"
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@cache
+def core_folder() -> Path:
+    """megatron-core 0.2.0 beside the virtual environment's own, installed at first use."""
+    folder = Path(sys.prefix) / _CORE.replace("==", "-")
+    if not folder.exists():
+        unfinished = Path(tempfile.mkdtemp(dir=sys.prefix))
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(unfinished), _CORE], check=True)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(unfinished)
+    return folder
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of the fork's training log."""
+
+    loss: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+    num_zeros: int | None
+    lr: float
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRun:
+    """What one training left in this rank.
+
+    Args:
+        iterations: of the rank that logs.
+        params: copies of this rank's model params, by the fork's names.
+        optimizer: the fork's or ours.
+        model: the fork's chunks.
+        args: the fork's.
+    """
+
+    iterations: tuple[Iteration, ...]
+    params: Mapping[str, Tensor]
+    optimizer: Any
+    model: Any
+    args: Any
+
+    @property
+    def losses(self) -> list[float]:
+        """By iteration."""
+        return [each.loss for each in self.iterations]
+
+
+@dataclass(frozen=True)
+class MiniFork:
+    """The fork, imported in this process with some switches."""
+
+    training: Any
+    script: Any
+
+    @classmethod
+    def imported(cls, **switches: str) -> MiniFork:
+        """Imports the fork; `switches` are its MINI_FORK_* variables in lower case, MINI_FORK_NATIVE defaults to 1."""
+        os.environ.setdefault("MINI_FORK_NATIVE", "1")
+        os.environ["MINI_FORK_CORE"] = str(core_folder())
+        os.environ.update({f"MINI_FORK_{name.upper()}": value for name, value in switches.items()})
+        sys.path.insert(0, str(FOLDER))
+        script = import_module("pretrain")
+        return cls(import_module("megatron.training"), script)
+
+    def train(
+        self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
+    ) -> TrainingRun:
+        """Collective: the fork's own `pretrain` with these flags, with the package installed meanwhile or not."""
+        self._forget()
+        curves = Path(tempfile.mkdtemp(prefix="mini_fork_")) / "curves.json"
+        sys.argv = [str(SCRIPT), *words, "--curves", str(curves)]
+        installation = megatron_distopt.install(options) if ours else None
+        kept: dict[str, Any] = {}
+        setup = self.training.setup_model_and_optimizer
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            kept["all"] = setup(*args, **kwargs)
+            return kept["all"]
+
+        self.training.setup_model_and_optimizer = keep
+        try:
+            script = self.script
+            self.training.pretrain(script.train_data, script.model_provider, None, script.forward_step)
+        finally:
+            self.training.setup_model_and_optimizer = setup
+            if installation is not None:
+                installation.undo()
+        return self._result(curves, *kept["all"][:2])
+
+    def _result(self, curves: Path, model: Any, optimizer: Any) -> TrainingRun:
+        rows = json.loads(curves.read_text())["iterations"] if curves.exists() else []
+        shutil.rmtree(curves.parent)
+        iterations = tuple(
+            Iteration(
+                row["loss"], row["grad_norm"], row["loss_scale"], bool(row["skipped"]), row["num_zeros"], row["lr"]
+            )
+            for row in rows
+        )
+        bare = model[0]
+        while hasattr(bare, "module"):
+            bare = bare.module
+        params = {name: param.detach().clone() for name, param in bare.named_parameters()}
+        return TrainingRun(iterations, params, optimizer, model, import_module("megatron").get_args())
+
+    def _forget(self) -> None:
+        """A process trains once in a fork; here it forgets its arguments and groups."""
+        state = import_module("megatron.global_vars")._STATE
+        state.args = state.timers = None
+        mpu = import_module("megatron.core").mpu
+        if mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
+        for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
+            for what in ("group", "rank", "world_size"):
+                vars(mpu).pop(f"get_{name}_{what}", None)
+        torch.manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher left."""
+
+    status: int
+    output: str
+
+
+def launch(
+    launcher: str,
+    ranks: int,
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 120.0,
+) -> Launched:
+    """Runs `words` (a script or -m module, and arguments) under "torchrun" or "deepspeed".
+
+    Args:
+        launcher: its name; the one beside this Python is used.
+        ranks: on this machine.
+        words: with `-m MODULE` in torchrun's spelling for both.
+        environment: beside this process's.
+        seconds: time limit.
+    """
+    port = str(_free_port())
+    command = [str(Path(sys.executable).parent / launcher)]
+    if launcher == "deepspeed":
+        module = ["--module", *words[1:]] if words[0] == "-m" else list(words)
+        command += ["--quiet", "--num_accelerators", str(ranks), "--master_port", port, *module]
+    else:
+        command += ["--nproc-per-node", str(ranks), "--master-port", port, *words]
+    base = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_DISTOPT", "MINI_FORK"))}
+    base |= {"MINI_FORK_CORE": str(core_folder()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    base |= {"MEGATRON_DISTOPT_ACCELERATOR": "torch", "PYTHONPATH": str(_ROOT), **(environment or {})}
+    done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=seconds, cwd=FOLDER, check=False)
+    return Launched(done.returncode, done.stdout + done.stderr)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
