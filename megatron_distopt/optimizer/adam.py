@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import CPU, CUDA, has_torch_fused
+from megatron_distopt.optimizer.accelerator import CPU, CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Groups, InnerChoice
 
 __all__ = ["adam_options", "best_adam", "named_adam"]
@@ -106,9 +106,12 @@ def _missing_apex(device_type: str) -> str | None:
 
 
 def _missing_deepspeed(device_type: str) -> str | None:
-    if device_type == CPU:
-        return "has no fused Adam for cpu (adam='deepspeed_cpu' is its Adam for cpu)"
-    return None if _is_installed("deepspeed") else "not installed"
+    """Its fused Adam is an op of its accelerator, which may be the CPU too."""
+    if not _is_installed("deepspeed"):
+        return "not installed"
+    if device_type == CPU and find_accelerator("deepspeed").device_type != CPU:
+        return "has kernels for its accelerator, which is not cpu (adam='deepspeed_cpu' is its Adam for cpu)"
+    return None
 
 
 def _must_compile_deepspeed() -> str | None:

@@ -242,7 +242,7 @@ def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(device_t
         ("apex", "cuda", NO_APEX),
         ("apex", "xpu", "has no kernels for xpu"),
         ("deepspeed", "cuda", NO_DEEPSPEED),
-        ("deepspeed", "cpu", "has no fused Adam for cpu (adam='deepspeed_cpu' is its Adam for cpu)"),
+        ("deepspeed", "cpu", NO_DEEPSPEED),
         ("deepspeed_cpu", "cpu", NO_DEEPSPEED),
         ("deepspeed_cpu", "cuda", "runs on cpu, not on cuda"),
         ("torch_fused", "npu", f"torch {torch.__version__} has no fused AdamW for npu"),
@@ -256,6 +256,17 @@ def test_choose_inner_when_a_named_source_is_absent_then_refused(
         f"Invalid adam {adam!r}: {reason}. Must be usable when it is asked for by name. "
         "Install it, or write adam='auto'."
     )
+
+
+@pytest.mark.parametrize("named", ["cpu", "xpu"])
+def test_choose_inner_when_deepspeed_is_named_on_a_cpu_then_its_accelerator_decides(named: str, offer: Offer) -> None:
+    accelerator = f"class Named:\n    device_name = lambda self: {named!r}\nget_accelerator = Named\n"
+    offer("deepspeed", files={"deepspeed/accelerator.py": accelerator})
+    if named == "cpu":
+        assert choose_inner(config(adam="deepspeed"), "cpu").name == "deepspeed"
+        return
+    reason = "has kernels for its accelerator, which is not cpu (adam='deepspeed_cpu' is its Adam for cpu)"
+    assert reason in refused("cpu", adam="deepspeed")
 
 
 def test_choose_inner_when_named_apex_has_no_kernels_then_refused(offer: Offer) -> None:
