@@ -16,7 +16,7 @@ The fork's own optimizer writes the params of a group that mixes fp32 with 16 bi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +67,25 @@ class _Part:
 
 @torch.no_grad()
 def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
-    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file."""
-    for part in _parts(optimizer, filename):
-        state: dict[Any, Any] = {_OURS: {"format": _FORMAT, "step": count_updates(optimizer.sharded.inner) or 0}}
-        for buffer in part.buffers:
-            state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
+    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file.
+
+    Raises:
+        OSError: on the rank that cannot write; the others raise RanksDisagreeError instead of waiting for it.
+    """
+    parts = _parts(optimizer, filename)
+    states = [_state_of(optimizer, part) for part in parts]
+    raise_together(lambda: _write_all(parts, states), optimizer.everyone)
+
+
+def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
+    state: dict[Any, Any] = {_OURS: {"format": _FORMAT, "step": count_updates(optimizer.sharded.inner) or 0}}
+    for buffer in part.buffers:
+        state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
+    return state
+
+
+def _write_all(parts: Sequence[_Part], states: Sequence[Mapping[Any, Any]]) -> None:
+    for part, state in zip(parts, states, strict=True):
         if part.group.rank == 0:
             _write(state, part.filename)
 
