@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from megatron_distopt.config import (
     NonFinitePolicy,
     Switch,
     config_from_environment,
+    config_from_namespace,
     switch_from,
+    with_free_options,
 )
 from megatron_distopt.errors import ConfigError
 
@@ -57,6 +60,10 @@ def no_optimizer(got: str) -> str:
     return f"Invalid optimizer: {got!r}. Must be one of adam, sgd, module:Class. Write optimizer='adam'."
 
 
+def no_whole_number(got: str) -> str:
+    return f"Invalid resume_step: {got!r}. Must be a whole number. Write resume_step=10."
+
+
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"adam": "torch_fuse"}, f"Invalid adam: 'torch_fuse'. Must be one of {ADAMS}. Write adam='torch_fused'."),
     ({"adam": "xyz"}, f"Invalid adam: 'xyz'. Must be one of {ADAMS}. Write adam='auto'."),
@@ -88,6 +95,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
             "torch.optim:Adagrad\n",
             "torch.2optim:Adagrad",
         )
+    ),
+    ({"decay": "L2"}, "Invalid decay: 'L2'. Must be one of decoupled, l2. Write decay='decoupled'."),
+    ({"decay": "decouple"}, "Invalid decay: 'decouple'. Must be one of decoupled, l2. Write decay='decoupled'."),
+    ({"decay": ""}, "Invalid decay: ''. Must be one of decoupled, l2. Write decay='decoupled'."),
+    (
+        {"resume_step": -1},
+        "Invalid resume_step: -1. Must be at least 0 updates. Write the iteration at which the checkpoint was saved.",
     ),
     ({"lr": -1e-3}, at_least_zero("lr", -0.001)),
     ({"lr": math.nan}, at_least_zero("lr", "nan")),
@@ -145,6 +159,8 @@ def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy
         {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
         {"loss_scale": "dynamic", "min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1},
         {"bucket_numel": 1, "growth_interval": 1},
+        *({"decay": decay} for decay in ("decoupled", "l2")),
+        *({"resume_step": step} for step in (None, 0, 1, 10**9)),
     ],
 )
 def test_config_when_values_are_at_the_border_then_accepted(options: dict[str, Any]) -> None:
@@ -170,6 +186,12 @@ def test_config_when_given_by_position_then_refused() -> None:
 @pytest.mark.parametrize("policy", NonFinitePolicy)
 def test_policy_when_named_then_the_enum(policy: NonFinitePolicy) -> None:
     assert DistOptConfig(nonfinite=policy.value).policy is policy
+
+
+@pytest.mark.parametrize(("decay", "is_decoupled"), [("decoupled", True), ("l2", False)])
+def test_decay_when_named_then_the_yes_or_no(decay: str, is_decoupled: bool) -> None:
+    assert DistOptConfig(decay=decay).is_decoupled is is_decoupled
+    assert DistOptConfig().is_decoupled
 
 
 #: For every option a value that is not its default.
@@ -216,13 +238,21 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         "MEGATRON_DISTOPT_OPTIMIZER": "torch.optim:AdamW",
         "MEGATRON_DISTOPT_NONFINITE": "log",
         "MEGATRON_DISTOPT_ACCELERATOR": "torch",
+        "MEGATRON_DISTOPT_DECAY": "l2",
+        "MEGATRON_DISTOPT_RESUME_STEP": "12",
         "MEGATRON_DISTOPT": "require",
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
     }
     config = config_from_environment(environ, DistOptConfig(lr=0.5, adam="apex"))
     expected = DistOptConfig(
-        lr=0.5, adam="torch_foreach", optimizer="torch.optim:AdamW", nonfinite="log", accelerator="torch"
+        lr=0.5,
+        adam="torch_foreach",
+        optimizer="torch.optim:AdamW",
+        nonfinite="log",
+        accelerator="torch",
+        decay="l2",
+        resume_step=12,
     )
     assert config == expected
 
@@ -264,12 +294,65 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
             "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
         ),
         ("MEGATRON_DISTOPT_ADAM", "", f"Invalid adam: ''. Must be one of {ADAMS}. Write adam='auto'."),
+        ("MEGATRON_DISTOPT_DECAY", "l1", "Invalid decay: 'l1'. Must be one of decoupled, l2. Write decay='decoupled'."),
+        *(("MEGATRON_DISTOPT_RESUME_STEP", value, no_whole_number(value)) for value in ("", "ten", "1e3", "10.0")),
     ],
 )
 def test_environment_when_a_value_is_bad_then_refused_like_the_option(variable: str, value: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         config_from_environment({variable: value})
     assert str(error.value) == text
+
+
+def test_namespace_when_attributes_are_there_then_they_override_the_config() -> None:
+    given = Namespace(
+        distopt_adam="torch_foreach",
+        distopt_decay="l2",
+        distopt_resume_step="7",
+        distopt_nonfinite=None,
+        distopt_lr=0.1,  # no option of ours that a host has no flag for
+        adam="apex",
+        lr=0.2,
+    )
+    config = config_from_namespace(given, DistOptConfig(lr=0.5, nonfinite="log"))
+    assert config == DistOptConfig(lr=0.5, nonfinite="log", adam="torch_foreach", decay="l2", resume_step=7)
+
+
+def test_namespace_when_it_has_none_of_ours_then_the_config_as_it_is() -> None:
+    assert config_from_namespace(Namespace()) == DistOptConfig()
+    assert config_from_namespace(Namespace(distopt_adam=None), DistOptConfig(lr=0.5)) == DistOptConfig(lr=0.5)
+
+
+def test_namespace_when_the_number_is_one_already_then_taken() -> None:
+    """Arguments that a host kept in a checkpoint, or that a script wrote."""
+    assert config_from_namespace(Namespace(distopt_resume_step=0)).resume_step == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"distopt_resume_step": "soon"}, no_whole_number("soon")),
+        ({"distopt_resume_step": 1.5}, no_whole_number("1.5")),
+        (
+            {"distopt_resume_step": "-3"},
+            "Invalid resume_step: -3. Must be at least 0 updates. "
+            "Write the iteration at which the checkpoint was saved.",
+        ),
+        ({"distopt_decay": "none"}, "Invalid decay: 'none'. Must be one of decoupled, l2. Write decay='decoupled'."),
+    ],
+)
+def test_namespace_when_a_value_is_bad_then_refused_like_the_option(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_namespace(Namespace(**given))
+    assert str(error.value) == text
+
+
+def test_free_options_when_given_as_texts_then_the_config_has_them_and_is_checked() -> None:
+    config = with_free_options(DistOptConfig(lr=0.5), {"resume_step": " 10 ", "decay": "l2"})
+    assert config == DistOptConfig(lr=0.5, resume_step=10, decay="l2")
+    assert with_free_options(config, {}) == config
+    with pytest.raises(ConfigError, match=r"^Invalid nonfinite: 'never'\. "):
+        with_free_options(config, {"nonfinite": "never"})
 
 
 @pytest.mark.parametrize(

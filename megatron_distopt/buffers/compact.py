@@ -118,13 +118,18 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_Piece, 
     """In buffer order. Costs O(pieces), however many ranks there are."""
     filled: Counter[int] = Counter()
     pieces = []
-    for slot in layout.slots:
+    owned_of: dict[tuple[int, int], Span] = {}  # by number of the slot and rank
+    for number, slot in enumerate(layout.slots):
         bucket = layout.buckets[slot.bucket]
         for rank in _owners(bucket, slot.in_buffer, layout.num_shards) if slot.name in names else ():
             owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
+            before = owned_of.get((number - 1, rank))
+            if before is not None and layout.slots[number - 1].bucket == slot.bucket:
+                filled[rank] += owned.start - before.stop  # padding belongs to a run, see [Note: flat main params]
             in_part = Span(0, owned.numel).moved_by(filled[rank])
             pieces.append(_Piece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
             filled[rank] += owned.numel
+            owned_of[number, rank] = owned
     return tuple(pieces)
 
 

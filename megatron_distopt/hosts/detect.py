@@ -88,9 +88,9 @@ def _is_importable(module: str) -> bool:
     """Imports the parents of `module`, and not itself."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "megatron":
-            return False
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return False  # the module or a parent of it; anything else is what the fork itself misses
         rule, remedy = "be importable", "Install what it misses; NVIDIA apex is built from its sources"
         raise UnknownHostError(
             refusal("host", f"a Megatron that cannot be imported ({error})", rule, remedy)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
+from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.hosts.seams import Seam
 from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.version import VERSION
@@ -50,18 +51,24 @@ def describe(
     for optimizer in optimizers:
         lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]
         memory = measure_memory(optimizer)
-        params, grads = _mebibytes(memory.param_nbytes), _mebibytes(memory.grad_nbytes)
-        lines.append(f"  bytes      params {params}, grads {grads}, main params {_mebibytes(memory.main_nbytes)}")
+        nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
+        if plan.choice.name in ADAM_SOURCES:
+            nbytes["moments"] = sum(2 * run.main.numel() * run.main.element_size() for run in optimizer.runs)
+        lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:
     layout = buffer.layout
     dtypes = f"params {dtype_name(buffer.param.dtype)}, grads {dtype_name(buffer.grad.dtype)}"
-    sizes = f"{layout.numel:,} elements in {len(layout.buckets)} bucket(s), 1/{layout.num_shards} a rank"
-    num_params = sum(buffer.holds(slot.name) for slot in layout.slots)
-    return f"{dtypes}, {num_params} params, {sizes}"
+    held = [slot.in_buffer.numel for slot in layout.slots if buffer.holds(slot.name)]
+    where = f"{len(layout.buckets)} bucket(s), 1/{layout.num_shards} a rank"
+    return f"{dtypes}, {len(held)} params of {sum(held):,} elements in {where}"
 
 
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+def _with_unit(nbytes: int) -> str:
+    """
+    >>> _with_unit(3 << 20), _with_unit(5000)
+    ('3.0 MiB', '4.9 KiB')
+    """
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"

@@ -63,9 +63,14 @@ class Seam:
         return found.original if isinstance(found, Replacement) else self.checked(found)
 
     @property
+    def stands(self) -> Any:
+        """What stands there now, the host's or ours; None where the module is not loaded or lacks it."""
+        return getattr(sys.modules.get(self.module), self.attribute, None)
+
+    @property
     def is_replaced(self) -> bool:
         """Whether ours stands there already; asks only a module that is loaded."""
-        return isinstance(getattr(sys.modules.get(self.module), self.attribute, None), Replacement)
+        return isinstance(self.stands, Replacement)
 
     def checked(self, found: Any) -> Callable[..., Any]:
         """`found`, where it is what this seam expects.

@@ -78,7 +78,8 @@ class MainRun:
 
     def attach_grad(self) -> None:
         """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one until `detach_grad`."""
-        self.main.grad = self.grad.float()
+        if self.main.grad is None:
+            self.main.grad = self.grad.float()
 
     def detach_grad(self) -> None:
         """Lets go of the gradient."""

@@ -266,9 +266,12 @@ def _report_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group) -> N
     )
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         _release(optimizers)
-        remedy = "Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them"
+        remedy = (
+            "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them"
+        )
         raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
-    _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
+    if group.rank == 0:
+        _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
 
 
 def _release(optimizers: Sequence[ShardedOptimizer]) -> None:

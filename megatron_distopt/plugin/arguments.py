@@ -118,16 +118,20 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
     for word in words:
         flag = word.partition("=")[0]
         is_known = flag in known or (abbreviated and any(option.startswith(flag) for option in known))
-        ours = [option for option in known if _is_about_us(option)]
         if flag.startswith("--") and not is_known and _is_about_us(flag):
-            close = get_close_matches(_hyphened(flag), ours, n=1, cutoff=0.5) or ours
-            rule = f"be one of {', '.join(option for option in ours if not option.startswith('--distopt_'))}"
-            raise ConfigError(refusal("flag", flag, rule, f"Write {close[0]}"))
+            meant = [option for option in known if _is_about_us(option) and _is_nearly(flag) == _is_nearly(option)]
+            close = get_close_matches(_hyphened(flag), meant, n=1, cutoff=0.5) or meant or [_FLAG]
+            shown = [option for option in meant if not option.startswith("--distopt_")] or close
+            raise ConfigError(refusal("flag", flag, f"be one of {', '.join(shown)}", f"Write {close[0]}"))
 
 
 def _is_about_us(flag: str) -> bool:
-    is_nearly = get_close_matches(_hyphened(flag), [_FLAG], n=1, cutoff=0.85)
-    return _hyphened(flag).startswith(_PREFIX) or bool(is_nearly)
+    return _hyphened(flag).startswith(_PREFIX) or _is_nearly(flag)
+
+
+def _is_nearly(flag: str) -> bool:
+    """The host's flag, give or take a letter."""
+    return bool(get_close_matches(_hyphened(flag), [_FLAG], n=1, cutoff=0.85))
 
 
 def _hyphened(flag: str) -> str:

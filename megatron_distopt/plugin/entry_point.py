@@ -32,8 +32,7 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     config = config_from_environment(os.environ)
     if isinstance(original, Replacement):
         return original
-    host = find_host()
+    host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
+    ours = original if is_off else host.replacement(host.seam.checked(original), config)
     apply(flags_of(host))
-    if switch_from(os.environ) is Switch.OFF:
-        return original
-    return host.replacement(host.seam.checked(original), config)
+    return ours

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, UnknownHostError, refusal
 from megatron_distopt.hosts.detect import Host, find_host
+from megatron_distopt.hosts.generations import recognise
+from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
 from megatron_distopt.plugin.patcher import Patch, Undo, apply
 
@@ -59,9 +63,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if switch_from(os.environ) is Switch.OFF:
         return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
     host = find_host()
-    host.seam.find()  # which imports it, and a host with the look-up for entry points then has us in it
-    if host.seam.is_replaced:
-        return _keep(Installation(config, is_active=True, _undo=lambda: None))
+    host.seam.find()  # which imports it: a host that looks for entry points then has us and our flags in it
     factory = Patch(host.seam, lambda original: host.replacement(original, config))
     return _keep(Installation(config, is_active=True, _undo=apply([factory, *flags_of(host)])))
 
@@ -72,12 +74,16 @@ def _keep(installation: Installation) -> Installation:
 
 
 def _install_flags_alone() -> Undo:
-    """A launch script with our flags runs without us too: with MEGATRON_DISTOPT=0 they are parsed and ignored."""
+    """A launch script with our flags runs without us too: with MEGATRON_DISTOPT=0 they are parsed and ignored.
+
+    A host without a parser is not imported for that: nothing is to happen where we are switched off.
+    """
     try:
-        host = find_host()
+        generation = recognise(importable_host(Path(sys.path[0] or "."), sys.path).has)
+        has_parser = len(generation.seams) > 1
+        return apply(flags_of(find_host())) if has_parser else lambda: None
     except UnknownHostError:
         return lambda: None
-    return apply(flags_of(host))
 
 
 def flags_of(host: Host) -> list[Patch]:

@@ -36,10 +36,10 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Applied:
-    """A seam with the object that was there and the one that is there now."""
+    """A seam with the object that was there, which may be an earlier replacement of ours, and the one there now."""
 
     seam: Seam
-    original: Any
+    before: Any
     ours: Any
 
 
@@ -56,9 +56,9 @@ def apply(patches: Sequence[Patch]) -> Undo:
     """
     originals = [patch.seam.find() for patch in patches]
     pairs = zip(patches, originals, strict=True)
-    applied = [_Applied(patch.seam, original, patch.replace(original)) for patch, original in pairs]
+    applied = [_Applied(patch.seam, patch.seam.stands, patch.replace(original)) for patch, original in pairs]
     for each in applied:
-        _rebind(each.original, each.ours)
+        _rebind(each.before, each.ours)
     return lambda: _undo(applied)
 
 
@@ -69,7 +69,7 @@ def _undo(applied: list[_Applied]) -> None:
             got, remedy = "replaced by somebody else since", "Undo that replacement first"
             raise SeamMismatchError(refusal(str(each.seam), got, "still be megatron_distopt's", remedy))
     for each in reversed(applied):
-        _rebind(each.ours, each.original)
+        _rebind(each.ours, each.before)
     applied.clear()  # a second call finds nothing to do
 
 

@@ -19,7 +19,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
 from megatron_distopt.plugin.install import install
@@ -87,8 +87,8 @@ def parse_target(words: Sequence[str]) -> Target:
 
 
 def _run(target: Target) -> None:
-    script = target.name if target.is_module else os.path.abspath(target.name)
-    if not target.is_module:
+    script = os.path.abspath(target.name)
+    if not target.is_module and not getattr(sys.flags, "safe_path", False):  # python 3.11 can leave both folders out
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
     try:
         install()
@@ -98,9 +98,19 @@ def _run(target: Target) -> None:
     sys.argv = [target.name, *target.arguments]
     sys.excepthook = _without_our_frames(sys.excepthook)
     if target.is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(script, run_name="__main__")
+        _run_script(script)
+
+
+def _run_script(script: str) -> None:
+    """As `python` does; runpy.run_path would put the absolute path into `sys.argv[0]`."""
+    main_module = ModuleType("__main__")
+    main_module.__file__ = script
+    sys.modules["__main__"] = main_module
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, vars(main_module))
 
 
 def _without_our_frames(original: ExceptHook) -> ExceptHook:

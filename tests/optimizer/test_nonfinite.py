@@ -103,7 +103,8 @@ def test_step_when_policy_is_raise_then_all_ranks_name_rank_and_params(
     assert text.startswith("Invalid gradient: inf or nan on rank ")
     assert "held.deep_weight" in text and "held.scale" in text
     assert text.endswith(
-        "Must be finite. Look at those params first; nonfinite='skip' leaves such steps out, 'log' goes on with them."
+        "Must be finite. Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, "
+        "=log goes on with them."
     )
     assert all(_is_unchanged(outcome[name]) for outcome in outcomes)
 

@@ -8,6 +8,12 @@ import pytest
 
 from megatron_distopt import DistOptConfig, add_arguments, config_from_arguments
 from megatron_distopt.errors import ConfigError
+from megatron_distopt.plugin.arguments import check_spelling
+
+OURS = (
+    "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
+    "--distopt-resume-step"
+)
 
 
 def _parse(*words: str) -> argparse.Namespace:
@@ -42,3 +48,134 @@ def test_help_when_printed_then_names_every_choice() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for word in ("transformer_engine", "deepspeed_cpu", "module:Class", "raise, skip, log", "(auto)"):
         assert word in text
+
+
+@pytest.mark.parametrize("spelling", ["--distopt-{}", "--distopt_{}"])
+def test_flags_when_spelled_with_hyphens_or_underscores_then_the_same(spelling: str) -> None:
+    separator = spelling[len("--distopt")]
+    words = [spelling.format("decay"), "l2", spelling.format(f"resume{separator}step"), "12"]
+    config = config_from_arguments(_parse(*words, f"{spelling.format('adam')}=torch_foreach"))
+    assert config == DistOptConfig(decay="l2", resume_step=12, adam="torch_foreach")
+
+
+def test_flags_when_added_twice_then_once_in_the_parser() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    before = [action.option_strings for action in parser._actions]
+    assert add_arguments(parser) is parser
+    assert [action.option_strings for action in parser._actions] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("--distopt-resume-step", "later"),
+            "Invalid resume_step: 'later'. Must be a whole number. Write resume_step=10.",
+        ),
+        (
+            ("--distopt_resume_step", "-1"),
+            "Invalid resume_step: -1. Must be at least 0 updates. "
+            "Write the iteration at which the checkpoint was saved.",
+        ),
+        (
+            ("--distopt-decay", "L2"),
+            "Invalid decay: 'L2'. Must be one of decoupled, l2. Write decay='decoupled'.",
+        ),
+    ],
+)
+def test_flag_when_its_value_cannot_be_then_refused(words: tuple[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_arguments(_parse(*words))
+    assert str(caught.value) == text
+
+
+def test_help_when_printed_then_names_decay_and_resume_step() -> None:
+    text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
+    for word in ("--distopt-decay", "(decoupled)", "--distopt_resume_step", "(None)"):
+        assert word in text
+
+
+def _known(*more: str) -> list[str]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--distributed-timeout-minutes")
+    for flag in more:
+        parser.add_argument(flag)
+    return list(add_arguments(parser)._option_string_actions)
+
+
+def _misspelled(flag: str, nearest: str) -> str:
+    """One of ours names ours, one that is nearly the host's names the host's."""
+    rule = OURS if nearest.startswith("--distopt") else nearest
+    return f"Invalid flag: {flag}. Must be one of {rule}. Write {nearest}."
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--distopt-adm", "--distopt-adam"),
+        ("--distopt-adm=apex", "--distopt-adam"),
+        ("--distopt_optimiser", "--distopt-optimizer"),
+        ("--distopt-non-finite", "--distopt-nonfinite"),
+        ("--distopt-resumestep", "--distopt-resume-step"),
+        ("--distopt-zzzzzzzzzzzzzzzzzzzzzzzzzzz", "--distopt-adam"),  # like none: the first of all
+        ("--use-distributed-optimiser", "--use-distributed-optimizer"),
+        ("--use_distributed_optimizer", "--use-distributed-optimizer"),
+        ("--use-distribute-optimizer", "--use-distributed-optimizer"),
+    ],
+)
+def test_spelling_when_a_word_is_nearly_ours_or_the_hosts_then_refused_with_the_nearest(
+    word: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_spelling(["pretrain.py", "--lr", "0.1", word], _known())
+    assert str(caught.value) == _misspelled(word.partition("=")[0], nearest)
+
+
+def test_spelling_when_the_host_spells_with_underscores_then_its_spelling_is_named() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--use_distributed_optimizer", action="store_true")
+    known = list(add_arguments(parser)._option_string_actions)
+    check_spelling(["--use_distributed_optimizer"], known)
+    with pytest.raises(ConfigError) as caught:
+        check_spelling(["--use-distributed-optimizer"], known)
+    assert str(caught.value) == _misspelled("--use-distributed-optimizer", "--use_distributed_optimizer")
+
+
+def test_spelling_when_the_host_has_no_such_flag_then_its_usual_spelling_is_named() -> None:
+    known = list(add_arguments(argparse.ArgumentParser())._option_string_actions)
+    with pytest.raises(ConfigError) as caught:
+        check_spelling(["--use-distributed-optimiser"], known)
+    assert str(caught.value) == _misspelled("--use-distributed-optimiser", "--use-distributed-optimizer")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--distopt-adam", "apex", "--distopt_adam=apex", "--use-distributed-optimizer"],
+        ["--distopt-resume-step=3", "--distopt_resume_step", "3"],
+        ["--distributed-timeout-minutes", "10", "--distributed-backend", "gloo"],  # not ours, known or not
+        ["--use-flash-attn", "--optimizer", "sgd", "distopt-adm", "-distopt-adm"],
+        ["--", "--lr"],
+    ],
+)
+@pytest.mark.parametrize("abbreviated", [True, False])
+def test_spelling_when_words_are_known_or_about_something_else_then_passed(words: list[str], abbreviated: bool) -> None:
+    check_spelling(words, _known(), abbreviated=abbreviated)
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--distopt-nonf", "--distopt-nonfinite"),
+        ("--distopt-resume", "--distopt-resume-step"),
+        ("--use-distributed-optim", "--use-distributed-optimizer"),
+    ],
+)
+def test_spelling_when_a_flag_is_abbreviated_then_the_parser_says_whether_it_may(word: str, nearest: str) -> None:
+    check_spelling([word], _known())
+    check_spelling([f"{word}=skip"], _known(), abbreviated=True)
+    with pytest.raises(ConfigError) as caught:
+        check_spelling([word], _known(), abbreviated=False)
+    assert str(caught.value) == _misspelled(word, nearest)

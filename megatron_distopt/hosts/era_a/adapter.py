@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron import get_args
 
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group, meet, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
 from megatron_distopt.errors import HostError, SeamMismatchError, refusal
 from megatron_distopt.hosts.door import is_wanted, substituted
@@ -40,6 +40,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     host_args = get_args()
     if not is_wanted(bool(getattr(host_args, FLAG, False))):
         return original(*args, **kwargs)
+    meet(Group.of())
     config = raise_together(lambda: _check(original, options, host_args), Group.of())
     with substituted(original, _names_for(original, config)):
         optimizer = original(*args, **kwargs)
@@ -82,7 +83,9 @@ def _names_for(original: Callable[..., Any], config: DistOptConfig) -> Mapping[s
 def _construct(host_class: type, config: DistOptConfig, *args: Any, **kwargs: Any) -> DistributedOptimizer:
     """The fork may give its arguments in any order that its own signature allows, and more than we know."""
     signature = inspect.signature(host_class.__init__)  # type: ignore[misc]
-    given = dict(signature.bind(None, *args, **kwargs).arguments)
+    bound = signature.bind(None, *args, **kwargs)
+    bound.apply_defaults()  # the fork may leave out what it has a default for
+    given = dict(bound.arguments)
     known = {name: given.pop(name) for name in CLASS_PARAMETERS}
     given.pop(next(iter(signature.parameters)))  # self
     unlike = {name: value for name, value in given.items() if value != signature.parameters[name].default}

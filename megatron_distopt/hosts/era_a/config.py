@@ -105,6 +105,9 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
         _check_ddp(chunk)
     if not named:
         raise LayoutError(refusal("model", "no trainable param on this rank", "have at least 1", "Unfreeze something"))
+    if config.loss_scale is None and any(param.dtype is torch.float16 for param in named.values()):
+        got, rule = "none with fp16 params", "exist, or their gradients vanish"
+        raise ConfigError(refusal("loss scale", got, rule, "Start with --fp16, or write --loss-scale 1024"))
     check_dtypes(named, config)
     in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
     for name, param in named.items():

@@ -149,6 +149,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         phase, sharded = Phases(args, timers), self.sharded
         self._follow_model()
         divisor = sharded.divisor  # before the loss scale moves
+        with phase(_NAMES.attach):
+            sharded.attach_grads()
         with phase(_NAMES.measure):
             stats = measure_together([sharded], self.everyone)
             verdict = judge_together([sharded], stats, self.everyone)
@@ -156,11 +158,13 @@ class DistributedOptimizer(HostDistributedOptimizer):
             return False, None, None
         with phase(_NAMES.clip):
             norm = stats.norm(divisor)
+        with phase(_NAMES.zeros):
+            num_zeros = stats.num_zeros  # counted while the gradient was measured
         with phase(_NAMES.inner):
             sharded.advance(divisor * clip_divisor(norm, sharded.config.clip_grad))
         with phase(_NAMES.write):
             sharded.write_model()
-        return True, norm if self.clip_grad > 0 else None, stats.num_zeros
+        return True, norm if self.clip_grad > 0 else None, num_zeros
 
     def _follow_model(self) -> None:
         """Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step."""

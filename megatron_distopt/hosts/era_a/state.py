@@ -7,7 +7,7 @@ and `load_parameter_state`. What we write there the fork's own optimizer can rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_groups",
     "check_head",
+    "check_moments",
     "check_step",
     "group_dicts",
     "install_state",
@@ -32,6 +33,7 @@ __all__ = [
     "saved_step",
     "shards_of",
     "slice_of",
+    "updates_so_far",
 ]
 
 _log = logging.getLogger("megatron_distopt")
@@ -40,6 +42,11 @@ _log = logging.getLogger("megatron_distopt")
 _IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 #: What tells the fork's param groups apart.
 _IDENTITY = ("name", "wd_mult", "lr_mult")
+#: What a class keeps for every element; of those that a user names nobody says it beforehand.
+_MOMENTS = {
+    **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
+    "torch_sgd": frozenset(("momentum_buffer",)),
+}
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
 
 
@@ -48,12 +55,18 @@ def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
 
     torch's Adam in the fork keeps the count beside the moments, where A2 loses it; the group is where apex has it.
     """
-    step = count_updates(optimizer.sharded.inner) or 0
+    step = updates_so_far(optimizer)
+    counted = {} if step is None else {"step": step}
     return [
-        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()}
-        | {"step": step}
+        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | counted
         for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
     ]
+
+
+def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
+    """The update count for a file; None for a class that does not count, whose moments mean something without one."""
+    counted = count_updates(optimizer.sharded.inner)
+    return 0 if counted is None and optimizer.sharded.plan.choice.name in ADAM_SOURCES else counted
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
@@ -118,9 +131,13 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
     """The update count to go on from.
 
     Raises:
-        CheckpointError: Adam needs one and nobody knows it.
+        CheckpointError: Adam needs one and nobody knows it, or the file and the flag say different ones.
     """
     choice, given = optimizer.sharded.plan.choice, optimizer.sharded.config.resume_step
+    if given is not None and step is not None and given != step:
+        known, rule = f"{step} in the checkpoint", f"be the {given} of --distopt-resume-step"
+        remedy = "Drop --distopt-resume-step: the checkpoint knows it"
+        raise CheckpointError(refusal("update count", known, rule, remedy))
     if given is not None or step is not None:
         return given if given is not None else step
     if choice.name in ADAM_SOURCES:
@@ -128,6 +145,29 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
         remedy = "Write --distopt-resume-step N with the number of updates so far (iterations without skipped ones)"
         raise CheckpointError(refusal("update count in the checkpoint", got, "be there for Adam", remedy))
     return None
+
+
+def check_moments(
+    optimizer: DistributedOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True
+) -> None:
+    """Whether this is the state of the class that the run has: another's would be left out, or fail at the next step.
+
+    Args:
+        optimizer: that would take the state.
+        what: the state's name in the error.
+        found: keys of the tensors as large as a param.
+        may_be_none: whether a state from before the first step has none.
+
+    Raises:
+        CheckpointError
+    """
+    name = optimizer.sharded.plan.choice.name
+    wanted = _MOMENTS.get(name, frozenset())
+    if not wanted <= set(found) and (found or not may_be_none):
+        got = f"with {', '.join(sorted(found)) or 'params alone'}"
+        rule = f"hold {', '.join(sorted(wanted))} for {name}"
+        remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
+        raise CheckpointError(refusal(what, got, rule, remedy))
 
 
 def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
@@ -164,11 +204,13 @@ def install_state(
     Args:
         optimizer: whose main params are loaded.
         moments: of every run; taken over.
-        step: the update count.
+        step: the update count; None for a class that does not count.
     """
     inner = optimizer.sharded.inner
     for group in inner.param_groups:
         restore_group(inner, group, step)
     for run in optimizer.sharded.runs:
-        restore(inner, inner.param_groups[run.run.key.group], run.main, {} if step == 0 else moments[run], step or None)
+        # A count without moments is not what torch's classes keep before their first step.
+        group, counted = inner.param_groups[run.run.key.group], step if moments[run] else None
+        restore(inner, group, run.main, moments[run], counted)
         run.write_model()

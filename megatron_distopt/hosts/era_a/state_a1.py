@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.era_a.state import (
     check_groups,
+    check_moments,
     check_step,
     group_dicts,
     install_state,
@@ -90,39 +91,70 @@ def check_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) ->
         got = f"without {', '.join(missing) or 'state'}"
         remedy = "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
         raise CheckpointError(refusal("optimizer state", got, "be a rank's own", remedy))
-    by_group, saved = _positions(optimizer), state["optimizer"]["param_groups"]
-    check_groups(_groups_here(optimizer, by_group), saved)
+    by_group = _positions(optimizer)
+    saved = _saved_groups(optimizer, by_group, state)
     ours = [_numels(positions) for positions in by_group.values()]
-    theirs = [[_numel_of(state, number) for number in group["params"]] for group in saved]
+    theirs = [[_numel_of(state, number) for number in group.numbers] for group in saved]
     if not _fit(ours, theirs):
         got, rule = f"shards of {theirs} elements by group", f"fit this rank's, of {ours}"
         raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
-    mains = [[tensor.numel() for tensor in group] for group in state["shard_fp32_from_float16_groups"]]
+    mains = [[tensor.numel() for tensor in group.mains] for group in saved]
     wanted = [
         [each.shard.in_param.numel for each in positions if each.run.owns_memory] for positions in by_group.values()
     ]
     if mains != wanted:
         got, rule = f"main params of {mains} elements by group", f"fit this rank's, of {wanted}"
         raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
+    has_begun = any(state["optimizer"]["state"].values())
+    for kept in state["optimizer"]["state"].values():
+        check_moments(optimizer, "optimizer state", _moments_in(kept), may_be_none=not has_begun)
     check_step(optimizer, _step_of(state))
 
 
 @torch.no_grad()
 def load_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
     """Takes `state_a1`, or what the fork's own optimizer wrote, back; after `check_state_a1`."""
-    by_group, saved = _positions(optimizer), state["optimizer"]
-    load_groups(_groups_here(optimizer, by_group), saved["param_groups"])
+    by_group = _positions(optimizer)
+    saved = _saved_groups(optimizer, by_group, state)
+    load_groups(_groups_here(optimizer, by_group), state["optimizer"]["param_groups"])
     load_loss_scale(optimizer, state)
-    for positions, tensors in zip(by_group.values(), state["shard_fp32_from_float16_groups"], strict=True):
-        owning = [position for position in positions if position.run.owns_memory]
-        for position, tensor in zip(owning, tensors, strict=True):
-            slice_of(position.run, position.shard, position.run.main).copy_(tensor)
+    for buffer in optimizer.sharded.buffers:
+        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
     moments: dict[MainRun, dict[str, Tensor]] = {run: {} for run in optimizer.sharded.runs}
-    for number, position in enumerate(_flat(by_group)):
-        for key, tensor in _moments_in(saved["state"].get(number, {})).items():
-            whole = moments[position.run].setdefault(key, torch.zeros_like(position.run.main))
-            slice_of(position.run, position.shard, whole).copy_(tensor)
+    for positions, group in zip(by_group.values(), saved, strict=True):
+        owning = [position for position in positions if position.run.owns_memory]
+        for position, tensor in zip(owning, group.mains, strict=True):
+            slice_of(position.run, position.shard, position.run.main).copy_(tensor)
+        for position, number in zip(positions, group.numbers, strict=True):
+            for key, tensor in _moments_in(state["optimizer"]["state"].get(number, {})).items():
+                whole = moments[position.run].setdefault(key, torch.zeros_like(position.run.main))
+                slice_of(position.run, position.shard, whole).copy_(tensor)
     install_state(optimizer, moments, check_step(optimizer, _step_of(state)))
+
+
+@dataclass(frozen=True)
+class _SavedGroup:
+    """What a state holds of one group: numbers of params, and main params of the 16-bit ones."""
+
+    numbers: list[int]
+    mains: list[Tensor]
+
+
+def _saved_groups(
+    optimizer: DistributedOptimizer, by_group: Mapping[int, list[_Position]], state: Mapping[str, Any]
+) -> list[_SavedGroup]:
+    """In the order of this rank's groups, by what tells groups apart.
+
+    Raises:
+        CheckpointError
+    """
+    saved, mains = state["optimizer"]["param_groups"], state["shard_fp32_from_float16_groups"]
+    matched = check_groups(_groups_here(optimizer, by_group), saved)
+    if len(mains) != len(saved):
+        got, rule = f"main params of {len(mains)} groups", f"be as many as its {len(saved)} param groups"
+        raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
+    places = [next(place for place, group in enumerate(saved) if group is wanted) for wanted in matched]
+    return [_SavedGroup(list(saved[place]["params"]), list(mains[place])) for place in places]
 
 
 def _groups_here(optimizer: DistributedOptimizer, by_group: Mapping[int, list[_Position]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 ::
 
     {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
-     "megatron_distopt": {"format": 1, "step": updates so far}}
+     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted}}
 
 Every tensor has the order of the grad buffer. The last key is ours: the fork's own optimizer does not look at it. The
 padding of the fork's own files is what happened to be in memory, so nothing is read from it, and a file fits any number
@@ -29,14 +29,16 @@ from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.era_a.buffers import GradBuffer
 from megatron_distopt.hosts.era_a.state import (
+    check_moments,
     check_step,
     install_state,
     moment_keys,
     saved_step,
     shards_of,
     slice_of,
+    updates_so_far,
 )
-from megatron_distopt.optimizer import MainRun, count_updates, moments_of
+from megatron_distopt.optimizer import MainRun, moments_of
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
@@ -78,7 +80,8 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
 
 
 def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
-    state: dict[Any, Any] = {_OURS: {"format": _FORMAT, "step": count_updates(optimizer.sharded.inner) or 0}}
+    step = updates_so_far(optimizer)
+    state: dict[Any, Any] = {_OURS: {"format": _FORMAT} | ({} if step is None else {"step": step})}
     for buffer in part.buffers:
         state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
     return state
@@ -130,13 +133,17 @@ def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> s
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
     keys = set().union(*exchange(moment_keys(optimizer.sharded), group))
-    if not keys and optimizer.sharded.plan.choice.name in ADAM_SOURCES:
+    if not keys and _is_adam(optimizer):
         keys = set(_ADAM_KEYS)
     carrier = _carrier(group)
     wholes = {
         key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (_MAIN, *sorted(keys))
     }
     return {key: whole.cpu() for key, whole in wholes.items() if whole is not None} or None
+
+
+def _is_adam(optimizer: DistributedOptimizer) -> bool:
+    return optimizer.sharded.plan.choice.name in ADAM_SOURCES
 
 
 def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
@@ -197,21 +204,30 @@ def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | N
 
 def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[Any, Any], filename: str) -> None:
     what, where = f"optimizer file {filename}", f"chunk {buffer.plan.chunk}, grads {buffer.plan.dtype}"
-    tensors = state.get(buffer.plan.chunk, {}).get(buffer.plan.dtype)
+    tensors = _entry(_entry(state, buffer.plan.chunk), buffer.plan.dtype)
     remedy = "Load a checkpoint of this model at the same tensor- and pipeline-parallel size"
-    if not tensors or _MAIN not in tensors:
+    if _MAIN not in tensors:
         got = f"without {where}"
         raise CheckpointError(refusal(what, got, "hold every grad buffer of the run", remedy))
     numel = _numel_of(buffer)
     for key, tensor in tensors.items():
-        if tensor.dim() != 1 or not 0 <= tensor.numel() - numel < _LARGEST_PADDING_NUMEL:
-            got, rule = f"{key} of {list(tensor.shape)} in {where}", f"hold {numel} elements and padding"
+        shape = list(tensor.shape) if torch.is_tensor(tensor) else []
+        if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
+            got, rule = f"{key} of {shape} in {where}", f"hold {numel} elements and padding"
             raise CheckpointError(refusal(what, got, rule, remedy))
+    # Adam's are there even before the first step, so a file without them has lost them.
+    check_moments(optimizer, what, tensors.keys() - {_MAIN}, may_be_none=not _is_adam(optimizer))
     if _OURS not in state and _mixes_dtypes(optimizer, buffer):
         got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
         rule = "be in an order that is known; that optimizer saves such groups permuted"
         remedy = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
         raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def _entry(table: object, key: object) -> Mapping[Any, Any]:
+    """What a file has under a key; nothing where it has anything but a table there."""
+    found = table.get(key) if isinstance(table, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
@@ -223,7 +239,7 @@ def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
 
 
 def _step_in(file: Mapping[Any, Any] | None) -> int | None:
-    return None if file is None else saved_step([file.get(_OURS, {})])
+    return None if file is None else saved_step([_entry(file, _OURS)])
 
 
 def _write(state: Mapping[Any, Any], filename: str) -> None:

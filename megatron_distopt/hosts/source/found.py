@@ -94,6 +94,7 @@ class ClassFound:
         wanted: what the adapter gives.
         is_exact: whether there may be no others, also none with a default.
         kind: "A1" or "A2" in era A.
+        bound_in: file in which the name is bound by something else than a class, so that only running it tells more.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ClassFound:
     wanted: tuple[str, ...]
     is_exact: bool = True
     kind: str | None = None
+    bound_in: str | None = None
 
     def refusal(self) -> str | None:
         """Why the factory cannot build our class in its place, None where it can."""

@@ -144,7 +144,9 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
     file = _file_of_class(tree, factory, facts.name)
     definition = classes_of(tree.parse(file)).get(facts.name) if file is not None else None
     if file is None or definition is None:
-        return ClassFound(facts.name, None, (), (), facts.parameters)
+        is_bound = file is not None and bool(bindings_of(tree.parse(file), facts.name))
+        bound_in = tree.shown(file) if file is not None and is_bound else None
+        return ClassFound(facts.name, None, (), (), facts.parameters, bound_in=bound_in)
     methods = methods_of(definition)
     constructor = methods.get("__init__")
     return ClassFound(

@@ -56,12 +56,17 @@ def _seam(found: SeamFound) -> Iterator[Finding]:
 
 
 def _class(found: ClassFound) -> Iterator[Finding]:
+    if found.bound_in is not None:
+        yield noted(_SECTION, found.name, f"bound while {found.bound_in} runs, so it is looked at when training starts")
+        return
     yield refused(_SECTION, found.name, found.refusal(), f"constructor as expected in {found.place}")
     if found.kind is not None:
         yield ok(_SECTION, "checkpoints", _KINDS[found.kind])
 
 
 def _groups(found: Survey) -> Finding:
+    if not found.group_functions:
+        return noted(_SECTION, "process groups", "its parallel state is not in this tree, so it was not looked at")
     there = ", ".join(name for name in GROUP_FUNCTIONS if name in found.group_functions)
     absent = ", ".join(name for name in GROUP_FUNCTIONS if name not in found.group_functions)
     if GROUP_FUNCTIONS[0] in found.group_functions:

@@ -1,0 +1,142 @@
+"""What one rank gathers and gives back, and what is divided before it is added up: on groups of one to three ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm import Group, gather_to_first, reduce_grads, scatter_from_first
+from megatron_distopt.layout import ParamSpec, lay_out
+from tests.support.spawn import run_ranks
+
+RANKS = 3
+PART = 4
+#: By name: the ranks of the launcher that are in it. In the last the first one is not the lowest number of all.
+GROUPS = {"all": (0, 1, 2), "alone": (1,), "first two": (0, 1), "last two": (1, 2)}
+
+
+def _there_and_back(group: Group, mark: float, dtype: torch.dtype) -> dict[str, Any]:
+    part = (torch.arange(PART) + mark).to(dtype)
+    kept = part.clone()
+    whole = gather_to_first(part, group)
+    gathered = None if whole is None else whole.tolist()
+    if whole is not None and group.size > 1:
+        assert whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+    back = torch.full_like(part, -1)
+    scatter_from_first(whole, back, group)
+    turned = None if whole is None else whole.flip(0).contiguous()
+    other = torch.full_like(part, -1)
+    scatter_from_first(turned, other, group)
+    return {
+        "gathered": gathered,
+        "identity": torch.equal(back, kept) and torch.equal(part, kept),
+        "turned": other.tolist(),
+        "dtype": back.dtype,
+    }
+
+
+def _reduced(group: Group, mark: int, divide_by: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """This rank's shards of two buckets, and what its gradients were."""
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=group.size, bucket_numel=5, alignment_numel=1)
+    grad = (torch.arange(layout.numel) * 2.0 + 12 * mark).to(dtype)
+    buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
+    before: list[float] = grad.tolist()
+    reduce_grads(buffer, group, **({} if divide_by == 1 else {"divide_by": divide_by}))
+    return [float(value) for bucket in layout.buckets for value in buffer.shard_of(grad, bucket)], before
+
+
+def _overflows(group: Group, divide_by: int) -> bool:
+    """Two thirds of the largest fp16 number on every rank."""
+    layout = lay_out([ParamSpec("a", 6)], num_shards=group.size, alignment_numel=1)
+    grad = torch.full((layout.numel,), 43_000.0, dtype=torch.float16)
+    buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
+    reduce_grads(buffer, group, divide_by=divide_by)
+    shard: Tensor = buffer.shard_of(grad, layout.buckets[0])
+    return not bool(shard.isfinite().all())
+
+
+def run_all(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, members in GROUPS.items():
+        handle = dist.new_group(list(members))
+        if rank not in members:
+            continue
+        group = Group.of(None if name == "all" else handle)
+        found[name] = {
+            "there and back": _there_and_back(group, 10.0 * (rank + 1), torch.float32),
+            "in bf16": _there_and_back(group, 10.0 * (rank + 1), torch.bfloat16),
+            "sum": _reduced(group, rank, 1, torch.float32),
+            "divided": _reduced(group, rank, 4, torch.float32),
+            "fp16 sum overflows": _overflows(group, 1),
+            "fp16 average overflows": _overflows(group, group.size),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(run_all, RANKS)
+
+
+def by_member(found: list[dict[str, Any]], name: str, what: str) -> list[Any]:
+    return [found[rank][name][what] for rank in GROUPS[name]]
+
+
+def _parts(name: str) -> list[list[float]]:
+    return [[10.0 * (rank + 1) + index for index in range(PART)] for rank in GROUPS[name]]
+
+
+@pytest.mark.parametrize("what", ["there and back", "in bf16"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_gather_when_done_then_the_groups_first_rank_alone_has_all_parts_in_order(
+    name: str, what: str, found: list[dict[str, Any]]
+) -> None:
+    first, *others = by_member(found, name, what)
+    assert first["gathered"] == [value for part in _parts(name) for value in part]
+    assert [each["gathered"] for each in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize("what", ["there and back", "in bf16"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_scatter_when_after_the_gather_then_every_rank_has_its_part_again(
+    name: str, what: str, found: list[dict[str, Any]]
+) -> None:
+    of_members = by_member(found, name, what)
+    assert [each["identity"] for each in of_members] == [True] * len(of_members)
+    assert {each["dtype"] for each in of_members} == {torch.float32 if what == "there and back" else torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_scatter_when_the_first_rank_has_other_values_then_each_gets_its_stretch_of_them(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    turned = [part[::-1] for part in _parts(name)[::-1]]
+    assert [each["turned"] for each in by_member(found, name, "there and back")] == turned
+
+
+@pytest.mark.parametrize(("what", "divide_by"), [("sum", 1), ("divided", 4)])
+@pytest.mark.parametrize("name", GROUPS)
+def test_reduce_grads_when_divided_then_each_shard_has_the_sum_of_the_quotients(
+    name: str, what: str, divide_by: int, found: list[dict[str, Any]]
+) -> None:
+    of_members = by_member(found, name, what)
+    size = len(of_members)
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=size, bucket_numel=5, alignment_numel=1)
+    wanted = [sum(column) / divide_by for column in zip(*(before for _, before in of_members), strict=True)]
+    for rank, (shards, _) in enumerate(of_members):
+        spans = [bucket.shard(rank, size) for bucket in layout.buckets]
+        assert len(spans) == 2
+        assert shards == [wanted[index] for span in spans for index in range(span.start, span.stop)]
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS if name != "alone"])
+def test_reduce_grads_when_in_fp16_then_an_average_fits_where_the_sum_does_not(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    assert set(by_member(found, name, "fp16 sum overflows")) == {True}
+    assert set(by_member(found, name, "fp16 average overflows")) == {False}
