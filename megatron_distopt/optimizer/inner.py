@@ -67,12 +67,14 @@ def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> N
 
 def _divides_itself(inner: Optimizer) -> bool:
     """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
-    return is_torchs(inner) and all(group.get("fused") for group in inner.param_groups)
+    is_torchs_own = type(inner).__module__.startswith("torch.optim.")
+    return is_torchs_own and all(group.get("fused") for group in inner.param_groups)
 
 
 def is_torchs(inner: Optimizer) -> bool:
-    """Whether torch itself provides the class."""
-    return type(inner).__module__.startswith("torch.optim.")
+    """Whether torch itself provides the class, or what it inherits from."""
+    classes = [each for each in type(inner).__mro__ if each is not Optimizer]
+    return any(each.__module__.startswith("torch.optim.") for each in classes)
 
 
 def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:

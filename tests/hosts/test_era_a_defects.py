@@ -1,6 +1,6 @@
 """What the distributed optimizers of 2023 do wrong, one test each: theirs still does, ours does not.
 
-The small fork of mini_fork has the defects of the real ones; /README.md there lists them. Those of its checkpoints are
+The small fork of mini_fork has the defects of the real ones; its README.md lists them. Those of its checkpoints are
 the subject of test_era_a_checkpoints.
 """
 

@@ -109,7 +109,6 @@ ZEROS = f"{UNTIED} --log-num-zeros-in-grad"
 #: On two ranks of an A2.
 TWO = {
     **_of_every_precision("dp2", ZEROS),
-    "tied-fp32": Case(""),
     "accumulation-bf16": Case("--bf16 --global-batch-size 8"),
     "fp32-norms-bf16": Case("--bf16 --fp32-norms"),
     "fp32-norms-fp16": Case(f"{PRECISIONS['fp16']} --fp32-norms"),

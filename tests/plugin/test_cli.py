@@ -114,7 +114,7 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
     findings = [ok("fork", "source", "/fork")]
     monkeypatch.setattr(doctor, "diagnose", lambda *words: given.append(words) or findings)
     status, out, _ = run(capsys, "doctor", tmp_path, "--", "--bf16", "--json")
-    assert (status, out.splitlines()[-1]) == (0, "no problem: training could start")
+    assert (status, out.splitlines()[-1]) == (0, "no problem found: this optimizer could start")
     assert given == [(tmp_path, ["--bf16", "--json"])]
     findings.append(problem("fork", "flag", "Bad."))
     assert run(capsys, "doctor")[0] == 1

@@ -402,7 +402,7 @@ def test_table_when_wide_then_a_line_each_and_a_verdict() -> None:
     findings = [ok("fork", "source", "/fork"), noted("machine", "torchrun", "absent"), problem("machine", "a", "Bad.")]
     assert as_table(findings) == (
         "fork\n  ok       source    /fork\n\nmachine\n  note     torchrun  absent\n  problem  a         Bad.\n\n"
-        "1 problem: training could not start"
+        "1 problem: this optimizer could not start"
     )
 
 

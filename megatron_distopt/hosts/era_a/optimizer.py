@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -126,7 +127,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         phase = Phases(args, timers)
         with phase(_NAMES.layernorm):
             self.allreduce_layernorm_grads(args)
-            if hasattr(self, "allreduce_key_value_grads"):  # one child has multi-query attention
+            if self._must_add_up_key_values(args):
                 self.allreduce_key_value_grads(args)
         with phase(_NAMES.embedding):
             self.allreduce_embedding_grads(args)
@@ -134,6 +135,12 @@ class DistributedOptimizer(HostDistributedOptimizer):
             # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
             for buffer in self.grad_buffers:
                 reduce_grads(buffer.sharded[0], buffer.plan.group, divide_by=self.start.divide_by)
+
+    def _must_add_up_key_values(self, args: Any) -> bool:
+        """One child has multi-query attention; its method relies on its callers to ask whether it is to be called."""
+        is_multi_query = getattr(args, "attention_head_type", None) == "multiquery"
+        is_partial = getattr(args, "sequence_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
+        return is_multi_query and is_partial and hasattr(self, "allreduce_key_value_grads")
 
     @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> StepOfHost:
@@ -198,8 +205,11 @@ class DistributedOptimizer(HostDistributedOptimizer):
         return self.sharded.loss_scale.scale
 
     def reload_model_params(self) -> None:
-        """Refreshes the main params after somebody changed the model params."""
-        self.sharded.reload_model_params()
+        """Refreshes the main params after somebody changed the model params.
+
+        One child calls it after every resume; main params that still round to the model's are more precise and stay.
+        """
+        self.sharded.follow_model()
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The counted main grads, while they are attached."""

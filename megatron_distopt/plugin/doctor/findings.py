@@ -17,7 +17,7 @@ class Status(Enum):
 
     #: As it should be.
     OK = "ok"
-    #: Good to know; training could start.
+    #: Good to know; the optimizer could start.
     NOTE = "note"
     #: Training with this optimizer could not start.
     PROBLEM = "problem"
@@ -76,7 +76,7 @@ def as_table(findings: Sequence[Finding], width: int | None = None) -> str:
     fork
       ok       flag  --use-distributed-optimizer
     <BLANKLINE>
-    no problem: training could start
+    no problem found: this optimizer could start
     """
     subjects = max((len(finding.subject) for finding in findings), default=0)
     lines: list[str] = []
@@ -98,8 +98,8 @@ def _wrapped(head: str, text: str, width: int | None) -> list[str]:
 def _verdict(findings: Sequence[Finding]) -> str:
     count = sum(finding.status is Status.PROBLEM for finding in findings)
     if not count:
-        return "no problem: training could start"
-    return f"{count} problem{'s' * (count > 1)}: training could not start"
+        return "no problem found: this optimizer could start"
+    return f"{count} problem{'s' * (count > 1)}: this optimizer could not start"
 
 
 def as_json(findings: Sequence[Finding]) -> str:

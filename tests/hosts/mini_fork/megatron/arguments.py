@@ -91,6 +91,7 @@ def validate_args(args, defaults={}):  # noqa: B006
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    args.attention_head_type = "multiquery" if args.multi_query else "multihead"
     _validate_sizes(args)
     _validate_precision(args)
     if args.use_distributed_optimizer:

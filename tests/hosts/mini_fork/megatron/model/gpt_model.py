@@ -88,12 +88,12 @@ class Attention(MegatronModule):
             mixed = self.query_key_value(x)[0]
             return mixed.view(*mixed.shape[:2], self.heads, 3 * self.width).chunk(3, dim=-1)
         query = self.query(x)[0]
-        whole = (
-            mappings.gather_from_sequence_parallel_region(x)
-            if self.sequence_parallel
-            else mappings.copy_to_tensor_model_parallel_region(x)
-        )
-        key, value = self.key_value(whole).unsqueeze(2).chunk(2, dim=-1)
+        mixed = self.key_value(mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else x)
+        if (
+            not self.sequence_parallel
+        ):  # else its gradients are of this rank's heads only, and the optimizer adds them up
+            mixed = mappings.copy_to_tensor_model_parallel_region(mixed)
+        key, value = mixed.unsqueeze(2).chunk(2, dim=-1)
         return query.view(*query.shape[:2], self.heads, self.width), key, value
 
 

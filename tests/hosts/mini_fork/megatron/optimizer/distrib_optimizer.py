@@ -12,7 +12,14 @@ from megatron.core import mpu
 from ..switches import ERA
 from .device import FLOAT, HALVES, current_device, untyped_storage
 from .fused_adam import Adam
-from .optimizer import MixedPrecisionOptimizer, _zero_grad_group_helper, copy_attributes, copy_groups, timed
+from .optimizer import (
+    MixedPrecisionOptimizer,
+    _zero_grad_group_helper,
+    copy_attributes,
+    copy_groups,
+    needs_key_value_sum,
+    timed,
+)
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -222,8 +229,9 @@ class _Sharded(MixedPrecisionOptimizer):
         """Collective: embeddings before the reduce-scatter, unlike the optimizers that hold everything."""
         with timed(timers, args, "layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
-        with timed(timers, args, "key-value-grads-all-reduce"):
-            self.allreduce_key_value_grads(args)
+        if needs_key_value_sum(args):
+            with timed(timers, args, "key-value-grads-all-reduce"):
+                self.allreduce_key_value_grads(args)
         with timed(timers, args, "embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
         with timed(timers, args, "grads-reduce-scatter"):

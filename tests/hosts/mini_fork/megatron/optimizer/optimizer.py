@@ -147,9 +147,10 @@ class MegatronOptimizer(ABC):
             self._allreduce_coalesced(args, lambda _, param: getattr(param, "sequence_parallel", False))
 
     def allreduce_key_value_grads(self, args):
-        """Each tensor-parallel rank has seen its own heads only."""
-        if mpu.get_tensor_model_parallel_world_size() > 1 and args.multi_query:
-            self._allreduce_coalesced(args, lambda name, _: ".key_value." in name)
+        """Each tensor-parallel rank has seen its own heads only. Whether that is so the callers ask, as in the child."""
+        if args.attention_head_type != "multiquery":
+            raise AttributeError("the attention has no key_value")
+        self._allreduce_coalesced(args, lambda name, _: ".key_value." in name)
 
     def allreduce_word_embedding_grads(self, args):
         if mpu.is_rank_in_embedding_group(ignore_virtual=True) and mpu.get_pipeline_model_parallel_world_size() > 1:
@@ -178,14 +179,21 @@ class MegatronOptimizer(ABC):
         """Collective."""
         with timed(timers, args, "layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
-        with timed(timers, args, "key-value-grads-all-reduce"):
-            self.allreduce_key_value_grads(args)
+        if needs_key_value_sum(args):
+            with timed(timers, args, "key-value-grads-all-reduce"):
+                self.allreduce_key_value_grads(args)
         if args.DDP_impl == "local":
             with timed(timers, args, "grads-all-reduce"):
                 for model in self.models:
                     model.allreduce_gradients()
         with timed(timers, args, "embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
+
+
+def needs_key_value_sum(args):
+    """Without sequence parallelism the model's own communication has summed them."""
+    is_split = mpu.get_tensor_model_parallel_world_size() > 1
+    return args.attention_head_type == "multiquery" and is_split and args.sequence_parallel
 
 
 class MixedPrecisionOptimizer(MegatronOptimizer):
