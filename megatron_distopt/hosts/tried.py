@@ -47,6 +47,67 @@ TRIED = (
         "2026-11-21",
         "passes",
     ),
+    Tried(
+        "Megatron-DeepSpeed",
+        "4efb479d",
+        "its `pretrain_gpt.py`, unedited, runner with both launchers, entry-point door: DP 1, "
+        "2, 4, 5, TP 2, PP 2, accumulation, fp32, bf16, fp16, its checkpoints both ways: "
+        "`tests/hosts/test_megatron_deepspeed.py`",
+        "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
+        "2026-11-21",
+        "passes; the norm in fp32 up to 2.1e-6 from the fork's, see below",
+    ),
+    Tried(
+        "Megatron-LM",
+        "23.04 (2360d732)",
+        "its `pretrain_gpt.py`, unedited, runner: DP 2, PP 2, fp32, bf16; its checkpoints (A1) both ways",
+        "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
+        "2026-11-21",
+        "passes",
+    ),
+    Tried(
+        "Megatron-LM",
+        "23.06 (4f8e9ac4)",
+        "the same: DP 2, TP 2, PP 2, sequence parallel, fp32, bf16, fp16, SGD; its checkpoints (A2) both ways",
+        "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
+        "2026-11-21",
+        "passes",
+    ),
+    Tried(
+        "Megatron-LM",
+        "23.08 (375395c1)",
+        "the same: DP 2, bf16",
+        "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
+        "2026-11-21",
+        "passes",
+    ),
+    Tried(
+        "bigcode Megatron-LM",
+        "7c325cd3",
+        "the same with multi-query attention: DP 2, TP 2 with and without sequence parallel, fp32, bf16; checkpoints "
+        "(A2)",
+        "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
+        "2026-11-21",
+        "passes",
+    ),
+    Tried(
+        "epfLLM Megatron-LLM",
+        "806a8330",
+        "its `finetune.py --model_name gpt`, `--use_distributed_optimizer`: DP 2, fp32, bf16; own resume, from its "
+        "checkpoints (A1)",
+        "CPU, gloo, torch 2.13.0; stand-ins for apex, flash-attention, CUDA and fused kernels around the fork",
+        "2026-11-21",
+        "passes; the fork itself cannot resume",
+    ),
+    Tried(
+        "a small fork of 2023 on megatron-core 0.2.0",
+        "`tests/hosts/mini_fork`",
+        "`tests/hosts/test_era_a_*.py`: A1 and A2, three doors, both launchers, DP 1 to 4, TP 2, PP 2, experts, "
+        "Ulysses, mixed dtypes, multi-query, checkpoints, refusals",
+        "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
+        "2026-11-21",
+        "passes",
+    ),
 )
 
 _HEADER = ("host", "version or commit", "what was run", "where", "date", "result")

@@ -147,7 +147,7 @@ class MegatronOptimizer(ABC):
             self._allreduce_coalesced(args, lambda _, param: getattr(param, "sequence_parallel", False))
 
     def allreduce_key_value_grads(self, args):
-        """Each tensor-parallel rank has seen its own heads only. Whether that is so the callers ask, as in the child."""
+        """Each tensor-parallel rank has seen its own heads only; whether so, the callers ask, as in the child."""
         if args.attention_head_type != "multiquery":
             raise AttributeError("the attention has no key_value")
         self._allreduce_coalesced(args, lambda name, _: ".key_value." in name)
