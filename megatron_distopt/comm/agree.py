@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -47,7 +47,6 @@ class Field:
 
 #: How long ranks wait for each other before the first exchange: as long as a collective over NCCL waits by default.
 SECONDS_TO_MEET = 600.0
-_meetings = count()
 
 
 def meet(everyone: Group) -> None:
@@ -61,9 +60,10 @@ def meet(everyone: Group) -> None:
     Raises:
         RanksDisagreeError: a rank did not come.
     """
-    number = next(_meetings)
-    keys = [f"{_TAG}/meeting {number}/{rank}" for rank in range(everyone.size)]
     store = dist.distributed_c10d._get_default_store()
+    # Counted in the store: a process may join process groups one after the other, with other ranks each time.
+    number = store.add(f"{_TAG}/meetings of {everyone.rank}", 1)
+    keys = [f"{_TAG}/meeting {number}/{rank}" for rank in range(everyone.size)]
     store.set(keys[everyone.rank], "here")
     try:
         store.wait(keys, timedelta(seconds=SECONDS_TO_MEET))

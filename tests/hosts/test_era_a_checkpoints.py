@@ -542,6 +542,7 @@ def _collect_a1(rank: int, size: int, folder: str) -> dict[str, Any]:
             l2 = ("--bf16", "--distopt-decay", "l2")
             found["torch's adam"] = _resume(fork, l2, fork.folder / "torchs exact")
         found["refused"] = _refusals_a1(fork)
+        _mixed_own(fork)
     if fork.enters(4):
         found["resumed"] = {**found.get("resumed", {}), **_resume_all(fork, 4)}
         found["size 4"] = _other_size(fork)
@@ -549,6 +550,16 @@ def _collect_a1(rank: int, size: int, folder: str) -> dict[str, Any]:
         found["size 1"] = _other_size(fork)
     fork.enters(RANKS)
     return found
+
+
+def _mixed_own(fork: _Fork) -> None:
+    """From the fork's own optimizer to ours and back; curves differ, because the fork rounds fp32 norms to bf16."""
+    words, native = ("--bf16", "--fp32-norms"), fork.folder / "native fp32 norms"
+    fork.train_and_save(native, *words, ours=False)
+    _write_own(fork.open(native, *words), fork.folder / "fp32 norms, ours from the fork's")
+    _write_own(
+        fork.open(fork.folder / "fp32 norms", *words, ours=False), fork.folder / "fp32 norms, the fork's from ours"
+    )
 
 
 def _other_size(fork: _Fork) -> Refused:
@@ -698,6 +709,21 @@ def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_
         assert _same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
         assert _same(_moments(after), _moments(before))
         assert _steps(after) == _steps(before) == {"fp16": {1}, "sgd": set()}.get(name, {SAVED_AT})
+
+
+@pytest.mark.parametrize(
+    ("source", "way"), [("native fp32 norms", "ours from the fork's"), ("fp32 norms", "the fork's from ours")]
+)
+def test_own_state_when_groups_mix_dtypes_then_fp32_params_come_first_in_them_for_both(
+    source: str, way: str, a1: Collected
+) -> None:
+    for rank in range(2):
+        before = _state_of_file(a1.folder / source, rank)
+        after = torch.load(a1.folder / f"fp32 norms, {way}" / f"{rank}.pt", weights_only=True)
+        assert _same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
+        assert _same(_moments(after), _moments(before))
+        (vectors,) = (g["params"] for g in after["optimizer"]["param_groups"] if g["name"] == "no_wd_no_scale_lr")
+        assert 0 < len(after["shard_fp32_from_float16_groups"][1]) < len(vectors)  # biases among norms
 
 
 def _moments(state: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
