@@ -273,7 +273,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
             unused: one child gives the iteration.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+            RanksDisagreeError: on the others, with that rank's text.
         """
         if self.gathers_state:
             raise_together(lambda: check_head(self, state_dict), self.everyone)
@@ -297,7 +298,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         """Collective: reads it, at any data-parallel size; after `load_state_dict`.
 
         Raises:
-            CheckpointError: on all ranks, before any param is changed.
+            CheckpointError: on a rank that cannot read it, before any param is changed.
+            RanksDisagreeError: on the others, with that rank's text.
         """
         load_gathered(self, filename, self._head_step)
         self.gather_model_params()

@@ -103,7 +103,8 @@ def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int
         head_step: the update count that came with `load_state_dict`.
 
     Raises:
-        CheckpointError: on all ranks, before anything is changed.
+        CheckpointError: on a rank that cannot read its file, before anything is changed.
+        RanksDisagreeError: on the others, with that rank's text.
     """
     parts, everyone = _parts(optimizer, filename), optimizer.everyone
     files = raise_together(lambda: [_read(optimizer, part) for part in parts], everyone)
