@@ -355,8 +355,8 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     ),
     "other members": (_other_members, differing("param group members", "bias in 0", 0, "weight in 0")),
     "other number of groups": (_other_number_of_groups, differing("param groups", "nothing", 1, "group 1: ")),
-    "other grad dtype": (_other_grad_dtype, differing("options", "grads_in_fp32=False", 17, "grads_in_fp32=True")),
-    "other buckets": (_other_buckets, differing("options", "bucket_numel=1", 18, "bucket_numel=None")),
+    "other grad dtype": (_other_grad_dtype, differing("options", "grads_in_fp32=False", 18, "grads_in_fp32=True")),
+    "other buckets": (_other_buckets, differing("options", "bucket_numel=1", 19, "bucket_numel=None")),
     "other counted": (_other_counted, differing("counted params", "weight", 0, "bias")),
     "other class of instance": (_other_class_of_instance, differing("inner optimizer", "Adagrad", 0, "RMSprop")),
     "other defaults of instance": (
@@ -381,7 +381,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
             ),
         ),
     ),
-    "other variable": (_other_variable, differing("options", "nonfinite='skip'", 16, "nonfinite='raise'")),
+    "other variable": (_other_variable, differing("options", "nonfinite='skip'", 17, "nonfinite='raise'")),
     "shape in one data group": (
         _shape_in_one_data_group,
         [*one_rank(2, IN_ITS_PAIR)[:2], IN_ITS_PAIR, IN_ITS_PAIR],
