@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
@@ -102,21 +102,17 @@ def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
 
 
-def _cut(run: MainRun, shard: ParamShard, tensor: Tensor) -> Tensor:
-    return tensor[run.run.in_run(shard).as_slice()]
-
-
 def _main_of(run: MainRun, shard: ParamShard) -> Tensor:
     """An fp32 param's is a view of the whole param buffer, all of which would be saved with it."""
-    main = _cut(run, shard, run.main)
+    main = run.cut(run.main, shard)
     return main if run.owns_memory else main.clone()
 
 
 def _state_of(optimizer: ShardedOptimizer, run: MainRun, shard: ParamShard) -> dict[str, Any]:
     state = optimizer.inner.state.get(run.main, {})
-    cut = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == run.main.shape}
+    cut = moments_of(optimizer.inner, run.main)
     whole = {key: value for key, value in state.items() if key not in cut}
-    return {"cut": {key: _cut(run, shard, value) for key, value in cut.items()}, "whole": whole}
+    return {"cut": {key: run.cut(value, shard) for key, value in cut.items()}, "whole": whole}
 
 
 def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
@@ -151,7 +147,7 @@ def _load_run(optimizer: ShardedOptimizer, run: MainRun, saved: Mapping[str, Map
     """A state that was taken before the first step has no moments: the run must then have none either."""
     parts = [(shard, saved[_key(shard)]) for shard in run.run.shards]
     for shard, part in parts:
-        _cut(run, shard, run.main).copy_(part["main"])
+        run.cut(run.main, shard).copy_(part["main"])
     state = {key: _place(optimizer, run, key, value) for key, value in parts[0][1]["whole"].items()}
     for key in parts[0][1]["cut"]:
         state[key] = _join(run, [(shard, part["cut"][key]) for shard, part in parts])
@@ -163,7 +159,7 @@ def _load_run(optimizer: ShardedOptimizer, run: MainRun, saved: Mapping[str, Map
 def _join(run: MainRun, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:
     whole = torch.zeros(run.main.shape, dtype=parts[0][1].dtype, device=run.main.device)
     for shard, piece in parts:
-        _cut(run, shard, whole).copy_(piece)
+        run.cut(whole, shard).copy_(piece)
     return whole
 
 

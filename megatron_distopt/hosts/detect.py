@@ -49,9 +49,9 @@ def find_host() -> Host:
         UnknownHostError: none of those that we know is importable, or one that has no adapter.
     """
     generation = recognise(_is_importable)
-    if not generation.is_supported:
-        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
-        raise UnknownHostError(refusal("host", generation.name, rule, generation.remedy))
+    reason = generation.refusal()
+    if reason is not None:
+        raise UnknownHostError(reason)
     return _host_of(generation)
 
 

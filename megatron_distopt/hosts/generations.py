@@ -36,6 +36,11 @@ class Generation:
         """Whether an adapter exists."""
         return bool(self.seams)
 
+    def refusal(self) -> str | None:
+        """Why we cannot plug into it, None where an adapter exists."""
+        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+        return None if self.is_supported else refusal("host", self.name, rule, self.remedy)
+
 
 MEGATRON_CORE = Generation(
     "megatron-core", "megatron-core 0.16, Megatron-LM of 2026", ("megatron.core.optimizer",), (megatron_core.SEAM,)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
-from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.hosts.seams import Seam
 from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.version import VERSION
@@ -52,7 +51,7 @@ def describe(
         lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]
         memory = measure_memory(optimizer)
         nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
-        if plan.choice.name in ADAM_SOURCES:
+        if plan.choice.is_adam:
             nbytes["moments"] = sum(2 * run.main.numel() * run.main.element_size() for run in optimizer.runs)
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)

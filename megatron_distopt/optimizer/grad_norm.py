@@ -80,10 +80,7 @@ def reduce_stats(local: Tensor, group: Group, *, count_zeros: bool) -> GradStats
 def nonfinite_params(runs: Sequence[MainRun]) -> list[str]:
     """Names of the params whose gradient on this rank holds inf or nan; slow, for error messages."""
     return [
-        shard.name
-        for run in runs
-        for shard in run.run.shards
-        if not torch.isfinite(run.grad[run.run.in_run(shard).as_slice()]).all()
+        shard.name for run in runs for shard in run.run.shards if not torch.isfinite(run.cut(run.grad, shard)).all()
     ]
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_distopt.config import ADAM_SOURCES
+
 __all__ = [
     "Build",
     "Groups",
@@ -41,6 +43,11 @@ class InnerChoice:
     build: Build
     why: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether it is one of our sources of Adam, which keep two moments and count their updates."""
+        return self.name in ADAM_SOURCES
 
 
 def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> None:

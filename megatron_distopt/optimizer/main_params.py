@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
-from megatron_distopt.layout import Run, owned_shards, plan_runs
+from megatron_distopt.layout import ParamShard, Run, owned_shards, plan_runs
 
 __all__ = ["MainRun", "ParamGroup", "RunKey", "build_main_runs"]
 
@@ -75,6 +75,10 @@ class MainRun:
                 refusal("main grad", "none", "be attached before it is read", "Call attach_grad first")
             )
         return self.main.grad
+
+    def cut(self, tensor: Tensor, shard: ParamShard) -> Tensor:
+        """The elements of one of its param shards, in a tensor as long as the run."""
+        return tensor[self.run.in_run(shard).as_slice()]
 
     def attach_grad(self) -> None:
         """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one until `detach_grad`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distopt.errors import HostError, InvariantError, SeamMismatchError, UnknownHostError, refusal
-from megatron_distopt.hosts.generations import Generation, recognise
+from megatron_distopt.hosts.generations import recognise
 from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
 from megatron_distopt.hosts.source.found import SeamFound
 from megatron_distopt.hosts.source.survey import find_seam
@@ -137,19 +137,15 @@ def _signed(sign: str, lines: Sequence[bytes]) -> list[str]:
 
 
 def _factory_file(tree: SourceTree) -> Path:
-    generation = _supported(recognise(tree.has))
+    generation = recognise(tree.has)
+    reason = generation.refusal()
+    if reason is not None:
+        raise UnknownHostError(reason)
     file = tree.file_of(generation.seams[0].module)
     if file is None:
         remedy = "Use a Megatron that docs/hosts.md lists"
         raise SeamMismatchError(refusal(str(generation.seams[0]), "missing", "exist", remedy))
     return file.resolve()  # a link stays a link
-
-
-def _supported(generation: Generation) -> Generation:
-    if not generation.is_supported:
-        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
-        raise UnknownHostError(refusal("host", generation.name, rule, generation.remedy))
-    return generation
 
 
 def _usable_seam(tree: SourceTree) -> SeamFound:

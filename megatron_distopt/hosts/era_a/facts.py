@@ -78,6 +78,10 @@ class Conflict:
         found = getattr(options, self.option, None)
         return bool(found) if self.value is True else found is not None and found == self.value
 
+    def refusal(self) -> str:
+        """What is said where it applies."""
+        return refusal("arguments", self.got, self.rule, self.remedy)
+
 
 CONFLICTS = (
     Conflict(
@@ -115,7 +119,7 @@ def check_flags(args: object) -> None:
     """
     for conflict in CONFLICTS:
         if getattr(args, FLAG, False) and conflict.applies_to(args):
-            raise ConfigError(refusal("arguments", conflict.got, conflict.rule, conflict.remedy))
+            raise ConfigError(conflict.refusal())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ run that class's constructor, which knows CUDA tensors by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ from megatron_distopt.hosts.era_a.start import Request, Start, decide
 from megatron_distopt.hosts.era_a.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
 from megatron_distopt.hosts.era_a.state_a1 import check_state_a1, load_state_a1, state_a1
 from megatron_distopt.hosts.era_a.state_a2 import load_gathered, save_gathered
-from megatron_distopt.hosts.era_a.timing import Phases
 from megatron_distopt.hosts.report import announce, describe
+from megatron_distopt.hosts.timing import timed
 from megatron_distopt.optimizer import (
     ShardedOptimizer,
     Verdict,
@@ -124,7 +126,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
             args: of the fork.
             timers: of the fork.
         """
-        phase = Phases(args, timers)
+        phase = _phases(args, timers)
         with phase(_NAMES.layernorm):
             self.allreduce_layernorm_grads(args)
             if self._must_add_up_key_values(args):
@@ -153,7 +155,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
         """
-        phase, sharded = Phases(args, timers), self.sharded
+        phase, sharded = _phases(args, timers), self.sharded
         self._follow_model()
         divisor = sharded.divisor  # before the loss scale moves
         with phase(_NAMES.attach):
@@ -187,7 +189,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
             args: of the fork.
             timers: of the fork.
         """
-        with Phases(args, timers)(_NAMES.gather):
+        with _phases(args, timers)(_NAMES.gather):
             for buffer in self.grad_buffers:
                 for each in buffer.sharded:
                     gather_params(each, buffer.plan.group)
@@ -303,3 +305,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         """
         load_gathered(self, filename, self._head_step)
         self.gather_model_params()
+
+
+def _phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:
+    """From a name to the fork's timer of that name."""
+    return partial(timed, timers, barrier=getattr(args, "barrier_with_L1_time", False))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_distopt.layout import ParamShard, Span
+from megatron_distopt.hosts.era_a.state import shards_of
+from megatron_distopt.layout import Span
 from megatron_distopt.optimizer import ShardedOptimizer
 
 __all__ = ["HostRange", "ranges_of"]
@@ -33,8 +34,7 @@ def ranges_of(sharded: ShardedOptimizer, name: str) -> Mapping[str, HostRange]:
     Raises:
         KeyError: this rank owns nothing of the param.
     """
-    shards = {shard.name: shard for run in sharded.runs for shard in run.run.shards}
-    shard: ParamShard = shards[name]
+    _, shard = shards_of(sharded)[name]
     spans = {"gbuf_world": shard.in_buffer, "gbuf_local": shard.in_shard, "param": shard.in_param}
     return {key: _as_host(span) for key, span in spans.items()}
 

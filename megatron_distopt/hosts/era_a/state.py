@@ -32,7 +32,6 @@ __all__ = [
     "moment_keys",
     "saved_step",
     "shards_of",
-    "slice_of",
     "updates_so_far",
 ]
 
@@ -66,7 +65,7 @@ def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
 def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
     """The update count for a file; None for a class that does not count, whose moments mean something without one."""
     counted = count_updates(optimizer.sharded.inner)
-    return 0 if counted is None and optimizer.sharded.plan.choice.name in ADAM_SOURCES else counted
+    return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
@@ -140,7 +139,7 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
         raise CheckpointError(refusal("update count", known, rule, remedy))
     if given is not None or step is not None:
         return given if given is not None else step
-    if choice.name in ADAM_SOURCES:
+    if choice.is_adam:
         got = "none: torch's Adam keeps it where this file layout does not save it"
         remedy = "Write --distopt-resume-step N with the number of updates so far (iterations without skipped ones)"
         raise CheckpointError(refusal("update count in the checkpoint", got, "be there for Adam", remedy))
@@ -189,11 +188,6 @@ def moment_keys(optimizer: ShardedOptimizer) -> set[str]:
 def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[MainRun, ParamShard]]:
     """By param name what this rank owns; at most one shard a param, because a buffer is one bucket."""
     return {shard.name: (run, shard) for run in optimizer.runs for shard in run.run.shards}
-
-
-def slice_of(run: MainRun, shard: ParamShard, tensor: Tensor) -> Tensor:
-    """The elements of one param shard in a tensor as long as the run."""
-    return tensor[run.run.in_run(shard).as_slice()]
 
 
 def install_state(

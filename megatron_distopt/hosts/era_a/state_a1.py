@@ -31,7 +31,6 @@ from megatron_distopt.hosts.era_a.state import (
     load_loss_scale,
     saved_step,
     shards_of,
-    slice_of,
 )
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import MainRun, count_updates, moments_of
@@ -124,11 +123,11 @@ def load_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> 
     for positions, group in zip(by_group.values(), saved, strict=True):
         owning = [position for position in positions if position.run.owns_memory]
         for position, tensor in zip(owning, group.mains, strict=True):
-            slice_of(position.run, position.shard, position.run.main).copy_(tensor)
+            position.run.cut(position.run.main, position.shard).copy_(tensor)
         for position, number in zip(positions, group.numbers, strict=True):
             for key, tensor in _moments_in(state["optimizer"]["state"].get(number, {})).items():
                 whole = moments[position.run].setdefault(key, torch.zeros_like(position.run.main))
-                slice_of(position.run, position.shard, whole).copy_(tensor)
+                position.run.cut(whole, position.shard).copy_(tensor)
     install_state(optimizer, moments, check_step(optimizer, _step_of(state)))
 
 
@@ -179,7 +178,7 @@ def _flat(by_group: Mapping[int, list[_Position]]) -> list[_Position]:
 
 def _cut(position: _Position, tensor: Tensor) -> Tensor:
     """A copy: a view would be saved with everything that it is a view of."""
-    return slice_of(position.run, position.shard, tensor).detach().clone()
+    return position.run.cut(tensor, position.shard).detach().clone()
 
 
 def _state_of(optimizer: DistributedOptimizer, position: _Position) -> dict[str, Any]:

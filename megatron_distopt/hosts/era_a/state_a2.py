@@ -25,7 +25,6 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_distopt.comm import Group, exchange, gather_to_first, raise_together, scatter_from_first
-from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.era_a.buffers import GradBuffer
 from megatron_distopt.hosts.era_a.state import (
@@ -35,7 +34,6 @@ from megatron_distopt.hosts.era_a.state import (
     moment_keys,
     saved_step,
     shards_of,
-    slice_of,
     updates_so_far,
 )
 from megatron_distopt.optimizer import MainRun, moments_of
@@ -134,7 +132,7 @@ def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> s
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
     keys = set().union(*exchange(moment_keys(optimizer.sharded), group))
-    if not keys and _is_adam(optimizer):
+    if not keys and optimizer.sharded.plan.choice.is_adam:
         keys = set(_ADAM_KEYS)
     carrier = _carrier(group)
     wholes = {
@@ -143,17 +141,13 @@ def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -
     return {key: whole.cpu() for key, whole in wholes.items() if whole is not None} or None
 
 
-def _is_adam(optimizer: DistributedOptimizer) -> bool:
-    return optimizer.sharded.plan.choice.name in ADAM_SOURCES
-
-
 def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
     """fp32 1-D [shard_numel]; padding is zero."""
     shard_tensor = carrier.empty_shard(buffer)
     for name, (run, shard) in shards_of(optimizer.sharded).items():
         source = run.main if key == _MAIN else moments_of(optimizer.sharded.inner, run.main).get(key)
         if source is not None and buffer.holds(name):
-            shard_tensor[shard.in_shard.as_slice()].copy_(slice_of(run, shard, source))
+            shard_tensor[shard.in_shard.as_slice()].copy_(run.cut(source, shard))
     return shard_tensor
 
 
@@ -174,7 +168,7 @@ def _scatter(
         for name, (run, shard) in shards_of(optimizer.sharded).items():
             if buffer.holds(name):
                 whole_run = run.main if key == _MAIN else moments[run].setdefault(key, torch.zeros_like(run.main))
-                slice_of(run, shard, whole_run).copy_(shard_tensor[shard.in_shard.as_slice()])
+                run.cut(whole_run, shard).copy_(shard_tensor[shard.in_shard.as_slice()])
 
 
 def _repadded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
@@ -217,7 +211,7 @@ def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[A
             got, rule = f"{key} of {shape} in {where}", f"hold {numel} elements and padding"
             raise CheckpointError(refusal(what, got, rule, remedy))
     # Adam's are there even before the first step, so a file without them has lost them.
-    check_moments(optimizer, what, tensors.keys() - {_MAIN}, may_be_none=not _is_adam(optimizer))
+    check_moments(optimizer, what, tensors.keys() - {_MAIN}, may_be_none=not optimizer.sharded.plan.choice.is_adam)
     if _OURS not in state and _mixes_dtypes(optimizer, buffer):
         got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
         rule = "be in an order that is known; that optimizer saves such groups permuted"

@@ -214,7 +214,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         for run in self.sharded.runs:
             for shard in run.run.shards:
                 source = tensor_of[self._named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
-                run.main[run.run.in_run(shard).as_slice()].copy_(source)
+                run.cut(run.main, shard).copy_(source)
 
     @property
     def state_nbytes(self) -> int:

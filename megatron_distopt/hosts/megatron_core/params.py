@@ -35,7 +35,7 @@ def publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter
         # The host's own filters, where one of its chains measures our params: counted is "tensor-parallel, not shared".
         run.main.tensor_model_parallel, run.main.shared = True, not run.run.key.counted  # type: ignore[attr-defined]
         for shard in run.run.shards if run.owns_memory else ():
-            _publish(named[shard.name], run.main[run.run.in_run(shard).as_slice()])
+            _publish(named[shard.name], run.cut(run.main, shard))
 
 
 def _publish(param: Any, main_param: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from megatron_distopt.comm import Group
+from megatron_distopt.hosts.timing import timed
 from megatron_distopt.optimizer import Verdict, judge_together, measure_together
 
 if TYPE_CHECKING:
@@ -61,14 +62,6 @@ def gather(config: Any, ddp_config: Any, chunks: Sequence[Any]) -> None:
             chunk.start_param_sync()
 
 
-@contextmanager
-def timer(config: Any, name: str) -> Iterator[None]:
+def timer(config: Any, name: str) -> AbstractContextManager[None]:
     """The host's timer of that name, where it keeps timers."""
-    if config.timers is None:
-        yield
-        return
-    config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        config.timers(name).stop()
+    return timed(config.timers, name, barrier=config.barrier_with_L1_time)

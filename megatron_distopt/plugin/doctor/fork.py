@@ -38,10 +38,7 @@ def describe_fork(found: Survey) -> Iterator[Finding]:
 
 def _generation(found: Survey) -> Finding:
     generation = found.generation
-    if generation.is_supported:
-        return ok(_SECTION, "generation", f"{generation.name}, as {generation.examples}")
-    rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
-    return problem(_SECTION, "generation", refusal("host", generation.name, rule, generation.remedy))
+    return refused(_SECTION, "generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
 
 
 def _seam(found: SeamFound) -> Iterator[Finding]:

@@ -97,7 +97,7 @@ def _presence(flag: str, is_given: bool, switch: Switch) -> Finding:
 def _conflicts(parsed: SimpleNamespace, found: Survey | None) -> Iterator[str]:
     for conflict in CONFLICTS:
         if conflict.applies_to(parsed):
-            yield refusal("arguments", conflict.got, conflict.rule, conflict.remedy)
+            yield conflict.refusal()
     is_core = found is not None and found.generation.name == MEGATRON_CORE.name
     for refused in REFUSED if is_core else ():
         if getattr(parsed, refused.option, False):
