@@ -1,5 +1,18 @@
-"""What survives a restart."""
+"""What survives a restart: by name and logical element, never by position. docs/checkpoint.md specifies the files."""
 
+from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.state import check_local_state_dict, load_local_state_dict, local_state_dict
+from megatron_distopt.checkpoint.together import load_checkpoint, save_checkpoint
+from megatron_distopt.checkpoint.whole_model import WholeModel
 
-__all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
+__all__ = [
+    "MANIFEST",
+    "WholeModel",
+    "check_local_state_dict",
+    "is_checkpoint",
+    "load_checkpoint",
+    "load_local_state_dict",
+    "local_state_dict",
+    "read_manifest",
+    "save_checkpoint",
+]

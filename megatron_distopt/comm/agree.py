@@ -93,11 +93,16 @@ def exchange(value: T, group: Group) -> list[T]:
     return [record[1] for record in received]
 
 
-def raise_together(check: Callable[[], T], group: Group) -> T:
+def raise_together(check: Callable[[], T], group: Group, what: str = "start-up") -> T:
     """Collective: runs `check` on every rank and goes on only if it passed on all of them.
 
     One rank that raised while the others went into a collective would leave them hanging in it. That is so for every
     exception, not only for those of the package.
+
+    Args:
+        check: what may raise.
+        group: all ranks that run it.
+        what: its name in the error.
 
     Raises:
         Exception: this rank's own, as it was, or
@@ -116,7 +121,7 @@ def raise_together(check: Callable[[], T], group: Group) -> T:
         if text:
             rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
             raise RanksDisagreeError(
-                refusal("start-up", f"rank {group.global_rank(rank)} refused with «{text}»", rule, remedy)
+                refusal(what, f"rank {group.global_rank(rank)} refused with «{text}»", rule, remedy)
             )
     return value  # type: ignore[return-value]
 

@@ -24,6 +24,12 @@ __all__ = [
     "step_divided",
 ]
 
+#: What a class keeps for every element; of those that a user names nobody says it beforehand.
+_MOMENTS = {
+    **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
+    "torch_sgd": frozenset(("momentum_buffer",)),
+}
+
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 
@@ -48,6 +54,11 @@ class InnerChoice:
     def is_adam(self) -> bool:
         """Whether it is one of our sources of Adam, which keep two moments and count their updates."""
         return self.name in ADAM_SOURCES
+
+    @property
+    def moments(self) -> frozenset[str]:
+        """What it keeps for every element, as far as that is known before its first step."""
+        return _MOMENTS.get(self.name, frozenset())
 
 
 def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> None:

@@ -130,6 +130,8 @@ class ShardedOptimizer:
         group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
         self.plan = plan
+        #: Steps that changed nothing because a gradient was not finite.
+        self.num_skipped = 0
         self.runs = build_main_runs(
             buffers, lambda name: RunKey(group_of[name], plan.counted(name)) if name in group_of else None
         )
@@ -253,6 +255,8 @@ def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, gro
     if not curable and optimizers[0].config.policy is not NonFinitePolicy.SKIP:
         _report_nonfinite(optimizers, group)
         return Verdict.UPDATE
+    for optimizer in optimizers:
+        optimizer.num_skipped += 1
     _release(optimizers)
     return Verdict.SKIP
 

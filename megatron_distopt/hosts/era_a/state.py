@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, count_updates, moments_of, restore, restore_group
@@ -41,11 +40,6 @@ _log = logging.getLogger("megatron_distopt")
 _IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 #: What tells the fork's param groups apart.
 _IDENTITY = ("name", "wd_mult", "lr_mult")
-#: What a class keeps for every element; of those that a user names nobody says it beforehand.
-_MOMENTS = {
-    **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
-    "torch_sgd": frozenset(("momentum_buffer",)),
-}
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
 
 
@@ -160,11 +154,11 @@ def check_moments(
     Raises:
         CheckpointError
     """
-    name = optimizer.sharded.plan.choice.name
-    wanted = _MOMENTS.get(name, frozenset())
+    choice = optimizer.sharded.plan.choice
+    wanted = choice.moments
     if not wanted <= set(found) and (found or not may_be_none):
         got = f"with {', '.join(sorted(found)) or 'params alone'}"
-        rule = f"hold {', '.join(sorted(wanted))} for {name}"
+        rule = f"hold {', '.join(sorted(wanted))} for {choice.name}"
         remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
         raise CheckpointError(refusal(what, got, rule, remedy))
 

@@ -1,0 +1,171 @@
+"""What one rank puts into a checkpoint: tensors of the pieces that it owns, and what its param groups say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.folder import data_file, write_part
+from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
+from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
+from megatron_distopt.checkpoint.tensor_file import TensorWriter
+from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+from megatron_distopt.version import VERSION
+
+__all__ = ["Contribution", "Written", "contribution_of", "write_contribution"]
+
+_log = logging.getLogger("megatron_distopt")
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """One tensor to write.
+
+    Args:
+        key: see `key_of`.
+        shape: of the whole param.
+        box: that the tensor is of it.
+        tensor: a view of the live state.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """What one rank writes; `head` is its manifest without files and tensors."""
+
+    head: Manifest
+    tensors: tuple[Written, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(each.tensor.numel() * each.tensor.element_size() for each in self.tensors)
+
+
+def contribution_of(optimizers: Sequence[ShardedOptimizer], model: WholeModel, save_id: str) -> Contribution:
+    """Views of the live state: write them, or copy them, before the next step.
+
+    Raises:
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param.
+    """
+    tensors = tuple(
+        Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
+        for piece in owned_pieces(optimizers, model)
+        if model.writes(piece.shard.name)
+        for key, tensor in piece.tensors()
+    )
+    head = Manifest(
+        save_id,
+        files=(),
+        tensors={},
+        groups=tuple(group for optimizer in optimizers for group in _groups_of(optimizer, model)),
+        inner=optimizers[0].plan.choice.name,
+        loss_scale=saved_loss_scale(optimizers[0].loss_scale),
+        num_skipped=optimizers[0].num_skipped,
+        about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
+    )
+    return Contribution(head, tensors)
+
+
+def write_contribution(folder: Path, contribution: Contribution, rank: int) -> Manifest:
+    """Writes this rank's file, tensor by tensor, and then its part of the manifest; both are on the disk afterwards.
+
+    Raises:
+        CheckpointError: the disk is full, or fails; what was written is removed again.
+    """
+    path = data_file(folder, contribution.head.save_id, rank)
+    try:
+        with disk.written(path) as file:
+            part = _write(TensorWriter(path, file), contribution)
+        write_part(folder, part, rank)
+    except OSError as error:
+        remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
+        raise CheckpointError(refusal(f"file {path}", error, "be writable", remedy)) from error
+    return part
+
+
+def _write(writer: TensorWriter, contribution: Contribution) -> Manifest:
+    tensors: dict[str, TensorRecord] = {}
+    for each in contribution.tensors:
+        stretch = writer.append(each.key, each.tensor)
+        chunk = Chunk(each.box, 0, stretch.start, stretch.nbytes)
+        before = tensors[each.key].chunks if each.key in tensors else ()
+        tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
+    head = contribution.head
+    about = (head.groups, head.inner, head.loss_scale, head.num_skipped, head.about)
+    return Manifest(head.save_id, (writer.record(),), tensors, *about)
+
+
+def _groups_of(optimizer: ShardedOptimizer, model: WholeModel) -> Iterable[GroupRecord]:
+    """Of the groups of which this rank owns something: another rank speaks for the others."""
+    for number, group in enumerate(optimizer.inner.param_groups):
+        runs = [run for run in optimizer.runs if run.run.key.group == number]
+        names = dict.fromkeys(model.placements[shard.name].name for run in runs for shard in run.run.shards)
+        if names:
+            scalars = _scalars_of(optimizer, runs)
+            step = _scalar("step", group["step"]) if "step" in group else scalars.get("step")
+            yield GroupRecord(tuple(names), _options_of(group), None if step is None else int(step.value), scalars)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if _is_plain(value)
+    }
+    for key in given.keys() - plain.keys():
+        _log.warning("param group option %r is a %s and is not saved", key, type(given[key]).__name__)
+    return plain
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON keeps it as it is, but for tuples."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _scalars_of(optimizer: ShardedOptimizer, runs: Sequence[MainRun]) -> dict[str, Scalar]:
+    """What the inner optimizer keeps with a param beside whole tensors; the same for all params of the group."""
+    found: dict[str, Scalar] = {}
+    for run in runs:
+        cut = moments_of(optimizer.inner, run.main)
+        for key, value in optimizer.inner.state.get(run.main, {}).items():
+            if key not in cut:
+                _keep_same(found, key, _scalar(key, value))
+    return found
+
+
+def _keep_same(found: dict[str, Scalar], key: str, scalar: Scalar) -> None:
+    known = found.setdefault(key, scalar)
+    if known.value != scalar.value:
+        got, rule = f"{known.value} and {scalar.value}", "be the same for all params of a group"
+        remedy = "Use an inner optimizer that treats all elements of a group alike"
+        raise CheckpointError(refusal(f"state {key!r} of the inner optimizer", got, rule, remedy))
+
+
+def _scalar(key: str, value: Any) -> Scalar:
+    if torch.is_tensor(value) and value.numel() == 1:
+        return Scalar(value.item(), dtype_name(value.dtype))
+    if isinstance(value, (bool, int, float)):
+        return Scalar(value, "")
+    got = f"a tensor of {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+    remedy = "Use an element-wise inner optimizer"
+    raise CheckpointError(
+        refusal(f"state {key!r} of the inner optimizer", got, "be a number, or as large as its param", remedy)
+    )

@@ -1,0 +1,148 @@
+"""A checkpoint's folder, and how a save becomes one: all or nothing, in one step.
+
+::
+
+    manifest.json            names every other file of the checkpoint; it alone says that there is one
+    SAVE_ID-00000.distcp     one a rank
+    .metadata                the same for torch's own reader; we never read it
+    saving.lock              held by a run while it saves
+
+[Note: commit] A save writes files under names of its own, beside those of the checkpoint that is there. Each is on the
+disk (fsync) before the manifest is written, as manifest.json.new, and `os.replace` of that is the moment in which the
+new checkpoint takes the place of the old one. Only then are the old files removed. A crash at any time leaves the old
+manifest with the old files or the new one with the new files, and what belongs to none is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.dcp import metadata_of
+from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, from_text, join, to_text
+from megatron_distopt.errors import CheckpointError, refusal
+
+__all__ = [
+    "MANIFEST",
+    "commit",
+    "data_file",
+    "is_checkpoint",
+    "lock_file",
+    "new_save_id",
+    "read_manifest",
+    "read_part",
+    "withdraw",
+    "write_part",
+]
+
+MANIFEST = "manifest.json"
+_METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
+_DATA, _PART = ".distcp", ".part"
+
+
+def new_save_id() -> str:
+    """Of a save: in the names of its files, different for every save."""
+    return secrets.token_hex(4)
+
+
+def data_file(folder: Path, save_id: str, rank: int) -> Path:
+    """Where a rank writes its tensors."""
+    return folder / f"{save_id}-{rank:05d}{_DATA}"
+
+
+def _part_file(folder: Path, save_id: str, rank: int) -> Path:
+    return folder / f"{save_id}-{rank:05d}{_PART}"
+
+
+def lock_file(folder: Path) -> Path:
+    """What a run that saves holds."""
+    return folder / _LOCK
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a save was finished there."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What the checkpoint in a folder holds.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
+        remedy = "Load an earlier checkpoint, or start from the weights with --no-load-optim"
+        raise CheckpointError(refusal(f"checkpoint {folder}", got, f"hold {MANIFEST}", remedy)) from None
+    return from_text(text, str(path))
+
+
+def write_part(folder: Path, part: Manifest, rank: int) -> None:
+    """A rank's own manifest, for the one that commits."""
+    with disk.written(_part_file(folder, part.save_id, rank)) as file:
+        disk.write(file, to_text(part).encode())
+
+
+def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
+    """A rank's own manifest; None while it is not there or not complete."""
+    with suppress(OSError, CheckpointError):
+        path = _part_file(folder, save_id, rank)
+        return from_text(path.read_text(encoding="utf-8"), str(path))
+    return None
+
+
+def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
+    """Makes a checkpoint of what the ranks wrote, see [Note: commit].
+
+    Args:
+        folder: of the checkpoint.
+        parts: of all ranks, in order.
+
+    Raises:
+        CheckpointError: elements are missing or there twice.
+        OSError: the disk fails; the old checkpoint is untouched.
+    """
+    manifest = join(parts)
+    for key, record in manifest.tensors.items():
+        _check_complete(key, record)
+    for name, content in ((MANIFEST, to_text(manifest).encode()), (_METADATA, metadata_of(manifest))):
+        disk.remove(folder / f"{name}{_NEW}")
+        with disk.written(folder / f"{name}{_NEW}") as file:
+            disk.write(file, content)
+    disk.sync_folder(folder)
+    disk.replace(folder / f"{MANIFEST}{_NEW}", folder / MANIFEST)
+    disk.replace(folder / f"{_METADATA}{_NEW}", folder / _METADATA)
+    disk.sync_folder(folder)
+    _remove_except({file.name for file in manifest.files}, folder)
+    return manifest
+
+
+def withdraw(folder: Path, save_id: str) -> None:
+    """Removes what a save that failed has written."""
+    with suppress(OSError):
+        for path in folder.glob(f"{save_id}-*"):
+            disk.remove(path)
+
+
+def _remove_except(kept: set[str], folder: Path) -> None:
+    """What no manifest names: of the checkpoint before, and of saves that never ended."""
+    for path in folder.iterdir():
+        if path.suffix in (_DATA, _PART) and path.name not in kept:
+            with suppress(OSError):  # the checkpoint is complete with it, too
+                disk.remove(path)
+
+
+def _check_complete(key: str, record: TensorRecord) -> None:
+    numel = sum(chunk.box.numel for chunk in record.chunks)
+    wanted = math.prod(record.shape)
+    if numel != wanted:
+        got, rule = f"{numel} elements written", f"be written once, all {wanted} elements"
+        remedy = "Give each param of the model a name of its own, and one rank that writes it"
+        raise CheckpointError(refusal(f"tensor {key!r}", got, rule, remedy))

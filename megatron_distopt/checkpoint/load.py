@@ -1,0 +1,121 @@
+"""Reading a checkpoint into the shards of this rank, without a second copy of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read
+from megatron_distopt.checkpoint.loss_scale import load_loss_scale
+from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
+from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
+
+__all__ = ["load_planned", "verify_files"]
+
+
+def verify_files(folder: Path, files: Iterable[FileRecord], keys_in: Sequence[str] = ()) -> None:
+    """Whether files are whole, byte for byte.
+
+    Args:
+        folder: of the checkpoint.
+        files: as the manifest names them.
+        keys_in: some tensors of the first file, for the error.
+
+    Raises:
+        CheckpointError: one is missing, too short or long, or was changed.
+    """
+    for file in files:
+        path = folder / file.name
+        what, remedy = f"file {path}", "Load an earlier checkpoint; this one was damaged after it was written"
+        try:
+            nbytes = path.stat().st_size
+            if nbytes != file.nbytes:
+                raise CheckpointError(refusal(what, f"{nbytes} bytes", f"have {file.nbytes} bytes", remedy))
+            crc32 = crc_of_file(path)
+        except OSError as error:
+            raise CheckpointError(refusal(what, error, "be readable", remedy)) from error
+        if crc32 != file.crc32:
+            raise CheckpointError(refusal(what, f"CRC-32 {crc32:08x}", f"have {file.crc32:08x}", remedy))
+
+
+@torch.no_grad()
+def load_planned(folder: Path, plan: LoadPlan, optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Does what `plan_load` decided; the params are not gathered yet.
+
+    At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
+    """
+    moments = {match: _moments_for(match) for match in plan.groups}
+    into = {
+        (id(run), kind): tensor
+        for match in plan.groups
+        for run, by_kind in moments[match]
+        for kind, tensor in by_kind.items()
+    }
+    for number, reads in groupby(plan.reads, key=lambda read: read.chunk.file):
+        with TensorReader(folder / plan.manifest.files[number].name) as reader:
+            for read in reads:
+                _place(reader.read(read.key, read.chunk, read.dtype), read, into)
+    for match in plan.groups:
+        _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
+    for optimizer in optimizers:
+        load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
+        optimizer.num_skipped = plan.manifest.num_skipped
+        for run in optimizer.runs:
+            run.write_model()
+
+
+def _runs_of(match: GroupMatch) -> list[MainRun]:
+    return [run for run in match.optimizer.runs if run.run.key.group == match.number]
+
+
+def _moments_for(match: GroupMatch) -> list[tuple[MainRun, dict[str, Tensor]]]:
+    """Those that are there, where they fit; the padding of a run is zero in them."""
+    found = []
+    for run in _runs_of(match):
+        known = moments_of(match.optimizer.inner, run.main)
+        found.append((run, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in match.kinds.items()}))
+    return found
+
+
+def _fitting(known: Tensor | None, run: MainRun, dtype: torch.dtype) -> Tensor:
+    return known if known is not None and known.dtype == dtype else torch.zeros_like(run.main, dtype=dtype)
+
+
+def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:
+    for target in read.targets:
+        run = target.piece.run
+        whole = run.main if target.kind == MAIN else into[id(run), target.kind]
+        target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
+
+
+def _restore(match: GroupMatch, moments: list[tuple[MainRun, dict[str, Tensor]]], *, same_inner: bool) -> None:
+    inner, saved = match.optimizer.inner, match.saved
+    group = inner.param_groups[match.number]
+    for key, value in saved.options.items():
+        if key in group and key not in NOT_OPTIONS:
+            group[key] = tuple(value) if isinstance(group[key], tuple) else value
+    restore_group(inner, group, saved.step)
+    for run, kinds in moments:
+        restore(inner, group, run.main, kinds, saved.step if kinds else None)
+        if same_inner and not match.optimizer.plan.choice.is_adam:
+            _restore_scalars(inner.state, run.main, saved.scalars)
+
+
+def _restore_scalars(state: Any, main: Tensor, scalars: Any) -> None:
+    """In the form in which the same class had them."""
+    for key, scalar in scalars.items():
+        if key not in state.get(main, {}):
+            state[main][key] = _as_was(scalar, main)
+
+
+def _as_was(scalar: Scalar, main: Tensor) -> Any:
+    if not scalar.dtype:
+        return scalar.value
+    return torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype), device=main.device)

@@ -1,0 +1,233 @@
+"""What this rank has to read, decided and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Chunk,
+    GroupRecord,
+    Manifest,
+    TensorRecord,
+    key_of,
+    kind_of,
+    name_of,
+)
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box, Placement
+from megatron_distopt.optimizer import ShardedOptimizer
+
+__all__ = ["GroupMatch", "LoadPlan", "Read", "Target", "check_names", "plan_load"]
+
+_REMEDY = "Load a checkpoint of this model, or start from its weights with --no-load-optim"
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Where a part of what is read goes.
+
+    Args:
+        piece: of the state.
+        kind: "main", or the inner optimizer's name for what it keeps.
+        in_chunk: the part of the tensor that is read.
+        in_piece: the same elements in the piece.
+    """
+
+    piece: OwnedPiece
+    kind: str
+    in_chunk: Box
+    in_piece: Box
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One tensor to read from a file, and all that it is needed for."""
+
+    key: str
+    chunk: Chunk
+    dtype: torch.dtype
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMatch:
+    """A param group of the run and the saved one that its params were in."""
+
+    optimizer: ShardedOptimizer
+    number: int
+    saved: GroupRecord
+    kinds: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadPlan:
+    """All that this rank reads.
+
+    Args:
+        manifest: of the checkpoint.
+        reads: in the order of files and of the bytes in them.
+        groups: those that have a param on this rank.
+    """
+
+    manifest: Manifest
+    reads: tuple[Read, ...]
+    groups: tuple[GroupMatch, ...]
+
+
+def plan_load(manifest: Manifest, where: str, optimizers: Sequence[ShardedOptimizer], model: WholeModel) -> LoadPlan:
+    """Finds everything that this rank owns in the checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        where: its path, for errors.
+        optimizers: that will take the state.
+        model: how its params lie in the whole model.
+
+    Raises:
+        CheckpointError: a param is missing, has another shape, or its group is ambiguous.
+    """
+    saved = _Saved(manifest, where, model)
+    groups = tuple(match for optimizer in optimizers for match in _match_groups(optimizer, saved))
+    targets: dict[tuple[str, Chunk], list[Target]] = {}
+    for piece in owned_pieces(optimizers, model):
+        for key, chunk, target in _targets_of(piece, saved):
+            targets.setdefault((key, chunk), []).append(target)
+    reads = [
+        Read(key, chunk, getattr(torch, manifest.tensors[key].dtype), tuple(found))
+        for (key, chunk), found in targets.items()
+    ]
+    return LoadPlan(manifest, tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start))), groups)
+
+
+def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Iterable[str]) -> None:
+    """Whether the checkpoint is of this model: params that it alone has are somebody else's.
+
+    Args:
+        manifest: of the checkpoint.
+        where: its path, for errors.
+        model: how this rank's params lie in the whole model.
+        wanted: names in the whole model of the params of all ranks.
+
+    Raises:
+        CheckpointError
+    """
+    known = {model.canonical(name) for name in [*wanted, *model.frozen]}
+    foreign = [name for name in manifest.names if model.canonical(name) not in known]
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        got = f"{', '.join(map(repr, foreign[:3]))}{more}, which the model does not have"
+        raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _REMEDY))
+
+
+class _Saved:
+    """The checkpoint by the names that all hosts share.
+
+    Args: as of `plan_load`.
+    """
+
+    def __init__(self, manifest: Manifest, where: str, model: WholeModel) -> None:
+        self.manifest, self.where, self._model = manifest, where, model
+        self._name_of: dict[str, str] = {}
+        for name in manifest.names:
+            same = self._name_of.setdefault(model.canonical(name), name)
+            if same != name:
+                got, remedy = f"{same!r} and {name!r}, which are the same param", "Report this"
+                raise CheckpointError(refusal(f"checkpoint {where}", got, "hold every param once", remedy))
+        self._kinds: dict[str, dict[str, torch.dtype]] = {name: {} for name in manifest.names}
+        for key, record in manifest.tensors.items():
+            self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
+        self._group_of = {name: group for group in manifest.groups for name in group.names}
+
+    def name_of(self, placement: Placement) -> str:
+        """As the checkpoint spells it."""
+        name = self._name_of.get(self._model.canonical(placement.name))
+        if name is None:
+            got = f"without param {placement.name!r}"
+            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "hold the params of the run", _REMEDY))
+        return name
+
+    def group_of(self, placement: Placement) -> GroupRecord:
+        """In which the param was."""
+        name = self.name_of(placement)
+        if name not in self._group_of:
+            got = f"param {name!r} in no group"
+            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "name the group of every param", _REMEDY))
+        return self._group_of[name]
+
+    def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
+        """What it holds of the param beside its values, with dtypes."""
+        kinds = self._kinds[self.name_of(placement)]
+        return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN}
+
+    def placement_of(self, name: str) -> Placement:
+        """Of a param of the run, by its name in the optimizer."""
+        return self._model.placements[name]
+
+
+def _match_groups(optimizer: ShardedOptimizer, saved: _Saved) -> Iterator[GroupMatch]:
+    for number, group in enumerate(optimizer.plan.groups):
+        if not group.names:
+            continue
+        placements = [saved.placement_of(name) for name in group.names]
+        first = saved.group_of(placements[0])
+        for placement in placements:
+            if saved.group_of(placement).meaning != first.meaning:
+                rule = "have been in groups of equal options, because they are in one here"
+                got = f"{placements[0].name!r} and {placement.name!r} in different groups"
+                remedy = "Build the optimizer with the param groups of the saved run"
+                raise CheckpointError(refusal(f"param groups in checkpoint {saved.where}", got, rule, remedy))
+        kinds = saved.kinds_of(placements[0])
+        for placement in placements:
+            _check_kinds(optimizer, placement, kinds, saved)
+        yield GroupMatch(optimizer, number, first, kinds)
+
+
+def _check_kinds(
+    optimizer: ShardedOptimizer, placement: Placement, kinds: Mapping[str, torch.dtype], saved: _Saved
+) -> None:
+    """The same of every param of a group, and what the inner optimizer needs."""
+    found, wanted = saved.kinds_of(placement), optimizer.plan.choice.moments
+    has_begun = bool(found) or bool(saved.group_of(placement).step)
+    if found != kinds or (has_begun and not wanted <= found.keys()):
+        what = f"state of {placement.name!r} in checkpoint {saved.where}"
+        got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
+        rule = f"hold {', '.join(sorted(wanted | kinds.keys()))} for {optimizer.plan.choice.name}"
+        remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
+        raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, Target]]:
+    name = saved.name_of(piece.placement)
+    for kind in (MAIN, *saved.kinds_of(piece.placement)):
+        key = key_of(kind, name)
+        record = saved.manifest.tensors[key]
+        wanted = _wanted(piece, key, record, saved.where)
+        found = 0
+        for chunk in record.chunks if wanted is not None else ():
+            both = wanted.intersect(chunk.box) if wanted is not None else None
+            if both is not None:
+                found += both.numel
+                in_chunk = both.relative_to(chunk.box.offsets)
+                yield key, chunk, Target(piece, kind, in_chunk, both.relative_to(piece.piece.in_global.offsets))
+        if wanted is not None and found != wanted.numel:
+            got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel}, each once"
+            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, _REMEDY))
+
+
+def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, where: str) -> Box | None:
+    """What of a piece the checkpoint has to hold; None where the piece is padding that it lacks.
+
+    Raises:
+        CheckpointError: the param has another shape there.
+    """
+    ours = piece.placement.global_shape
+    is_padding_alone = piece.placement.is_padded and record.shape[1:] == ours[1:] and len(record.shape) == len(ours)
+    if record.shape != ours and not is_padding_alone:
+        got, rule = f"of shape {list(record.shape)}", f"have the shape {list(ours)} of the run"
+        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {where}", got, rule, _REMEDY))
+    return piece.piece.in_global.intersect(Box.whole(record.shape))

@@ -1,0 +1,318 @@
+"""The manifest: what a checkpoint holds and where, as one JSON document. docs/checkpoint.md specifies it.
+
+Every rank makes one of its own file (`Manifest` with one entry in `files`); together they are that of the checkpoint.
+Nothing in it is trusted: it is checked while it is read, and no pickle is involved.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.layout import Box
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MAIN",
+    "NOT_OPTIONS",
+    "Chunk",
+    "FileRecord",
+    "GroupRecord",
+    "Manifest",
+    "Scalar",
+    "TensorRecord",
+    "from_text",
+    "join",
+    "key_of",
+    "kind_of",
+    "name_of",
+    "to_text",
+]
+
+FORMAT_VERSION = 1
+_FORMAT = "megatron_distopt"
+#: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
+MAIN = "main"
+#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, and the count
+#: has a place of its own.
+NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable")
+
+
+def key_of(kind: str, name: str) -> str:
+    """Of a tensor in the checkpoint.
+
+    >>> key_of("exp_avg", "decoder.final_layernorm.weight")
+    'exp_avg/decoder.final_layernorm.weight'
+    """
+    return f"{kind}/{name}"
+
+
+def kind_of(key: str) -> str:
+    """The first part of a key."""
+    return key.partition("/")[0]
+
+
+def name_of(key: str) -> str:
+    """The param that a key is about."""
+    return key.partition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of one tensor, and the bytes that hold it: what `torch.save` writes for it.
+
+    Args:
+        box: of the whole tensor.
+        file: number in `Manifest.files`.
+        start: first byte in that file.
+        nbytes: number of bytes there.
+    """
+
+    box: Box
+    file: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of the whole model.
+
+    Args:
+        shape: of the whole param.
+        dtype: e.g. "float32".
+        chunks: disjoint, together all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its name beside the manifest, size, and the CRC-32 of all its bytes."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that the inner optimizer keeps with a param; dtype "" for one of Python's."""
+
+    value: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A param group.
+
+    Args:
+        names: of its params.
+        options: of `torch.optim`: numbers, texts, and lists of them.
+        step: updates so far; None for an inner optimizer that does not count, or has not begun.
+        scalars: what else the inner optimizer keeps, the same for all its params.
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    step: int | None = None
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """All but the names: groups that are equal in it are the same to a param."""
+        return self.options, self.step, self.scalars
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        save_id: of the save, in the names of its files.
+        files: all of them.
+        tensors: by key, see `key_of`.
+        groups: param groups.
+        inner: name of the inner optimizer.
+        loss_scale: numbers of the loss scale; empty where it never changes.
+        num_skipped: steps that were skipped so far.
+        about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
+    """
+
+    save_id: str
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    groups: tuple[GroupRecord, ...]
+    inner: str
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
+    num_skipped: int = 0
+    about: Mapping[str, str | int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Params, in the order of the keys."""
+        return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(each.nbytes for each in self.files)
+
+
+def join(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of the checkpoint from those of all ranks.
+
+    Args:
+        parts: by rank; loss scale and what is said about the writer are the first one's.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor.
+    """
+    tensors: dict[str, TensorRecord] = {}
+    files: list[FileRecord] = []
+    for part in parts:
+        for key, record in part.tensors.items():
+            moved = tuple(replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
+            known = tensors.setdefault(key, TensorRecord(record.shape, record.dtype, ()))
+            if (known.shape, known.dtype) != (record.shape, record.dtype):
+                got = f"{_described(record)} on one rank and {_described(known)} on another"
+                raise CheckpointError(refusal(f"tensor {key!r}", got, "be the same on all ranks", "Report this"))
+            tensors[key] = replace(known, chunks=known.chunks + moved)
+        files += part.files
+    groups = _join_groups([group for part in parts for group in part.groups])
+    return replace(parts[0], files=tuple(files), tensors=dict(sorted(tensors.items())), groups=groups)
+
+
+def _described(record: TensorRecord) -> str:
+    return f"{record.dtype} {list(record.shape)}"
+
+
+def _join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
+    """Groups of equal meaning become one: ranks may number theirs differently."""
+    joined: list[GroupRecord] = []
+    for group in groups:
+        same = next((number for number, each in enumerate(joined) if each.meaning == group.meaning), None)
+        if same is None:
+            joined.append(group)
+        else:
+            joined[same] = replace(group, names=tuple(dict.fromkeys(joined[same].names + group.names)))
+    return tuple(joined)
+
+
+def to_text(manifest: Manifest) -> str:
+    """JSON, with a CRC-32 of the document itself."""
+    body = {
+        "save_id": manifest.save_id,
+        "about": dict(manifest.about),
+        "inner": manifest.inner,
+        "loss_scale": dict(manifest.loss_scale),
+        "num_skipped": manifest.num_skipped,
+        "groups": [_group_to_json(group) for group in manifest.groups],
+        "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
+        "tensors": {
+            key: [list(record.shape), record.dtype, [_chunk_to_json(chunk) for chunk in record.chunks]]
+            for key, record in manifest.tensors.items()
+        },
+    }
+    head = {"format": _FORMAT, "version": FORMAT_VERSION, "crc32": _crc(body)}
+    return json.dumps({**head, "body": body}, separators=(",", ":")) + "\n"
+
+
+def _group_to_json(group: GroupRecord) -> dict[str, Any]:
+    scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
+    return {"names": list(group.names), "options": dict(group.options), "step": group.step, "scalars": scalars}
+
+
+def _chunk_to_json(chunk: Chunk) -> list[Any]:
+    return [list(chunk.box.offsets), list(chunk.box.sizes), chunk.file, chunk.start, chunk.nbytes]
+
+
+def _crc(body: object) -> int:
+    """Of the body as JSON without spaces, keys in order of the alphabet."""
+    return zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode())
+
+
+def from_text(text: str, where: str) -> Manifest:
+    """The inverse of `to_text`.
+
+    Args:
+        text: of the file.
+        where: its path, for errors.
+
+    Raises:
+        CheckpointError: it is not a manifest, is damaged, or is of a later version.
+    """
+    what, remedy = f"manifest {where}", "Load an earlier checkpoint; this one was damaged after it was written"
+    try:
+        document = json.loads(text)
+        found, version, body = document["format"], document["version"], document["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(refusal(what, f"{error!r} while reading it", "be one JSON document", remedy)) from None
+    if found != _FORMAT or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        rule = f"be {_FORMAT!r} of version 1 to {FORMAT_VERSION}"
+        newer = "Load it with the version of megatron-distopt that wrote it"
+        raise CheckpointError(refusal(what, f"format {found!r} of version {version!r}", rule, newer))
+    if document.get("crc32") != _crc(body):
+        got, rule = f"CRC-32 {_crc(body)}", f"have the {document.get('crc32')} that it says"
+        raise CheckpointError(refusal(what, got, rule, remedy))
+    try:
+        return _from_json(body)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, DistOptError) as error:
+        raise CheckpointError(
+            refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
+        ) from None
+
+
+def _from_json(body: Mapping[str, Any]) -> Manifest:
+    manifest = Manifest(
+        save_id=str(body["save_id"]),
+        files=tuple(FileRecord(_plain_name(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"]),
+        tensors={
+            str(key): TensorRecord(tuple(map(int, shape)), str(dtype), tuple(map(_chunk_from_json, chunks)))
+            for key, (shape, dtype, chunks) in body["tensors"].items()
+        },
+        groups=tuple(map(_group_from_json, body["groups"])),
+        inner=str(body["inner"]),
+        loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
+        num_skipped=int(body["num_skipped"]),
+        about=dict(body["about"]),
+    )
+    _check_chunks(manifest)
+    return manifest
+
+
+def _plain_name(name: str) -> str:
+    """Of a file beside the manifest: a path would let a manifest read elsewhere."""
+    if not name or name.startswith(".") or "/" in name or "\\" in name:
+        raise ValueError(f"{name!r} is no file name")
+    return name
+
+
+def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
+    step = None if group["step"] is None else int(group["step"])
+    scalars = {str(key): Scalar(value, str(dtype)) for key, (value, dtype) in group["scalars"].items()}
+    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), step, scalars)
+
+
+def _chunk_from_json(record: Sequence[Any]) -> Chunk:
+    offsets, sizes, file, start, nbytes = record
+    return Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), int(file), int(start), int(nbytes))
+
+
+def _check_chunks(manifest: Manifest) -> None:
+    for key, record in manifest.tensors.items():
+        whole = Box.whole(record.shape)
+        for chunk in record.chunks:
+            file = manifest.files[chunk.file]
+            if chunk.file < 0 or chunk.start < 0 or chunk.start + chunk.nbytes > file.nbytes:
+                raise ValueError(f"{key} lies outside of {file.name}")
+            if whole.intersect(chunk.box) != chunk.box:
+                raise ValueError(f"{chunk.box} of {key} lies outside of its shape {list(record.shape)}")

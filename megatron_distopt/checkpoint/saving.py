@@ -1,0 +1,106 @@
+"""One save: begun by all ranks, written by each, committed by the first."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.contribution import Contribution, write_contribution
+from megatron_distopt.checkpoint.folder import commit, lock_file, new_save_id, read_part, withdraw
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.errors import CheckpointError, refusal
+
+__all__ = ["Saving", "begin"]
+
+#: Network file systems show another machine's file with a delay.
+_SECONDS_TO_APPEAR = 60.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that was begun.
+
+    Args:
+        folder: of the checkpoint.
+        save_id: in the names of its files.
+        rank: of this process among those that save.
+        size: how many they are.
+        lock: of the first rank.
+    """
+
+    folder: Path
+    save_id: str
+    rank: int
+    size: int
+    lock: int | None
+
+    def write(self, contribution: Contribution) -> Manifest:
+        """Writes this rank's file.
+
+        Raises:
+            CheckpointError: the disk is full, or fails.
+        """
+        return write_contribution(self.folder, contribution, self.rank)
+
+    def commit(self) -> None:
+        """Makes it the checkpoint, on the first rank; nothing on the others.
+
+        Raises:
+            CheckpointError: a rank's part is not to be seen, or the parts do not fit together.
+        """
+        if self.rank != 0:
+            return
+        try:
+            commit(self.folder, [self._part_of(rank) for rank in range(self.size)])
+        except OSError as error:
+            remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
+            raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
+
+    def _part_of(self, rank: int) -> Manifest:
+        end = time.monotonic() + _SECONDS_TO_APPEAR
+        while time.monotonic() < end:
+            part = read_part(self.folder, self.save_id, rank)
+            if part is not None:
+                return part
+            time.sleep(0.1)
+        got, rule = f"no file of rank {rank} to be seen", f"be on a disk that all {self.size} ranks share"
+        raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a --save folder on a shared disk"))
+
+    def is_written_by(self, rank: int) -> bool:
+        """Whether a rank's part is there."""
+        return read_part(self.folder, self.save_id, rank) is not None
+
+    def abandon(self) -> None:
+        """Removes what was written, on the first rank; the checkpoint that was there stays."""
+        if self.rank == 0:
+            withdraw(self.folder, self.save_id)
+
+    def release(self) -> None:
+        """Lets other runs save there."""
+        disk.unlock(self.lock)
+
+
+def begin(folder: Path, everyone: Group) -> Saving:
+    """Collective: the first rank makes the folder and keeps others from it.
+
+    Raises:
+        CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.
+        RanksDisagreeError: on the others.
+    """
+    save_id = exchange(new_save_id(), everyone)[0]
+    lock = raise_together(lambda: _claim(folder, everyone), everyone, "save")
+    return Saving(folder, save_id, everyone.rank, everyone.size, lock)
+
+
+def _claim(folder: Path, everyone: Group) -> int | None:
+    if everyone.rank != 0:
+        return None
+    try:
+        disk.make_folder(folder)
+        return disk.lock(lock_file(folder))
+    except OSError as error:
+        rule, remedy = "be a folder that can be written", "Free space there, or give another --save folder"
+        raise CheckpointError(refusal(f"checkpoint {folder}", error, rule, remedy)) from error

@@ -1,0 +1,122 @@
+"""Optimizer state of a whole model, wherever it is kept: what commands and converters read, param by param.
+
+Every format that can be read becomes a `Source`; every one that can be written is written from a `Source`. One tensor
+is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
+from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box
+
+__all__ = ["Source", "TensorInfo", "open_checkpoint", "write_checkpoint"]
+
+#: A file of a checkpoint that one process writes ends with the tensor that fills it to this.
+_FILE_NBYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the whole model without its values; `dtype` as "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Optimizer state of a whole model.
+
+    Args:
+        head: param groups, loss scale and so on; without files and tensors.
+        tensors: by key ("main/NAME", "exp_avg/NAME" ...), in the order in which they are best read.
+        read: one of them, whole, on the CPU.
+    """
+
+    head: Manifest
+    tensors: Mapping[str, TensorInfo]
+    read: Callable[[str], Tensor]
+
+
+def open_checkpoint(folder: Path) -> Source:
+    """A checkpoint in this package's own format.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged; `read` raises it for damaged tensors.
+    """
+    manifest = read_manifest(folder)
+    infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
+    return Source(replace(manifest, files=(), tensors={}), infos, lambda key: _read_whole(folder, manifest, key))
+
+
+def _read_whole(folder: Path, manifest: Manifest, key: str) -> Tensor:
+    record = manifest.tensors[key]
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    whole = torch.empty(record.shape, dtype=dtype)
+    for chunk in record.chunks:
+        path = folder / manifest.files[chunk.file].name
+        try:
+            with TensorReader(path) as reader:
+                whole[chunk.box.as_slices()] = reader.read(key, chunk, dtype)
+        except OSError as error:
+            remedy = "Load an earlier checkpoint; this one was damaged after it was written"
+            raise CheckpointError(refusal(f"file {path}", error, "be readable", remedy)) from error
+    return whole
+
+
+def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+    """Writes a checkpoint in this package's own format, from one process.
+
+    Args:
+        folder: of the checkpoint; what it held before is replaced at the end.
+        source: what to write.
+        progress: called with the bytes of every tensor once it is written.
+
+    Raises:
+        CheckpointError: the disk is full or fails, or another run is saving there.
+    """
+    disk.make_folder(folder)
+    save_id, held = new_save_id(), disk.lock(lock_file(folder))
+    try:
+        parts = list(_written_parts(folder, source, save_id, progress))
+        return commit(folder, parts)
+    except OSError as error:
+        withdraw(folder, save_id)
+        remedy = "Free space there, or write elsewhere; what was there before is untouched"
+        raise CheckpointError(refusal(f"checkpoint {folder}", error, "be writable", remedy)) from error
+    except BaseException:
+        withdraw(folder, save_id)
+        raise
+    finally:
+        disk.unlock(held)
+
+
+def _written_parts(folder: Path, source: Source, save_id: str, progress: Callable[[int], None]) -> Iterator[Manifest]:
+    left = list(source.tensors)
+    number = 0
+    while left or number == 0:
+        path = data_file(folder, save_id, number)
+        with disk.written(path) as file:
+            writer, records, nbytes = TensorWriter(path, file), {}, 0
+            while left and nbytes < _FILE_NBYTES:
+                key = left.pop(0)
+                tensor = source.read(key)
+                stretch = writer.append(key, tensor)
+                chunk = Chunk(Box.whole(tensor.shape), 0, stretch.start, stretch.nbytes)
+                records[key] = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype), (chunk,))
+                nbytes += stretch.nbytes
+                progress(stretch.nbytes)
+        yield replace(source.head, save_id=save_id, files=(writer.record(),), tensors=records)
+        number += 1

@@ -1,0 +1,188 @@
+"""A rank's file: tensors one after the other, each as `torch.save` writes it. That is what torch's distributed
+checkpoints (DCP) are made of, so torch alone can read them.
+
+Reading goes through `torch.load(weights_only=True)`, which executes nothing that a file says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.manifest import Chunk, FileRecord
+from megatron_distopt.errors import CheckpointError, refusal
+
+__all__ = ["Stretch", "TensorReader", "TensorWriter", "crc_of_file"]
+
+#: Small enough that a piece is still in the processor's cache when it is written after its checksum.
+_PIECE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes of a file."""
+
+    start: int
+    nbytes: int
+
+
+class TensorWriter:
+    """Appends tensors to a new file and keeps its checksum.
+
+    Args:
+        path: of a file that is not there yet.
+        file: it, as `disk.written` gives it.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._nbytes = self._crc32 = 0
+        self._error: OSError | None = None
+
+    def append(self, key: str, tensor: Tensor) -> Stretch:
+        """Writes one tensor; a view of a larger one is written without the rest of it.
+
+        Args:
+            key: its name in errors.
+            tensor: on any device; on the CPU and contiguous it is not copied.
+
+        Raises:
+            CheckpointError: the disk is full, or fails.
+        """
+        start = self._nbytes
+        try:
+            torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
+        except Exception as error:
+            cause = self._error or error
+            rule, remedy = f"take {key!r}", "Free space there, or save elsewhere; the last checkpoint is untouched"
+            raise CheckpointError(refusal(f"file {self._path}", cause, rule, remedy)) from error
+        return Stretch(start, self._nbytes - start)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """For `torch.save`."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_NBYTES):
+            piece = view[start : start + _PIECE_NBYTES]
+            self._crc32 = zlib.crc32(piece, self._crc32)
+            try:
+                disk.write(self._file, piece)
+            except OSError as error:
+                self._error = error
+                raise
+        self._nbytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """For `torch.save`; `disk.written` flushes once at the end."""
+
+    def record(self) -> FileRecord:
+        """Of what was written so far."""
+        return FileRecord(self._path.name, self._nbytes, self._crc32)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same values in a storage that holds nothing else, because `torch.save` writes whole storages.
+
+    A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as `tensor` lives.
+    """
+    tensor = tensor.detach().cpu().contiguous()
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == nbytes:
+        return tensor
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+class TensorReader:
+    """Reads tensors from a file; a context manager.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """One box of a tensor, on the CPU.
+
+        Args:
+            key: its name in errors.
+            chunk: where it lies.
+            dtype: that the manifest says.
+
+        Raises:
+            CheckpointError: the bytes are not that tensor.
+        """
+        what, remedy = f"tensor {key!r} in {self._path}", "Load an earlier checkpoint; this file is damaged"
+        try:
+            stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
+            tensor = torch.load(stretch, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever damaged bytes make torch raise
+            raise CheckpointError(refusal(what, error, "be readable", remedy)) from error
+        if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
+            rule = f"be {dtype} {list(chunk.box.sizes)} as the manifest says"
+            raise CheckpointError(refusal(what, got, rule, remedy))
+        return tensor
+
+
+class _Slice(io.RawIOBase):
+    """A stretch of a file, as a file."""
+
+    def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view) or 0
+        self._position += count
+        return count
+
+
+def crc_of_file(path: Path) -> int:
+    """CRC-32 of all its bytes.
+
+    Raises:
+        OSError
+    """
+    crc32 = 0
+    piece = memoryview(bytearray(_PIECE_NBYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            crc32 = zlib.crc32(piece[:count], crc32)
+    return crc32

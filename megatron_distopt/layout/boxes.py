@@ -1,0 +1,118 @@
+"""Boxes: the elements of a flat stretch of an N-D tensor as axis-aligned boxes.
+
+A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes, exactly: the rest of
+the first row, whole rows, and the beginning of the last row, where each of the two partial rows is such a stretch of
+one dimension less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.layout.span import Span
+
+__all__ = ["Box", "boxes"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """Elements `offsets[d]` to `offsets[d] + sizes[d]` of every dimension d; of a 0-D tensor its one element.
+
+    >>> Box((0, 2), (4, 3)).intersect(Box((3, 0), (2, 4)))
+    Box(offsets=(3, 2), sizes=(1, 2))
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        is_inside = all(offset >= 0 for offset in self.offsets) and all(size >= 1 for size in self.sizes)
+        if len(self.offsets) != len(self.sizes) or not is_inside:
+            rule = "have an offset of at least 0 and a size of at least 1 in every dimension"
+            got = f"offsets {self.offsets}, sizes {self.sizes}"
+            raise LayoutError(refusal("box", got, rule, "Leave empty boxes out"))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All elements of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """End of every dimension, exclusive."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both, or None where there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(map(min, self.stops, other.stops))
+        if any(offset >= stop for offset, stop in zip(offsets, stops, strict=True)):
+            return None
+        return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same elements, counted from `origin`."""
+        return Box(tuple(offset - start for offset, start in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def moved_by(self, distance: int, dim: int) -> Box:
+        """The same extent, `distance` elements further along one dimension."""
+        offsets = list(self.offsets)
+        offsets[dim] += distance
+        return Box(tuple(offsets), self.sizes)
+
+    def as_slices(self) -> tuple[slice, ...]:
+        """For indexing an N-D tensor."""
+        return tuple(slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True))
+
+
+def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
+    """The elements of a stretch of the flattened tensor, at most 2N-1 boxes of N dimensions.
+
+    Each box is contiguous in the flattened tensor, and they come in its order.
+
+    Args:
+        shape: of the tensor; `()` for one element.
+        span: of the flattened tensor.
+
+    Raises:
+        LayoutError: the span leaves the tensor.
+
+    >>> [box.sizes for box in boxes((3, 4), Span(2, 11))]
+    [(1, 2), (1, 4), (1, 3)]
+    """
+    if span.stop > math.prod(shape):
+        rule = f"lie inside the {math.prod(shape)} elements of shape {tuple(shape)}"
+        raise LayoutError(refusal("span", span, rule, "Give the span inside the param"))
+    return tuple(_boxes(tuple(shape), span)) if span.numel else ()
+
+
+def _boxes(shape: tuple[int, ...], span: Span) -> Iterator[Box]:
+    if not shape:
+        yield Box((), ())
+        return
+    row_numel = math.prod(shape[1:])
+    first_whole, last_whole = -(-span.start // row_numel), span.stop // row_numel
+    if first_whole > last_whole:  # inside one row
+        yield from _in_row(shape, last_whole, span)
+        return
+    if span.start < first_whole * row_numel:
+        yield from _in_row(shape, first_whole - 1, Span(span.start, first_whole * row_numel))
+    if first_whole < last_whole:
+        rest = shape[1:]
+        yield Box((first_whole, *(0 for _ in rest)), (last_whole - first_whole, *rest))
+    if last_whole * row_numel < span.stop:
+        yield from _in_row(shape, last_whole, Span(last_whole * row_numel, span.stop))
+
+
+def _in_row(shape: tuple[int, ...], row: int, span: Span) -> Iterator[Box]:
+    in_row = span.relative_to(row * math.prod(shape[1:]))
+    for box in _boxes(shape[1:], in_row):
+        yield Box((row, *box.offsets), (1, *box.sizes))
