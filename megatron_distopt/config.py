@@ -38,7 +38,18 @@ _ACCELERATORS = ("auto", "deepspeed", "torch")
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PREFIX = "MEGATRON_DISTOPT_"
 #: Options that no host has a flag for: an environment variable or a flag of ours sets them.
-FREE_OPTIONS = ("adam", "optimizer", "nonfinite", "accelerator", "decay", "resume_step")
+FREE_OPTIONS = (
+    "adam",
+    "optimizer",
+    "nonfinite",
+    "accelerator",
+    "decay",
+    "resume_step",
+    "checkpoint_format",
+    "async_save",
+    "async_buffer_mb",
+    "keep_last",
+)
 
 
 class NonFinitePolicy(Enum):
@@ -74,6 +85,11 @@ class DistOptConfig:
         lr, weight_decay, betas, eps, momentum: of the inner optimizer.
         decay: of Adam: "decoupled" on every device, or "l2" where the decay is added to the gradient.
         resume_step: updates that the optimizer state of a checkpoint has seen; for one that does not say it itself.
+        checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
+            host's own.
+        async_save: train on while a copy of the state is written.
+        async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
+        keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
         clip_grad: largest global gradient norm; 0 for no clipping.
         count_zeros: count zero elements of the gradient at every step.
         loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
@@ -101,6 +117,10 @@ class DistOptConfig:
     momentum: float = 0.9
     decay: str = "decoupled"
     resume_step: int | None = None
+    checkpoint_format: str = "distopt"
+    async_save: bool = False
+    async_buffer_mb: int = 4096
+    keep_last: int | None = None
     clip_grad: float = 0.0
     count_zeros: bool = False
     loss_scale: float | str | None = None
@@ -117,6 +137,7 @@ class DistOptConfig:
         _check_choice("accelerator", self.accelerator, _ACCELERATORS)
         _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
         _check_choice("decay", self.decay, ("decoupled", "l2"))
+        _check_choice("checkpoint_format", self.checkpoint_format, ("distopt", "native"))
         if not _MODULE_AND_CLASS.fullmatch(self.optimizer):
             _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
         _check_numbers(self)
@@ -152,12 +173,15 @@ def _check_numbers(config: DistOptConfig) -> None:
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         rule = "be 2 numbers of at least 0 and below 1"
         raise ConfigError(refusal("betas", config.betas, rule, "Write betas=(0.9, 0.999)"))
-    for name in ("growth_interval", "hysteresis"):
+    for name in ("growth_interval", "hysteresis", "async_buffer_mb"):
         if getattr(config, name) < 1:
             raise ConfigError(refusal(name, getattr(config, name), "be at least 1", f"Write {name}=1"))
     if config.resume_step is not None and config.resume_step < 0:
         rule, remedy = "be at least 0 updates", "Write the iteration at which the checkpoint was saved"
         raise ConfigError(refusal("resume_step", config.resume_step, rule, remedy))
+    if config.keep_last is not None and config.keep_last < 1:
+        remedy = "Write keep_last=2, or leave it out to keep all"
+        raise ConfigError(refusal("keep_last", config.keep_last, "be at least 1 checkpoint", remedy))
     if config.bucket_numel is not None and config.bucket_numel < 1:
         remedy = "Write bucket_numel=None for one bucket"
         raise ConfigError(refusal("bucket_numel", config.bucket_numel, "be at least 1 element", remedy))
@@ -212,8 +236,11 @@ def with_free_options(config: DistOptConfig, texts: Mapping[str, str]) -> DistOp
     10
     """
     changes: dict[str, Any] = dict(texts)
-    if "resume_step" in changes:
-        changes["resume_step"] = _whole_number("resume_step", changes["resume_step"])
+    for name in ("resume_step", "async_buffer_mb", "keep_last"):
+        if name in changes:
+            changes[name] = _whole_number(name, changes[name])
+    if "async_save" in changes:
+        changes["async_save"] = _yes_or_no("async_save", changes["async_save"])
     return dataclasses.replace(config, **changes)
 
 
@@ -233,6 +260,13 @@ def _whole_number(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(refusal(name, repr(text), "be a whole number", f"Write {name}=10")) from None
+
+
+def _yes_or_no(name: str, text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ConfigError(refusal(name, repr(text), "be yes or no", f"Write {name}=yes"))
+    return words[text.lower()]
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:

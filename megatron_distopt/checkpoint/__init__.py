@@ -3,10 +3,11 @@
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.state import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.checkpoint.together import load_checkpoint, save_checkpoint
-from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.checkpoint.whole_model import Share, WholeModel
 
 __all__ = [
     "MANIFEST",
+    "Share",
     "WholeModel",
     "check_local_state_dict",
     "is_checkpoint",

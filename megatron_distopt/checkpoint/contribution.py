@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.folder import data_file, write_part
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
-from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
@@ -58,7 +58,7 @@ class Contribution:
         return sum(each.tensor.numel() * each.tensor.element_size() for each in self.tensors)
 
 
-def contribution_of(optimizers: Sequence[ShardedOptimizer], model: WholeModel, save_id: str) -> Contribution:
+def contribution_of(model: WholeModel, save_id: str) -> Contribution:
     """Views of the live state: write them, or copy them, before the next step.
 
     Raises:
@@ -66,18 +66,19 @@ def contribution_of(optimizers: Sequence[ShardedOptimizer], model: WholeModel, s
     """
     tensors = tuple(
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
-        for piece in owned_pieces(optimizers, model)
-        if model.writes(piece.shard.name)
+        for piece in owned_pieces(model)
+        if piece.share.writes(piece.shard.name)
         for key, tensor in piece.tensors()
     )
+    first = model.shares[0].optimizer
     head = Manifest(
         save_id,
         files=(),
         tensors={},
-        groups=tuple(group for optimizer in optimizers for group in _groups_of(optimizer, model)),
-        inner=optimizers[0].plan.choice.name,
-        loss_scale=saved_loss_scale(optimizers[0].loss_scale),
-        num_skipped=optimizers[0].num_skipped,
+        groups=tuple(group for share in model.shares for group in _groups_of(share)),
+        inner=first.plan.choice.name,
+        loss_scale=saved_loss_scale(first.loss_scale),
+        num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
     )
     return Contribution(head, tensors)
@@ -112,11 +113,12 @@ def _write(writer: TensorWriter, contribution: Contribution) -> Manifest:
     return Manifest(head.save_id, (writer.record(),), tensors, *about)
 
 
-def _groups_of(optimizer: ShardedOptimizer, model: WholeModel) -> Iterable[GroupRecord]:
+def _groups_of(share: Share) -> Iterable[GroupRecord]:
     """Of the groups of which this rank owns something: another rank speaks for the others."""
+    optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
         runs = [run for run in optimizer.runs if run.run.key.group == number]
-        names = dict.fromkeys(model.placements[shard.name].name for run in runs for shard in run.run.shards)
+        names = dict.fromkeys(share.placements[shard.name].name for run in runs for shard in run.run.shards)
         if names:
             scalars = _scalars_of(optimizer, runs)
             step = _scalar("step", group["step"]) if "step" in group else scalars.get("step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,11 +20,16 @@ except ImportError:  # not a POSIX system: nobody is kept from saving to the sam
 
 #: Large writes go past it, small ones (the framing of a tensor) are joined.
 _BUFFER_NBYTES = 1 << 20
+#: With which some network file systems refuse `fsync` of a folder; they need it not.
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 def make_folder(path: Path) -> None:
-    """With its parents, where it is not there."""
+    """With its parents, where it is not there; it is there after a power cut, too."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
 
 
 def create(path: Path) -> BinaryIO:
@@ -43,11 +49,17 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Names that were created or replaced in it are then there after a power cut."""
+    """Names that were created or replaced in it are then there after a power cut.
+
+    Raises:
+        OSError: the disk fails; what relies on those names must not be done.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems refuse it for folders, and need it not
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -105,6 +117,10 @@ def lock(path: Path) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Lets go of what `lock` returned."""
+    """Lets go of what `lock` returned.
+
+    Closing alone would not do: a process forked meanwhile, such as a loader of data, has the descriptor, too.
+    """
     if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -8,14 +8,17 @@
     saving.lock              held by a run while it saves
 
 [Note: commit] A save writes files under names of its own, beside those of the checkpoint that is there. Each is on the
-disk (fsync) before the manifest is written, as manifest.json.new, and `os.replace` of that is the moment in which the
-new checkpoint takes the place of the old one. Only then are the old files removed. A crash at any time leaves the old
-manifest with the old files or the new one with the new files, and what belongs to none is removed by the next save.
+disk (fsync) before the manifest is written, as SAVE_ID-manifest.json.new, and `os.replace` of that is the moment in
+which the new checkpoint takes the place of the old one. Only then are the old files removed. A crash at any time leaves
+the old manifest with the old files or the new one with the new files, and what belongs to none is removed by the next
+save. A save that fails after that moment, because a rank died or the user interrupts it, is committed all the same:
+`withdraw` leaves what the manifest names.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +26,7 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.dcp import metadata_of
-from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, from_text, join, to_text
+from megatron_distopt.checkpoint.manifest import FileRecord, Manifest, TensorRecord, from_text, join, overlap, to_text
 from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = [
@@ -42,6 +45,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 _METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
 _DATA, _PART = ".distcp", ".part"
+#: Files of a save. Whatever else lies in the folder is somebody else's and stays.
+_OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new)")
 
 
 def new_save_id() -> str:
@@ -56,6 +61,10 @@ def data_file(folder: Path, save_id: str, rank: int) -> Path:
 
 def _part_file(folder: Path, save_id: str, rank: int) -> Path:
     return folder / f"{save_id}-{rank:05d}{_PART}"
+
+
+def _new_file(folder: Path, save_id: str, name: str) -> Path:
+    return folder / f"{save_id}-{name}{_NEW}"
 
 
 def lock_file(folder: Path) -> Path:
@@ -92,7 +101,7 @@ def write_part(folder: Path, part: Manifest, rank: int) -> None:
 
 def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
     """A rank's own manifest; None while it is not there or not complete."""
-    with suppress(OSError, CheckpointError):
+    with suppress(OSError, UnicodeDecodeError, CheckpointError):
         path = _part_file(folder, save_id, rank)
         return from_text(path.read_text(encoding="utf-8"), str(path))
     return None
@@ -106,43 +115,63 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
         parts: of all ranks, in order.
 
     Raises:
-        CheckpointError: elements are missing or there twice.
-        OSError: the disk fails; the old checkpoint is untouched.
+        CheckpointError: elements are missing or there twice, or a file is not there as its rank wrote it.
+        OSError: the disk fails; the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
     for key, record in manifest.tensors.items():
         _check_complete(key, record)
-    for name, content in ((MANIFEST, to_text(manifest).encode()), (_METADATA, metadata_of(manifest))):
-        disk.remove(folder / f"{name}{_NEW}")
-        with disk.written(folder / f"{name}{_NEW}") as file:
+    for record in manifest.files:
+        _check_there(folder, record)
+    contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata_of(manifest)}
+    for name, content in contents.items():
+        with disk.written(_new_file(folder, manifest.save_id, name)) as file:
             disk.write(file, content)
     disk.sync_folder(folder)
-    disk.replace(folder / f"{MANIFEST}{_NEW}", folder / MANIFEST)
-    disk.replace(folder / f"{_METADATA}{_NEW}", folder / _METADATA)
+    for name in contents:
+        disk.replace(_new_file(folder, manifest.save_id, name), folder / name)
     disk.sync_folder(folder)
     _remove_except({file.name for file in manifest.files}, folder)
     return manifest
 
 
 def withdraw(folder: Path, save_id: str) -> None:
-    """Removes what a save that failed has written."""
-    with suppress(OSError):
+    """Removes what a save that failed has written, but for what the manifest there names, see [Note: commit]."""
+    with suppress(OSError, CheckpointError):  # what a damaged manifest names nobody knows: all stays
+        named = {file.name for file in read_manifest(folder).files} if is_checkpoint(folder) else set()
         for path in folder.glob(f"{save_id}-*"):
-            disk.remove(path)
+            if path.name not in named:
+                disk.remove(path)
 
 
 def _remove_except(kept: set[str], folder: Path) -> None:
     """What no manifest names: of the checkpoint before, and of saves that never ended."""
     for path in folder.iterdir():
-        if path.suffix in (_DATA, _PART) and path.name not in kept:
+        if _OF_A_SAVE.fullmatch(path.name) and path.name not in kept:
             with suppress(OSError):  # the checkpoint is complete with it, too
                 disk.remove(path)
 
 
 def _check_complete(key: str, record: TensorRecord) -> None:
     numel = sum(chunk.box.numel for chunk in record.chunks)
-    wanted = math.prod(record.shape)
-    if numel != wanted:
-        got, rule = f"{numel} elements written", f"be written once, all {wanted} elements"
+    wanted, twice = math.prod(record.shape), overlap([chunk.box for chunk in record.chunks])
+    if numel != wanted or twice is not None:
+        got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
+        rule = f"be written once, all {wanted} elements"
         remedy = "Give each param of the model a name of its own, and one rank that writes it"
         raise CheckpointError(refusal(f"tensor {key!r}", got, rule, remedy))
+
+
+def _check_there(folder: Path, file: FileRecord) -> None:
+    """Somebody may have removed the folder, or saves there, too, on a file system without locks."""
+    path = folder / file.name
+    try:
+        got = f"{path.stat().st_size} bytes"
+    except FileNotFoundError:
+        got = "not there"
+    if got != f"{file.nbytes} bytes":
+        rule, remedy = (
+            f"have the {file.nbytes} bytes that its rank wrote",
+            "Let nothing else save to or remove that folder",
+        )
+        raise CheckpointError(refusal(f"file {path}", got, rule, remedy))

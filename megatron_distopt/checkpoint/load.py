@@ -14,19 +14,19 @@ from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read
 from megatron_distopt.checkpoint.loss_scale import load_loss_scale
 from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
+from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
+from megatron_distopt.optimizer import MainRun, moments_of, restore, restore_group
 
 __all__ = ["load_planned", "verify_files"]
 
 
-def verify_files(folder: Path, files: Iterable[FileRecord], keys_in: Sequence[str] = ()) -> None:
+def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
     """Whether files are whole, byte for byte.
 
     Args:
         folder: of the checkpoint.
         files: as the manifest names them.
-        keys_in: some tensors of the first file, for the error.
 
     Raises:
         CheckpointError: one is missing, too short or long, or was changed.
@@ -46,10 +46,13 @@ def verify_files(folder: Path, files: Iterable[FileRecord], keys_in: Sequence[st
 
 
 @torch.no_grad()
-def load_planned(folder: Path, plan: LoadPlan, optimizers: Sequence[ShardedOptimizer]) -> None:
+def load_planned(folder: Path, plan: LoadPlan, model: WholeModel) -> None:
     """Does what `plan_load` decided; the params are not gathered yet.
 
     At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
+
+    Raises:
+        CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
     """
     moments = {match: _moments_for(match) for match in plan.groups}
     into = {
@@ -59,16 +62,24 @@ def load_planned(folder: Path, plan: LoadPlan, optimizers: Sequence[ShardedOptim
         for kind, tensor in by_kind.items()
     }
     for number, reads in groupby(plan.reads, key=lambda read: read.chunk.file):
-        with TensorReader(folder / plan.manifest.files[number].name) as reader:
+        with _opened(folder / plan.manifest.files[number].name) as reader:
             for read in reads:
                 _place(reader.read(read.key, read.chunk, read.dtype), read, into)
     for match in plan.groups:
         _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
-    for optimizer in optimizers:
+    for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
         for run in optimizer.runs:
             run.write_model()
+
+
+def _opened(path: Path) -> TensorReader:
+    try:
+        return TensorReader(path)
+    except OSError as error:
+        rule, remedy = "stay as it is while it is read", "Start the run again: its state is loaded in part"
+        raise CheckpointError(refusal(f"file {path}", error, rule, remedy)) from error
 
 
 def _runs_of(match: GroupMatch) -> list[MainRun]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.manifest import (
     kind_of,
     name_of,
 )
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer import ShardedOptimizer
@@ -79,22 +79,21 @@ class LoadPlan:
     groups: tuple[GroupMatch, ...]
 
 
-def plan_load(manifest: Manifest, where: str, optimizers: Sequence[ShardedOptimizer], model: WholeModel) -> LoadPlan:
+def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
     """Finds everything that this rank owns in the checkpoint.
 
     Args:
         manifest: of the checkpoint.
         where: its path, for errors.
-        optimizers: that will take the state.
-        model: how its params lie in the whole model.
+        model: that will take the state.
 
     Raises:
         CheckpointError: a param is missing, has another shape, or its group is ambiguous.
     """
     saved = _Saved(manifest, where, model)
-    groups = tuple(match for optimizer in optimizers for match in _match_groups(optimizer, saved))
+    groups = tuple(match for share in model.shares for match in _match_groups(share, saved))
     targets: dict[tuple[str, Chunk], list[Target]] = {}
-    for piece in owned_pieces(optimizers, model):
+    for piece in owned_pieces(model):
         for key, chunk, target in _targets_of(piece, saved):
             targets.setdefault((key, chunk), []).append(target)
     reads = [
@@ -110,7 +109,7 @@ def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Itera
     Args:
         manifest: of the checkpoint.
         where: its path, for errors.
-        model: how this rank's params lie in the whole model.
+        model: of the run.
         wanted: names in the whole model of the params of all ranks.
 
     Raises:
@@ -164,16 +163,12 @@ class _Saved:
         kinds = self._kinds[self.name_of(placement)]
         return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN}
 
-    def placement_of(self, name: str) -> Placement:
-        """Of a param of the run, by its name in the optimizer."""
-        return self._model.placements[name]
 
-
-def _match_groups(optimizer: ShardedOptimizer, saved: _Saved) -> Iterator[GroupMatch]:
-    for number, group in enumerate(optimizer.plan.groups):
+def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
+    for number, group in enumerate(share.optimizer.plan.groups):
         if not group.names:
             continue
-        placements = [saved.placement_of(name) for name in group.names]
+        placements = [share.placements[name] for name in group.names]
         first = saved.group_of(placements[0])
         for placement in placements:
             if saved.group_of(placement).meaning != first.meaning:
@@ -183,8 +178,8 @@ def _match_groups(optimizer: ShardedOptimizer, saved: _Saved) -> Iterator[GroupM
                 raise CheckpointError(refusal(f"param groups in checkpoint {saved.where}", got, rule, remedy))
         kinds = saved.kinds_of(placements[0])
         for placement in placements:
-            _check_kinds(optimizer, placement, kinds, saved)
-        yield GroupMatch(optimizer, number, first, kinds)
+            _check_kinds(share.optimizer, placement, kinds, saved)
+        yield GroupMatch(share.optimizer, number, first, kinds)
 
 
 def _check_kinds(

@@ -7,10 +7,14 @@ Nothing in it is trusted: it is checked while it is read, and no pickle is invol
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
+
+import torch
 
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
@@ -30,11 +34,14 @@ __all__ = [
     "key_of",
     "kind_of",
     "name_of",
+    "overlap",
     "to_text",
 ]
 
 FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
+#: A path would let a manifest read elsewhere.
+_FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
 #: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
 MAIN = "main"
 #: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, and the count
@@ -254,7 +261,7 @@ def from_text(text: str, where: str) -> Manifest:
     try:
         document = json.loads(text)
         found, version, body = document["format"], document["version"], document["body"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(refusal(what, f"{error!r} while reading it", "be one JSON document", remedy)) from None
     if found != _FORMAT or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         rule = f"be {_FORMAT!r} of version 1 to {FORMAT_VERSION}"
@@ -265,7 +272,7 @@ def from_text(text: str, where: str) -> Manifest:
         raise CheckpointError(refusal(what, got, rule, remedy))
     try:
         return _from_json(body)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, DistOptError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, DistOptError) as error:
         raise CheckpointError(
             refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
         ) from None
@@ -276,7 +283,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         save_id=str(body["save_id"]),
         files=tuple(FileRecord(_plain_name(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"]),
         tensors={
-            str(key): TensorRecord(tuple(map(int, shape)), str(dtype), tuple(map(_chunk_from_json, chunks)))
+            str(key): TensorRecord(tuple(map(int, shape)), _dtype(dtype), tuple(map(_chunk_from_json, chunks)))
             for key, (shape, dtype, chunks) in body["tensors"].items()
         },
         groups=tuple(map(_group_from_json, body["groups"])),
@@ -290,15 +297,21 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
 
 
 def _plain_name(name: str) -> str:
-    """Of a file beside the manifest: a path would let a manifest read elsewhere."""
-    if not name or name.startswith(".") or "/" in name or "\\" in name:
+    """Of a file beside the manifest."""
+    if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file name")
+    return name
+
+
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
     return name
 
 
 def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
     step = None if group["step"] is None else int(group["step"])
-    scalars = {str(key): Scalar(value, str(dtype)) for key, (value, dtype) in group["scalars"].items()}
+    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
     return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), step, scalars)
 
 
@@ -316,3 +329,34 @@ def _check_chunks(manifest: Manifest) -> None:
                 raise ValueError(f"{key} lies outside of {file.name}")
             if whole.intersect(chunk.box) != chunk.box:
                 raise ValueError(f"{chunk.box} of {key} lies outside of its shape {list(record.shape)}")
+        if twice := overlap([chunk.box for chunk in record.chunks]):
+            raise ValueError(f"{twice[0]} and {twice[1]} of {key} overlap")
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two that share elements, or None.
+
+    Sorting them apart, dimension by dimension, leaves few to compare: there may be a thousand ranks' boxes.
+
+    >>> overlap([Box((0,), (4,)), Box((4,), (2,)), Box((3,), (1,))])
+    (Box(offsets=(0,), sizes=(4,)), Box(offsets=(3,), sizes=(1,)))
+    """
+    if len(boxes) < 2:
+        return None
+    for dim in range(len(boxes[0].offsets)):
+        parts = _apart(boxes, dim)
+        if len(parts) > 1:
+            return next((found for part in parts if (found := overlap(part))), None)
+    return next(((one, other) for one, other in combinations(boxes, 2) if one.intersect(other)), None)
+
+
+def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """Those of one part and those of another share nothing along a dimension."""
+    parts: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda each: each.offsets[dim]):
+        if box.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offsets[dim] + box.sizes[dim])
+    return parts

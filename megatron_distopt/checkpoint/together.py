@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_distopt.checkpoint.contribution import contribution_of
@@ -12,18 +12,16 @@ from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_lo
 from megatron_distopt.checkpoint.saving import begin
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange, raise_together
-from megatron_distopt.optimizer import ShardedOptimizer
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
-def save_checkpoint(folder: Path, optimizers: Sequence[ShardedOptimizer], model: WholeModel, everyone: Group) -> None:
+def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or still the old one.
 
     Args:
         folder: of the checkpoint; made where it is missing.
-        optimizers: of one model on this rank.
-        model: how its params lie in the whole model.
+        model: with this rank's optimizers.
         everyone: all ranks that hold a part of the model.
 
     Raises:
@@ -32,7 +30,7 @@ def save_checkpoint(folder: Path, optimizers: Sequence[ShardedOptimizer], model:
     """
     saving = begin(folder, everyone)
     try:
-        raise_together(lambda: saving.write(contribution_of(optimizers, model, saving.save_id)), everyone, "save")
+        raise_together(lambda: saving.write(contribution_of(model, saving.save_id)), everyone, "save")
         raise_together(saving.commit, everyone, "save")
     except BaseException:
         saving.abandon()
@@ -41,7 +39,7 @@ def save_checkpoint(folder: Path, optimizers: Sequence[ShardedOptimizer], model:
         saving.release()
 
 
-def load_checkpoint(folder: Path, optimizers: Sequence[ShardedOptimizer], model: WholeModel, everyone: Group) -> None:
+def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards, whatever the layout they were saved in; the params are not gathered yet.
 
     Everything is verified before anything is changed: each file by one rank, and by every rank that what it needs is
@@ -53,22 +51,25 @@ def load_checkpoint(folder: Path, optimizers: Sequence[ShardedOptimizer], model:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    names = {name for names in exchange(_names_begun_here(optimizers, model), everyone) for name in names}
-    plan = raise_together(lambda: _verified(folder, optimizers, model, everyone, names), everyone, "load")
-    raise_together(lambda: load_planned(folder, plan, optimizers), everyone, "load")
+    names = {name for names in exchange(_names_begun_here(model), everyone) for name in names}
+    plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
+    raise_together(lambda: load_planned(folder, plan, model), everyone, "load")
 
 
-def _verified(
-    folder: Path, optimizers: Sequence[ShardedOptimizer], model: WholeModel, everyone: Group, names: Iterable[str]
-) -> LoadPlan:
+def _verified(folder: Path, model: WholeModel, everyone: Group, names: Iterable[str]) -> LoadPlan:
     manifest = read_manifest(folder)
     check_names(manifest, str(folder), model, names)
-    plan = plan_load(manifest, str(folder), optimizers, model)
+    plan = plan_load(manifest, str(folder), model)
     verify_files(folder, manifest.files[everyone.rank :: everyone.size])
     return plan
 
 
-def _names_begun_here(optimizers: Sequence[ShardedOptimizer], model: WholeModel) -> list[str]:
+def _names_begun_here(model: WholeModel) -> list[str]:
     """Names of the params of which this rank owns the first element: together each param once or a few times."""
-    shards = [shard for optimizer in optimizers for run in optimizer.runs for shard in run.run.shards]
-    return [model.placements[shard.name].name for shard in shards if shard.in_param.start == 0]
+    return [
+        share.placements[shard.name].name
+        for share in model.shares
+        for run in share.optimizer.runs
+        for shard in run.run.shards
+        if shard.in_param.start == 0
+    ]

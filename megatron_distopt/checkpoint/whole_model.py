@@ -11,7 +11,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, key_of
 from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 
-__all__ = ["OwnedPiece", "WholeModel", "owned_pieces", "same_name"]
+__all__ = ["OwnedPiece", "Share", "WholeModel", "owned_pieces", "same_name"]
 
 
 def same_name(name: str) -> str:
@@ -19,22 +19,35 @@ def same_name(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one optimizer of this rank holds of the model.
+
+    Args:
+        optimizer: the sharded step.
+        placements: of its params, by their names in it.
+        writes: whether this rank writes its shards of a param, by those names: False on all but one rank for what
+            several hold beside data parallelism.
+    """
+
+    optimizer: ShardedOptimizer
+    placements: Mapping[str, Placement]
+    writes: Callable[[str], bool] = lambda name: True
+
+
+@dataclass(frozen=True, eq=False)
 class WholeModel:
     """The model as all ranks together have it.
 
     Args:
-        placements: of this rank's params, by their names in the optimizer.
+        shares: of this rank, one an optimizer; at least one.
         canonical: from a name in any host's checkpoint to one that all hosts' names of the same param share.
-        writes: whether this rank writes its shards of a param, by name in the optimizer: False on all but one rank for
-            what several hold beside data parallelism.
         frozen: names in the whole model of params that do not train here; a checkpoint may hold them.
         about: said in the manifest: host, sizes of the parallel groups.
     """
 
-    placements: Mapping[str, Placement]
+    shares: Sequence[Share]
     canonical: Callable[[str], str] = same_name
-    writes: Callable[[str], bool] = lambda name: True
     frozen: frozenset[str] = frozenset()
     about: Mapping[str, str | int] = field(default_factory=dict)
 
@@ -44,14 +57,14 @@ class OwnedPiece:
     """A box of one param that this rank owns.
 
     Args:
-        optimizer: whose run it is in.
+        share: whose run it is in.
         run: that holds the elements.
         shard: of which it is a part.
         placement: of the param.
         piece: which elements.
     """
 
-    optimizer: ShardedOptimizer
+    share: Share
     run: MainRun
     shard: ParamShard
     placement: Placement
@@ -66,15 +79,15 @@ class OwnedPiece:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the main param and of what the inner optimizer keeps for each element, by key."""
         yield key_of(MAIN, self.placement.name), self.view(self.run.main)
-        for kind, tensor in moments_of(self.optimizer.inner, self.run.main).items():
+        for kind, tensor in moments_of(self.share.optimizer.inner, self.run.main).items():
             yield key_of(kind, self.placement.name), self.view(tensor)
 
 
-def owned_pieces(optimizers: Sequence[ShardedOptimizer], model: WholeModel) -> Iterator[OwnedPiece]:
+def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
     """All that this rank owns, in the order of its buffers."""
-    for optimizer in optimizers:
-        for run in optimizer.runs:
+    for share in model.shares:
+        for run in share.optimizer.runs:
             for shard in run.run.shards:
-                placement = model.placements[shard.name]
+                placement = share.placements[shard.name]
                 for piece in placement.pieces(shard.in_param):
-                    yield OwnedPiece(optimizer, run, shard, placement, piece)
+                    yield OwnedPiece(share, run, shard, placement, piece)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,14 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, dtype_name, move_into_buffer
-from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
+from megatron_distopt.checkpoint import (
+    Share,
+    WholeModel,
+    check_local_state_dict,
+    load_checkpoint,
+    load_local_state_dict,
+    local_state_dict,
+)
 from megatron_distopt.comm import (
     Group,
     ProcessGroup,
@@ -47,7 +55,8 @@ from megatron_distopt.hosts.base import (
     plan_groups,
     spec_of,
 )
-from megatron_distopt.layout import BufferLayout, lay_out
+from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.layout import BufferLayout, Placement, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
     Memory,
@@ -98,6 +107,11 @@ class _Plan:
     device: torch.device
 
 
+def _as_it_is(name: str, param: Parameter) -> Placement:
+    """Every rank has the whole param under its own name."""
+    return Placement(name, tuple(param.shape))
+
+
 def distribute(
     model: Module | Sequence[Module],
     config: DistOptConfig | None = None,
@@ -107,6 +121,7 @@ def distribute(
     process_group: ProcessGroup | None = None,
     stats_process_group: ProcessGroup | None = None,
     counted: Callable[[str], bool] = lambda name: True,
+    placement: Callable[[str, Parameter], Placement] = _as_it_is,
 ) -> PlainOptimizer:
     """Collective: moves the model's params into contiguous buffers and returns their distributed optimizer.
 
@@ -122,6 +137,8 @@ def distribute(
             `process_group` where None.
         counted: by param name, whether this rank counts it in those statistics: False on all but one rank for a param
             that several ranks of `stats_process_group` hold beside data parallelism.
+        placement: from a name and its param to where this rank's part lies in the whole model, for checkpoints of a
+            model that is cut over `stats_process_group`.
 
     Raises:
         ConfigError, LayoutError, RanksDisagreeError: on all ranks, before anything is allocated.
@@ -144,7 +161,8 @@ def distribute(
     compare_ranks(StartUp(plan.named, step_plan, layouts, grad_dtypes), data, stats)
     buffers = [_allocate(part, data) for part in plan.parts]
     share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)
-    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data)
+    placements = {name: placement(name, param) for name, param in plan.named.items()}
+    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements)
 
 
 def _plan(request: _Request, data: Group) -> _Plan:
@@ -210,13 +228,18 @@ class PlainOptimizer(Optimizer):
     Args:
         sharded: updates what this rank owns.
         data: the data-parallel group.
+        placements: of the params in the whole model, by name.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, data: Group) -> None:
+    def __init__(self, sharded: ShardedOptimizer, data: Group, placements: Mapping[str, Placement]) -> None:
         # The constructor of torch's class would build groups and state of its own.
         self.sharded = sharded
         self.data = data
         self.defaults = sharded.inner.defaults
+        everyone = sharded.plan.stats_group()
+        about: dict[str, str | int] = {"host": "any torch module", "ranks": everyone.size, "data_parallel": data.size}
+        self._model = WholeModel([Share(sharded, placements, sharded.plan.counted)], about=about)
+        self._saver = Saver(sharded.config, everyone)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -268,6 +291,32 @@ class PlainOptimizer(Optimizer):
     def reload_model_params(self) -> None:
         """Call it after changing model params from outside; the main params follow."""
         self.sharded.reload_model_params()
+
+    def save(self, folder: str | Path) -> None:
+        """Collective: writes the state of all ranks, for any other data-parallel size.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks; made where it is missing.
+
+        Raises:
+            CheckpointError: on a rank that cannot write; the folder holds what it held before.
+            RanksDisagreeError: on the others.
+        """
+        self._saver.save(Path(folder), self._model)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks.
+
+        Raises:
+            CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+            RanksDisagreeError: on the others.
+        """
+        load_checkpoint(Path(folder), self._model, self.sharded.plan.stats_group())
+        self._gather()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by param name, see checkpoint/state.py."""

@@ -33,6 +33,10 @@ _HELP = {
     "accelerator": "who names the device: auto, deepspeed, torch",
     "decay": "weight decay of Adam: decoupled, or l2 as some forks have it off CUDA",
     "resume_step": "updates that a checkpoint has seen, for one that does not say it",
+    "checkpoint_format": "of the optimizer's files: distopt, which loads at any size, or native, the fork's own",
+    "async_save": "train on while a copy of the optimizer state is written",
+    "async_buffer_mb": "memory for that copy on each rank, in MB",
+    "keep_last": "how many checkpoints of the optimizer stay; the model's files are the fork's",
 }
 
 
@@ -54,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("megatron_distopt")
     for name in FREE_OPTIONS:
         default = getattr(DistOptConfig, name)
-        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=f"{_HELP[name]} ({default})")
+        # A switch stands alone; with a value it can be switched off again behind a script's own flags.
+        switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if isinstance(default, bool) else {}
+        text = f"{_HELP[name]} ({default})"
+        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=text, **switch)
     return parser
 
 

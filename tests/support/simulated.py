@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.checkpoint import WholeModel
+from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.checkpoint.contribution import contribution_of, write_contribution
 from megatron_distopt.checkpoint.folder import commit, new_save_id, read_manifest
 from megatron_distopt.checkpoint.load import load_planned, verify_files
@@ -132,7 +132,7 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         save_id = new_save_id()
         parts = [
-            write_contribution(folder, contribution_of([each.optimizer], each.model, save_id), rank)
+            write_contribution(folder, contribution_of(each.model, save_id), rank)
             for rank, each in enumerate(self.ranks)
         ]
         return commit(folder, parts)
@@ -143,7 +143,7 @@ class World:
         verify_files(folder, manifest.files)
         for each in self.ranks:
             check_names(manifest, str(folder), each.model, [param.name for param in self.params])
-            load_planned(folder, plan_load(manifest, str(folder), [each.optimizer], each.model), [each.optimizer])
+            load_planned(folder, plan_load(manifest, str(folder), each.model), each.model)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one kind, put together from all ranks; what nobody owns is nan."""
@@ -151,7 +151,7 @@ class World:
 
         found = {p.name: torch.full(p.padded_shape(self.tp), math.nan) for p in self.params}
         for rank in self.ranks:
-            for piece in owned_pieces([rank.optimizer], rank.model):
+            for piece in owned_pieces(rank.model):
                 state = rank.optimizer.inner.state.get(piece.run.main, {})
                 tensor = piece.run.main if kind == "main" else state[kind]
                 found[piece.placement.name][piece.piece.in_global.as_slices()] = piece.view(tensor).detach()
@@ -184,7 +184,8 @@ def _rank(
     choice = choose_inner(config, "cpu")
     plan = StepPlan(groups, choice, config, make_loss_scale(config, CPU), lambda: Group(None, 0, 1))
     optimizer = ShardedOptimizer(buffers, plan)
-    model = WholeModel(placements, writes=lambda name: tp[0] == 0 or placements[name].dim is not None)
+    share = Share(optimizer, placements, lambda name: tp[0] == 0 or placements[name].dim is not None)
+    model = WholeModel([share])
     rank = Rank(optimizer, model)
     if filled:
         _fill(rank, {param.name: param for param in params}, step)
@@ -222,7 +223,7 @@ def _fill(rank: Rank, params: Mapping[str, Param], step: int | None) -> None:
     state: dict[Any, dict[str, Tensor]] = {
         run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]} for run in rank.optimizer.runs
     }
-    for piece in owned_pieces([rank.optimizer], rank.model):
+    for piece in owned_pieces(rank.model):
         param = params[piece.placement.name]
         for kind in KINDS:
             tensor = piece.run.main if kind == "main" else state[piece.run.main][kind]

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, refusal
 
-__all__ = ["dense_group", "expert_group", "is_expert"]
+__all__ = ["dense_group", "expert_group", "expert_place", "is_expert"]
 
 #: Getters of expert data-parallel groups, newest first.
 _EXPERT_GROUPS = ("get_expert_data_parallel_group", "get_data_modulo_expert_parallel_group")
@@ -50,6 +50,17 @@ def expert_group(name: str, param: Parameter) -> Group:
     rule = f"belong to a group of DeepSpeed's, or to one that mpu.{_EXPERT_GROUPS[0]}() gives"
     remedy = "Use the MoE layer of deepspeed.moe, or give mpu that function"
     raise HostError(refusal(f"expert param {name!r}", f"group_name {group_name!r}", rule, remedy))
+
+
+def expert_place(param: Parameter) -> tuple[int, int]:
+    """(rank, size) of this rank among those that hold different experts."""
+    group_name = getattr(param, "group_name", None)
+    if group_name is not None and group_name in _groups_of_deepspeed():
+        groups = import_module("deepspeed.utils.groups")
+        return groups._get_expert_parallel_rank(group_name), groups._get_expert_parallel_world_size(group_name)
+    if hasattr(mpu, "get_expert_model_parallel_rank"):
+        return mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()
+    return 0, 1
 
 
 def _groups_of_deepspeed() -> dict[str, Any]:

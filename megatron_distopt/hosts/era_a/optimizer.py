@@ -25,12 +25,10 @@ from megatron_distopt.comm import Group, gather_params, raise_together, reduce_g
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.era_a.buffers import take_over
+from megatron_distopt.hosts.era_a.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers
 from megatron_distopt.hosts.era_a.ranges import ranges_of
 from megatron_distopt.hosts.era_a.start import Request, Start, decide
-from megatron_distopt.hosts.era_a.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
-from megatron_distopt.hosts.era_a.state_a1 import check_state_a1, load_state_a1, state_a1
-from megatron_distopt.hosts.era_a.state_a2 import load_gathered, save_gathered
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.hosts.timing import timed
 from megatron_distopt.optimizer import (
@@ -45,6 +43,9 @@ from megatron_distopt.optimizer import (
 __all__ = ["DistributedOptimizer"]
 
 _NAMES = StepTimers()
+#: Where the state is kept, as the start-up block says it.
+_FILES = {"distopt": "a folder that loads at any size", "native": "state gathered into one file"}
+_A1_FILES = "state in every rank's file"
 #: (updated, gradient norm or None, zeros or None), as the fork's.
 StepOfHost = tuple[bool, float | None, int | None]
 
@@ -97,8 +98,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
         self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self.host_is_torchs = is_torchs(optimizer)
+        self._checkpoints = CheckpointCalls(self)
         self._may_be_stale = True
-        self._head_step: int | None = None
         if self.everyone.rank == 0:
             self._announce()
 
@@ -109,7 +110,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         compare_ranks(StartUp(start.named, start.plan, layouts, dtypes, host_options), start.data, self.everyone)
 
     def _announce(self) -> None:
-        kind = "A2, state gathered into one file" if self.gathers_state else "A1, state in every rank's file"
+        kind = f"A2, {_FILES[self.sharded.config.checkpoint_format]}" if self.gathers_state else f"A1, {_A1_FILES}"
         groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {self.start.data.size}"
         more = (groups, f"files      {kind}")
         announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))
@@ -259,52 +260,20 @@ class DistributedOptimizer(HostDistributedOptimizer):
         return [name_of[param] for spans in maps for param in spans if param in name_of]
 
     def state_dict(self) -> dict[str, Any]:
-        """In A2 what is not in the gathered file; in A1 all of this rank's state, see state_a1.py."""
-        if not self.gathers_state:
-            return state_a1(self)
-        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self)}}
-        if self.grad_scaler is not None:
-            state["grad_scaler"] = self.grad_scaler.state_dict()
-        return state
+        """See `CheckpointCalls.state_dict`."""
+        return self._checkpoints.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
-        """Collective: takes `state_dict()`, also of the fork's own optimizer, back.
-
-        Args:
-            state_dict: in A2 to be followed by `load_parameter_state`.
-            unused: one child gives the iteration.
-
-        Raises:
-            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
-            RanksDisagreeError: on the others, with that rank's text.
-        """
-        if self.gathers_state:
-            raise_together(lambda: check_head(self, state_dict), self.everyone)
-            load_groups(self.param_groups, state_dict["optimizer"]["param_groups"])
-            load_loss_scale(self, state_dict)
-            self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
-            return
-        raise_together(lambda: check_state_a1(self, state_dict), self.everyone)
-        load_state_a1(self, state_dict)
-        self.gather_model_params()
+        """Collective: see `CheckpointCalls.load_state_dict`; one child gives the iteration, too."""
+        self._checkpoints.load_state_dict(state_dict)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Collective: writes the gathered file of A2, see state_a2.py.
-
-        Args:
-            filename: the same on the ranks of one data-parallel group, of which the first writes.
-        """
-        save_gathered(self, filename)
+        """Collective: see `CheckpointCalls.save_parameter_state`."""
+        self._checkpoints.save_parameter_state(filename)
 
     def load_parameter_state(self, filename: str) -> None:
-        """Collective: reads it, at any data-parallel size; after `load_state_dict`.
-
-        Raises:
-            CheckpointError: on a rank that cannot read it, before any param is changed.
-            RanksDisagreeError: on the others, with that rank's text.
-        """
-        load_gathered(self, filename, self._head_step)
-        self.gather_model_params()
+        """Collective: see `CheckpointCalls.load_parameter_state`."""
+        self._checkpoints.load_parameter_state(filename)
 
 
 def _phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 
-from megatron_distopt.hosts.megatron_core.checkpoint import RefusedCheckpoints
+from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
 from megatron_distopt.optimizer import Verdict
@@ -13,10 +15,14 @@ from megatron_distopt.optimizer import Verdict
 __all__ = ["ChainedOptimizer"]
 
 
-class ChainedOptimizer(RefusedCheckpoints, HostChainedOptimizer):
+class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
 
     chained_optimizers: list[DistributedOptimizer]
+
+    def ours(self) -> Sequence[DistributedOptimizer]:
+        """All of them."""
+        return self.chained_optimizers
 
     @torch.no_grad()
     def step(self) -> StepOfHost:

@@ -1,39 +1,135 @@
-"""The host's checkpoint calls that this optimizer does not answer."""
+"""The host's checkpoint calls, for one optimizer and for a chain of them.
+
+`save` and `load` are our own and need nothing of the host's. `save_parameter_state` and `load_parameter_state` are what
+its training loop calls for checkpoints of its first kind, `sharded_state_dict` for those of its `dist_checkpointing`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_distopt.checkpoint import is_checkpoint, load_checkpoint
+from megatron_distopt.checkpoint.manifest import NOT_OPTIONS
+from megatron_distopt.checkpoint.place import folder_beside, not_found
+from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.hosts.megatron_core.whole import whole_model_of
+from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.optimizer import count_updates
 
-__all__ = ["RefusedCheckpoints"]
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+
+__all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
 
 
-class RefusedCheckpoints:
-    """A collective checkpoint that would lose the state of other ranks is not written at all: each call raises
-    CheckpointError."""
+class CheckpointCalls:
+    """What a class of ours answers to the host's checkpointing; mixed in before the host's class."""
+
+    _saver: Saver | None = None
+
+    def ours(self) -> Sequence[DistributedOptimizer]:
+        """The optimizers whose state it is."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Collective: writes the state of all ranks, for any other layout of the same model.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks; made where it is missing.
+
+        Raises:
+            CheckpointError: on a rank that cannot write; the folder holds what it held before.
+            RanksDisagreeError: on the others.
+        """
+        self._saver = self._saver or Saver(self.ours()[0].sharded.config, Group.of())
+        self._saver.save(Path(folder), whole_model_of(self.ours()))
+
+    def load(self, folder: str | Path) -> None:
+        """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks.
+
+        Raises:
+            CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+            RanksDisagreeError: on the others.
+        """
+        load_checkpoint(Path(folder), whole_model_of(self.ours()), Group.of())
+        for chunk in dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks):
+            chunk.start_param_sync(force_sync=True)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Collective: `save`, into a folder beside the file that the host chose."""
+        self.save(self._folder(filename))
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Collective: `load`, from the folder beside the file that the host names.
+
+        Args:
+            filename: of the host, another one on every tensor- and pipeline-parallel rank.
+            update_legacy_format: kept for the host.
+        """
+        folder = self._folder(filename)
+        if not exchange(is_checkpoint(folder), Group.of())[0]:
+            raise not_found(folder, filename)
+        self.load(folder)
+
+    def _folder(self, filename: str) -> Path:
+        return folder_beside(exchange(filename, Group.of())[0])
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
         _refuse("sharded_state_dict")
 
-    def save_parameter_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        _refuse("save_parameter_state")
-
-    def load_parameter_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        _refuse("load_parameter_state")
-
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Refused: nothing is gathered on one rank."""
         _refuse("get_parameter_state_dp_zero")
 
     def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Refused: nothing is gathered on one rank."""
         _refuse("load_parameter_state_from_dp_zero")
 
 
 def _refuse(call: str) -> NoReturn:
-    remedy = "Run with --no-save-optim and --no-load-optim, or keep state_dict() of every rank in a file of its own"
-    raise CheckpointError(refusal(call, "called", "wait for a format that holds the state of all ranks", remedy))
+    remedy = "Call save(folder) and load(folder)"
+    raise CheckpointError(refusal(call, "called", "not gather the state on one rank", remedy))
+
+
+def head_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
+    step = count_updates(optimizer.sharded.inner)
+    counted = {} if step is None else {"step": step}
+    groups = [
+        {key: value for key, value in group.items() if key not in NOT_OPTIONS} | counted
+        for group in optimizer.param_groups
+    ]
+    state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+    if optimizer.grad_scaler is not None:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
+def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Whether `load_head` would take it.
+
+    Raises:
+        CheckpointError
+    """
+    remedy = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim"
+    if "param_groups" not in state.get("optimizer", {}):
+        got = f"one with {', '.join(map(str, state)) or 'nothing'}"
+        raise CheckpointError(refusal("optimizer state", got, "hold param groups", remedy))
+    saved, ours = state["optimizer"]["param_groups"], optimizer.param_groups
+    if len(saved) != len(ours):
+        raise CheckpointError(refusal("number of param groups", len(saved), f"be {len(ours)}", remedy))
+
+
+def load_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
+    for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+        group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})
+    if optimizer.grad_scaler is not None and "grad_scaler" in state:
+        optimizer.grad_scaler.load_state_dict(state["grad_scaler"])

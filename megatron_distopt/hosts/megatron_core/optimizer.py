@@ -25,7 +25,7 @@ from megatron_distopt.errors import HostError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer
-from megatron_distopt.hosts.megatron_core.checkpoint import RefusedCheckpoints
+from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
@@ -41,7 +41,7 @@ from megatron_distopt.optimizer import (
 __all__ = ["DistributedOptimizer"]
 
 
-class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
+class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     """The host's class, with the sharded step inside.
 
     Args:
@@ -86,7 +86,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         names = names_by_param(self.model_chunks)
         in_buffers = [param for buffer in self.buffers for param in buffer.params]
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
-        self._named = {names[param]: param for param in in_buffers if param.requires_grad}
+        self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self._options = options
         self._groups = [] if optimizer is None else groups_of(optimizer)
         self.sharded = self._build(names)
@@ -95,18 +95,18 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         # What the grads have to be divided by when they were measured, and what is still left to divide by: the loss
         # scale may change in between, and clipping adds to the second.
         self._measured_at = self._divisor = 1.0
-        publish_main_params(self.sharded, self._named)
+        publish_main_params(self.sharded, self.named)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
-        device = next(iter(self._named.values())).device if self._named else idle_device(self._options)
+        device = next(iter(self.named.values())).device if self.named else idle_device(self._options)
         tp_group = getattr(self.model_chunks[0], "tp_group", None)
         plan = StepPlan(
-            groups=plan_groups(self._named, self._groups),
+            groups=plan_groups(self.named, self._groups),
             choice=choose_inner(self._options, device.type),
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self._stats_group,
-            counted=lambda name: is_counted(self._named[name], tp_group),
+            counted=lambda name: is_counted(self.named[name], tp_group),
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
@@ -118,7 +118,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         """
         buffers = self.sharded.buffers
         start_up = StartUp(
-            self._named,
+            self.named,
             self.sharded.plan,
             [buffer.layout for buffer in buffers],
             [dtype_name(buffer.grad.dtype) for buffer in buffers],
@@ -193,7 +193,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
-        for param in self._named.values():
+        for param in self.named.values():
             param.grad = None
 
     def get_loss_scale(self) -> Tensor:
@@ -213,7 +213,7 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         tensor_of = self._build_model_param_to_state_dict_param_map(state_dict)
         for run in self.sharded.runs:
             for shard in run.run.shards:
-                source = tensor_of[self._named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
+                source = tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
                 run.cut(run.main, shard).copy_(source)
 
     @property
@@ -226,17 +226,30 @@ class DistributedOptimizer(RefusedCheckpoints, HostDistributedOptimizer):
         """`state_nbytes` of a rank that held the state of all params."""
         return measure_memory(self.sharded).undistributed_state_nbytes
 
+    def ours(self) -> Sequence[DistributedOptimizer]:
+        """This one."""
+        return [self]
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state by param name, see checkpoint/state.py."""
+        """As the host's: param groups and grad scaler. The tensors go with `save` or `save_parameter_state`."""
+        return head_of(self)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """All of this rank's state by param name, for a restart at the same size, see checkpoint/state.py."""
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes this rank's `state_dict()` back and gathers the params.
+        """Collective: takes `state_dict()` or this rank's `local_state_dict()` back.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+            RanksDisagreeError: on the others.
         """
-        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._stats_group)
+        if "param_shards" not in state_dict:
+            raise_together(lambda: check_head(self, state_dict), self._stats_group, "load")
+            load_head(self, state_dict)
+            return
+        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._stats_group, "load")
         load_local_state_dict(self.sharded, state_dict)
         for chunk in self.model_chunks:
             chunk.start_param_sync(force_sync=True)

@@ -128,6 +128,7 @@ class Layer(MegatronModule):
         super().__init__()
         args = get_args()
         torch.manual_seed(args.seed + layer_number)
+        self.layer_number = layer_number  # from 1, over all stages
         self.hidden_dropout = args.hidden_dropout
         self.input_layernorm, self.self_attention = LayerNorm(), Attention()
         self.post_attention_layernorm, self.mlp = LayerNorm(), MLP()

@@ -1,0 +1,66 @@
+"""How this rank's params lie in the whole model, as megatron-core has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.core import parallel_state
+from torch.nn import Parameter
+
+from megatron_distopt.checkpoint import Share, WholeModel
+from megatron_distopt.comm import Group
+from megatron_distopt.hosts.naming import ModelRanks, canonical, global_names, placement_of
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+
+__all__ = ["whole_model_of"]
+
+
+def whole_model_of(optimizers: Sequence[DistributedOptimizer]) -> WholeModel:
+    """Reads it off the params' attributes and the host's groups.
+
+    Args:
+        optimizers: of one model on this rank, for example one for dense and one for expert params.
+    """
+    ranks = _ranks_of(optimizers[0].model_chunks)
+    chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
+    names = global_names(chunks, ranks)
+    frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
+    return WholeModel([_share_of(each, names, ranks) for each in optimizers], canonical, frozen, _about(ranks))
+
+
+def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
+    placements = {
+        name: placement_of(names[param], param, ranks, is_expert=not getattr(param, "allreduce", True))
+        for name, param in optimizer.named.items()
+    }
+    # Further instances of the optimizer hold copies of the same shards.
+    is_first, counted = optimizer.distributed_optimizer_instance_id == 0, optimizer.sharded.plan.counted
+    return Share(optimizer.sharded, placements, lambda name: is_first and counted(name))
+
+
+def _ranks_of(chunks: Sequence[Any]) -> ModelRanks:
+    return ModelRanks(
+        tensor=_place(parallel_state.get_tensor_model_parallel_group()),
+        expert_tensor=_place(parallel_state.get_expert_tensor_parallel_group()),
+        expert=_place(parallel_state.get_expert_model_parallel_group()),
+        is_gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
+        embedding="embedding.word_embeddings.weight",
+    )
+
+
+def _place(group: Any) -> tuple[int, int]:
+    return group.rank(), group.size()
+
+
+def _about(ranks: ModelRanks) -> dict[str, str | int]:
+    return {
+        "host": "megatron-core",
+        "ranks": Group.of().size,
+        "data_parallel": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "tensor_parallel": ranks.tensor[1],
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": ranks.expert[1],
+    }

@@ -1,0 +1,133 @@
+"""Names of params in the whole model, the same in every run of it: what a checkpoint goes by.
+
+A pipeline stage counts its layers from 0, an expert-parallel rank its experts, and the last stage keeps a copy of a
+tied embedding under a name of its own. Here each gets the name that it has in the model on one rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from megatron_distopt.layout import Placement
+
+__all__ = ["ModelRanks", "canonical", "global_names", "placement_of"]
+
+#: Modules whose children are experts, numbered on each rank by itself.
+_EXPERT_LISTS = ("local_experts", "deepspeed_experts")
+#: Weights whose rows stand for tokens: padded to a multiple that depends on the tensor-parallel size.
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.weight", "lm_head.bias")
+#: The first layer of an MLP, which holds gate and up where the model has gates.
+_GATED = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "linear_fc1.weight", "linear_fc1.bias")
+#: Several matrices in one, each cut by itself, in sizes that a param does not say.
+_FUSED = ("in_proj",)
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """This rank in the groups over which the model itself is cut.
+
+    Args:
+        tensor: (rank, size) in the tensor-parallel group.
+        expert_tensor: the same for experts.
+        expert: (rank, size) in the expert-parallel group.
+        is_gated: whether MLPs hold a gate beside the up projection.
+        embedding: name of the tied embedding on the first stage.
+    """
+
+    tensor: tuple[int, int] = (0, 1)
+    expert_tensor: tuple[int, int] = (0, 1)
+    expert: tuple[int, int] = (0, 1)
+    is_gated: bool = False
+    embedding: str = ""
+
+
+def global_names(chunks: Sequence[Module], ranks: ModelRanks) -> dict[Parameter, str]:
+    """Every param of this rank once, frozen ones too.
+
+    Args:
+        chunks: of this rank.
+        ranks: where it is.
+    """
+    names: dict[Parameter, str] = {}
+    for chunk in chunks:
+        modules = dict(chunk.named_modules())
+        for name, param in chunk.named_parameters():
+            is_copy = ranks.embedding and getattr(param, "shared", False)
+            names.setdefault(param, ranks.embedding if is_copy else ".".join(_parts(name, modules, ranks.expert)))
+    return names
+
+
+def _parts(name: str, modules: Mapping[str, Module], expert: tuple[int, int]) -> Iterator[str]:
+    """The wrappers' "module." is left out, numbers count over the whole model."""
+    path, has_begun, parent = "", False, ""
+    for part in name.split("."):
+        path = f"{path}.{part}" if path else part
+        if part != "module" or has_begun:
+            has_begun = True
+            yield _number(part, parent, modules, path, expert) if part.isdigit() else part
+        parent = part
+
+
+def _number(part: str, parent: str, modules: Mapping[str, Module], path: str, expert: tuple[int, int]) -> str:
+    if parent in _EXPERT_LISTS:
+        here = sum(1 for other in modules if re.fullmatch(rf"{re.escape(path[: -len(part)])}\d+", other))
+        return str(int(part) + expert[0] * here)
+    layer_number = getattr(modules.get(path), "layer_number", None)
+    return str(layer_number - 1) if isinstance(layer_number, int) else part
+
+
+def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
+    """Where this rank's part of a param lies in it.
+
+    Args:
+        name: in the whole model.
+        param: with the attributes that Megatron's tensor-parallel layers set.
+        ranks: where this rank is.
+        is_expert: whether other ranks of the data-parallel group hold other experts.
+    """
+    shape, (rank, size) = tuple(param.shape), ranks.expert_tensor if is_expert else ranks.tensor
+    if is_expert and ranks.expert[1] > 1 and not _is_numbered(name):
+        name = f"{name}@expert{ranks.expert[0]}of{ranks.expert[1]}"
+    if not getattr(param, "tensor_model_parallel", False):
+        return Placement(name, shape, is_padded=name.endswith(_VOCABULARY))
+    dim = getattr(param, "partition_dim", -1)
+    if size > 1 and (dim < 0 or any(part in _FUSED for part in name.split("."))):
+        # Nobody says how the parts lie in the whole: each is kept under a name of its own, for the same size alone.
+        return Placement(f"{name}@tensor{rank}of{size}", shape)
+    stride = max(getattr(param, "partition_stride", 1), 2 if ranks.is_gated and name.endswith(_GATED) else 1)
+    return Placement(name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0)
+
+
+def _is_numbered(name: str) -> bool:
+    return any(f".{each}." in name for each in _EXPERT_LISTS)
+
+
+#: The same params, as the forks of 2023 call them and as megatron-core does; the second is what both become.
+_SAME = (
+    (r"^language_model\.embedding\.", "embedding."),
+    (r"^language_model\.(encoder|transformer)\.", "decoder."),
+    (r"^language_model\.output_layer\.", "output_layer."),
+    (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+)
+
+
+def canonical(name: str) -> str:
+    """The name that a param has on every host.
+
+    >>> canonical("language_model.encoder.layers.3.mlp.dense_h_to_4h.bias")
+    'decoder.layers.3.mlp.linear_fc1.bias'
+    """
+    for pattern, replacement in _SAME:
+        name = re.sub(pattern, replacement, name)
+    return name

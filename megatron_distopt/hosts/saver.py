@@ -1,0 +1,33 @@
+"""Saving for a host: at once or in the background, and how many checkpoints stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_distopt.checkpoint import WholeModel, save_checkpoint
+from megatron_distopt.checkpoint.place import drop_older
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """One for each optimizer of a host.
+
+    Args:
+        config: `async_save`, `async_buffer_mb` and `keep_last`.
+        everyone: all ranks that hold a part of the model.
+    """
+
+    def __init__(self, config: DistOptConfig, everyone: Group) -> None:
+        self._config, self._everyone = config, everyone
+
+    def save(self, folder: Path, model: WholeModel) -> None:
+        """Collective: see `save_checkpoint`."""
+        save_checkpoint(folder, model, self._everyone)
+        self._drop_older(folder)
+
+    def _drop_older(self, folder: Path) -> None:
+        if self._config.keep_last is not None and self._everyone.rank == 0:
+            drop_older(folder, self._config.keep_last)
