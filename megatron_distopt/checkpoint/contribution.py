@@ -47,15 +47,15 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """What one rank writes; `head` is its manifest without files and tensors."""
+    """What one rank writes.
+
+    Args:
+        head: its manifest without files and tensors.
+        tensors: in the order of the file; gone through once.
+    """
 
     head: Manifest
-    tensors: tuple[Written, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(each.tensor.numel() * each.tensor.element_size() for each in self.tensors)
+    tensors: Iterable[Written]
 
 
 def contribution_of(model: WholeModel, save_id: str) -> Contribution:

@@ -36,17 +36,19 @@ __all__ = [
     "is_checkpoint",
     "lock_file",
     "new_save_id",
+    "read_failure",
     "read_manifest",
     "read_part",
     "withdraw",
+    "write_failure",
     "write_part",
 ]
 
 MANIFEST = "manifest.json"
 _METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
-_DATA, _PART = ".distcp", ".part"
+_DATA, _PART, _FAILED = ".distcp", ".part", ".failed"
 #: Files of a save. Whatever else lies in the folder is somebody else's and stays.
-_OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new)")
+_OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new|failed)")
 
 
 def new_save_id() -> str:
@@ -107,6 +109,22 @@ def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
     return None
 
 
+def write_failure(folder: Path, save_id: str, rank: int, text: str) -> None:
+    """Says that no part of this rank will come."""
+    with disk.written(_failure_file(folder, save_id, rank)) as file:
+        disk.write(file, text.encode())
+
+
+def read_failure(folder: Path, save_id: str, rank: int) -> str | None:
+    """Why no part of a rank will come; None where nobody said so."""
+    path = _failure_file(folder, save_id, rank)
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+
+
+def _failure_file(folder: Path, save_id: str, rank: int) -> Path:
+    return folder / f"{save_id}-{rank:05d}{_FAILED}"
+
+
 def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     """Makes a checkpoint of what the ranks wrote, see [Note: commit].
 
@@ -121,8 +139,8 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     manifest = join(parts)
     for key, record in manifest.tensors.items():
         _check_complete(key, record)
-    for record in manifest.files:
-        _check_there(folder, record)
+    for each in manifest.files:
+        _check_there(folder, each)
     contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata_of(manifest)}
     for name, content in contents.items():
         with disk.written(_new_file(folder, manifest.save_id, name)) as file:
@@ -170,8 +188,5 @@ def _check_there(folder: Path, file: FileRecord) -> None:
     except FileNotFoundError:
         got = "not there"
     if got != f"{file.nbytes} bytes":
-        rule, remedy = (
-            f"have the {file.nbytes} bytes that its rank wrote",
-            "Let nothing else save to or remove that folder",
-        )
+        rule, remedy = f"have the {file.nbytes} bytes that its rank wrote", "Let nothing else write or remove there"
         raise CheckpointError(refusal(f"file {path}", got, rule, remedy))

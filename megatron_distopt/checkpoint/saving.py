@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.contribution import Contribution, write_contribution
-from megatron_distopt.checkpoint.folder import commit, lock_file, new_save_id, read_part, withdraw
+from megatron_distopt.checkpoint.folder import (
+    commit,
+    lock_file,
+    new_save_id,
+    read_failure,
+    read_part,
+    withdraw,
+    write_failure,
+)
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.comm import Group, exchange, raise_together
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 
 __all__ = ["Saving", "begin"]
 
@@ -45,8 +55,12 @@ class Saving:
         """
         return write_contribution(self.folder, contribution, self.rank)
 
-    def commit(self) -> None:
+    def commit(self, is_hopeless: Callable[[], bool] | None = None) -> None:
         """Makes it the checkpoint, on the first rank; nothing on the others.
+
+        Args:
+            is_hopeless: says, while other ranks may still be writing, whether waiting for them has become useless;
+                None where all of them have written.
 
         Raises:
             CheckpointError: a rank's part is not to be seen, or the parts do not fit together.
@@ -54,24 +68,34 @@ class Saving:
         if self.rank != 0:
             return
         try:
-            commit(self.folder, [self._part_of(rank) for rank in range(self.size)])
+            commit(self.folder, [self._part_of(rank, is_hopeless) for rank in range(self.size)])
         except OSError as error:
             remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
             raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
 
-    def _part_of(self, rank: int) -> Manifest:
+    def _part_of(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
         end = time.monotonic() + _SECONDS_TO_APPEAR
-        while time.monotonic() < end:
+        is_over = is_hopeless or (lambda: time.monotonic() >= end)
+        while True:
             part = read_part(self.folder, self.save_id, rank)
             if part is not None:
                 return part
-            time.sleep(0.1)
+            failure = read_failure(self.folder, self.save_id, rank)
+            if failure is not None:
+                remedy = "Mend what that rank reports"
+                raise CheckpointError(
+                    refusal("save", f"rank {rank} failed with «{failure}»", "pass on all ranks", remedy)
+                )
+            if is_over():
+                break
+            time.sleep(0.05)
         got, rule = f"no file of rank {rank} to be seen", f"be on a disk that all {self.size} ranks share"
         raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a --save folder on a shared disk"))
 
-    def is_written_by(self, rank: int) -> bool:
-        """Whether a rank's part is there."""
-        return read_part(self.folder, self.save_id, rank) is not None
+    def report(self, error: BaseException) -> None:
+        """Tells the first rank, which waits for a file, that none will come; it learns it later where even this fails."""
+        with suppress(OSError, DistOptError):
+            write_failure(self.folder, self.save_id, self.rank, str(error))
 
     def abandon(self) -> None:
         """Removes what was written, on the first rank; the checkpoint that was there stays."""

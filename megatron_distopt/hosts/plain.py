@@ -304,6 +304,10 @@ class PlainOptimizer(Optimizer):
         """
         self._saver.save(Path(folder), self._model)
 
+    def finish_saving(self) -> None:
+        """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
+        self._saver.finish()
+
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
@@ -315,6 +319,7 @@ class PlainOptimizer(Optimizer):
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
+        self.finish_saving()
         load_checkpoint(Path(folder), self._model, self.sharded.plan.stats_group())
         self._gather()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_distopt.checkpoint import WholeModel, save_checkpoint
+from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.place import drop_older
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
@@ -22,11 +23,21 @@ class Saver:
 
     def __init__(self, config: DistOptConfig, everyone: Group) -> None:
         self._config, self._everyone = config, everyone
+        nbytes = config.async_buffer_mb * 10**6
+        self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
-        """Collective: see `save_checkpoint`."""
-        save_checkpoint(folder, model, self._everyone)
-        self._drop_older(folder)
+        """Collective: see `save_checkpoint` and `BackgroundSaver.save`."""
+        if self._background is not None:
+            self._background.save(folder, model, lambda: self._drop_older(folder))
+        else:
+            save_checkpoint(folder, model, self._everyone)
+            self._drop_older(folder)
+
+    def finish(self) -> None:
+        """Collective: waits for a save in the background; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.finish()
 
     def _drop_older(self, folder: Path) -> None:
         if self._config.keep_last is not None and self._everyone.rank == 0:

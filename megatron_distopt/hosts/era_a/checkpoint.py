@@ -121,6 +121,7 @@ class CheckpointCalls:
         self._optimizer.gather_model_params()
 
     def _load_tensors(self, filename: str) -> None:
+        self._saver.finish()  # what is being saved may be what is to be loaded
         folder = self._folder(filename)
         found = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]
         if found[0]:

@@ -47,6 +47,11 @@ class CheckpointCalls:
         self._saver = self._saver or Saver(self.ours()[0].sharded.config, Group.of())
         self._saver.save(Path(folder), whole_model_of(self.ours()))
 
+    def finish_saving(self) -> None:
+        """Collective: waits for a save in the background, where there is one; raises what went wrong in it."""
+        if self._saver is not None:
+            self._saver.finish()
+
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
 
@@ -57,6 +62,7 @@ class CheckpointCalls:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
+        self.finish_saving()
         load_checkpoint(Path(folder), whole_model_of(self.ours()), Group.of())
         for chunk in dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks):
             chunk.start_param_sync(force_sync=True)
