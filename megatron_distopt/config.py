@@ -85,11 +85,6 @@ class DistOptConfig:
         lr, weight_decay, betas, eps, momentum: of the inner optimizer.
         decay: of Adam: "decoupled" on every device, or "l2" where the decay is added to the gradient.
         resume_step: updates that the optimizer state of a checkpoint has seen; for one that does not say it itself.
-        checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
-            host's own.
-        async_save: train on while a copy of the state is written.
-        async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
-        keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
         clip_grad: largest global gradient norm; 0 for no clipping.
         count_zeros: count zero elements of the gradient at every step.
         loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
@@ -99,6 +94,11 @@ class DistOptConfig:
         nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
         grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
         bucket_numel: elements of a bucket; None for one bucket a buffer.
+        checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
+            host's own.
+        async_save: train on while a copy of the state is written.
+        async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
+        keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
 
     Raises:
         ConfigError: for every value that cannot work.
@@ -117,10 +117,6 @@ class DistOptConfig:
     momentum: float = 0.9
     decay: str = "decoupled"
     resume_step: int | None = None
-    checkpoint_format: str = "distopt"
-    async_save: bool = False
-    async_buffer_mb: int = 4096
-    keep_last: int | None = None
     clip_grad: float = 0.0
     count_zeros: bool = False
     loss_scale: float | str | None = None
@@ -131,6 +127,10 @@ class DistOptConfig:
     nonfinite: str = "raise"
     grads_in_fp32: bool = True
     bucket_numel: int | None = None
+    checkpoint_format: str = "distopt"
+    async_save: bool = False
+    async_buffer_mb: int = 4096
+    keep_last: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))

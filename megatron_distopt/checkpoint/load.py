@@ -18,7 +18,7 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.optimizer import MainRun, moments_of, restore, restore_group
 
-__all__ = ["load_planned", "verify_files"]
+__all__ = ["install", "load_planned", "verify_files"]
 
 
 def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
@@ -45,7 +45,6 @@ def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
             raise CheckpointError(refusal(what, f"CRC-32 {crc32:08x}", f"have {file.crc32:08x}", remedy))
 
 
-@torch.no_grad()
 def load_planned(folder: Path, plan: LoadPlan, model: WholeModel) -> None:
     """Does what `plan_load` decided; the params are not gathered yet.
 
@@ -54,6 +53,25 @@ def load_planned(folder: Path, plan: LoadPlan, model: WholeModel) -> None:
     Raises:
         CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
     """
+    install(plan, model, _read_from(folder, plan))
+
+
+def _read_from(folder: Path, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
+    for number, reads in groupby(plan.reads, key=lambda read: read.chunk.file):
+        with _opened(folder / plan.manifest.files[number].name) as reader:
+            for read in reads:
+                yield read, reader.read(read.key, read.chunk, read.dtype)
+
+
+@torch.no_grad()
+def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Tensor]]) -> None:
+    """Takes the state over, wherever its tensors come from; the params are not gathered yet.
+
+    Args:
+        plan: of the load.
+        model: for which it was made.
+        tensors: for each of `plan.reads` what it reads.
+    """
     moments = {match: _moments_for(match) for match in plan.groups}
     into = {
         (id(run), kind): tensor
@@ -61,10 +79,8 @@ def load_planned(folder: Path, plan: LoadPlan, model: WholeModel) -> None:
         for run, by_kind in moments[match]
         for kind, tensor in by_kind.items()
     }
-    for number, reads in groupby(plan.reads, key=lambda read: read.chunk.file):
-        with _opened(folder / plan.manifest.files[number].name) as reader:
-            for read in reads:
-                _place(reader.read(read.key, read.chunk, read.dtype), read, into)
+    for read, tensor in tensors:
+        _place(tensor, read, into)
     for match in plan.groups:
         _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
     for optimizer in (share.optimizer for share in model.shares):

@@ -93,7 +93,7 @@ class Saving:
         raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a --save folder on a shared disk"))
 
     def report(self, error: BaseException) -> None:
-        """Tells the first rank, which waits for a file, that none will come; it learns it later where even this fails."""
+        """Tells the first rank, which waits for a file, that none will come."""
         with suppress(OSError, DistOptError):
             write_failure(self.folder, self.save_id, self.rank, str(error))
 

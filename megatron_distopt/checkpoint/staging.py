@@ -99,7 +99,7 @@ class Staging:
         self._is_drained = True
 
     def discard(self) -> None:
-        """Lets a thread that fills go on to its end where nobody writes any more; the buffer is of no use afterwards."""
+        """Lets a thread that fills go on to its end where nobody writes any more. Drop the buffer afterwards."""
         for half in (0, 1):
             self._free.put(half)
         while not self._is_drained:

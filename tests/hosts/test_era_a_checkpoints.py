@@ -68,6 +68,7 @@ class _Fork:
     def __init__(self, era: str, rank: int, folder: str) -> None:
         self.rank, self.folder, self._worlds, self._size = rank, Path(folder), 0, RANKS
         self._fork = MiniFork.imported(era=era, adam="fused")
+        self.format = "native"  # in A2; in A1 there is no other
 
     def enters(self, size: int) -> bool:
         """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
@@ -85,8 +86,9 @@ class _Fork:
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: to the last iteration if the words do not say otherwise."""
         to = () if "--train-iters" in words else ("--train-iters", str(ITERATIONS))
+        files = ("--distopt-checkpoint-format", self.format) if ours else ()
         with contextlib.redirect_stdout(io.StringIO()):
-            return self._fork.train("--use-distributed-optimizer", *words, *to, ours=ours)
+            return self._fork.train("--use-distributed-optimizer", *files, *words, *to, ours=ours)
 
     def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
         """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
@@ -139,7 +141,12 @@ def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_A
 
 
 def _resume_all(fork: _Fork, size: int) -> dict[str, Continued]:
-    return {name: _resume(fork, words, fork.folder / name) for name, (ranks, words) in RESUMED.items() if ranks == size}
+    fork.format = "distopt"
+    try:
+        cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
+        return {name: _resume(fork, words, fork.folder / f"{name} in ours") for name, words in cases}
+    finally:
+        fork.format = "native"
 
 
 def _held(run: TrainingRun) -> dict[str, Any]:
