@@ -270,6 +270,8 @@ RESUMED: dict[str, Run] = {
     "mds_distopt_fp32": Run(),
     "mds_distopt_bf16": Run(precision="bf16"),
     "mds_distopt_bf16_dp5": Run(("--global-batch-size", "20"), precision="bf16", ranks=5),
+    "mds_plain_fp32": Run(),
+    "mds_plain_bf16": Run(precision="bf16"),
     "mds_distopt_fp32_torchadam": Run((*_L2, "--distopt-resume-step", "10")),
 }
 
@@ -334,6 +336,23 @@ def test_megatron_deepspeed_when_our_checkpoint_is_resumed_then_bit_for_bit_equa
     assert rest.losses.items() <= whole.losses.items()
     assert rest.norms.items() <= whole.norms.items()
     assert rest.params == whole.params
+
+
+def test_megatron_deepspeed_when_our_checkpoint_is_resumed_on_more_ranks_without_dropout_then_goes_on_as_it_would(
+    train: Train, folder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The same batch on twice the ranks: the sums of gradients have another order, nothing else differs."""
+    calm, checkpoint = ("--attention-dropout", "0", "--hidden-dropout", "0"), folder / "ours_calm"
+    whole = train(Run((*calm, "--save", str(checkpoint), "--save-interval", "10")))
+    _keep_iteration_10(checkpoint)
+    rest = train(_loading(Run(calm, ranks=4), checkpoint))
+    assert min(rest.losses) == 11
+    since = replace(
+        whole,
+        losses={each: whole.losses[each] for each in rest.losses},
+        scales={each: whole.scales[each] for each in rest.losses},
+    )
+    _check(rest, since, _bound_of("fp32"), "ours, fp32, resumed on 4 ranks, no dropout", record_property)
 
 
 def test_megatron_deepspeed_when_a_checkpoint_does_not_say_the_step_then_refused(

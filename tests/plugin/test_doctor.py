@@ -101,7 +101,7 @@ def test_doctor_when_no_fork_is_named_then_the_working_directorys(
     monkeypatch.chdir(era_a2(tmp_path))
     findings = doctor.diagnose(None, [])
     assert of(findings, "source").text == str(tmp_path.resolve())
-    assert of(findings, "checkpoints").text == "A2: the first data-parallel rank gathers the state into one file"
+    assert of(findings, "checkpoints").text == "A2: one file by the fork, a folder that loads at any size by ours"
 
 
 def test_doctor_when_other_code_touches_the_seams_then_it_says_where(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ __all__ = ["describe_fork"]
 _SECTION = "fork"
 _KINDS = {
     "A1": "A1: every data-parallel rank keeps its state in its own file",
-    "A2": "A2: the first data-parallel rank gathers the state into one file",
+    "A2": "A2: one file by the fork, a folder that loads at any size by ours",
 }
 
 
