@@ -1,0 +1,222 @@
+"""A checkpoint written at one layout and read at another, all ranks in one process: the state as global tensors is the
+same to the bit.
+
+The state says of every element which one it is (tests/support/simulated.py), so that one that lands elsewhere is seen.
+With real processes and training: tests/hosts/test_era_a_reshard.py, tests/hosts/test_megatron_core_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megatron_distopt.checkpoint import read_manifest
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.layout import Placement
+from tests.support.simulated import KINDS, Param, World, element_numbers, small_model
+
+MODEL = small_model()
+Layout = dict[str, Any]
+#: What a run may look like.
+LAYOUTS: dict[str, Layout] = {
+    "dp1": {},
+    "dp2": {"dp": 2},
+    "dp3 in buckets": {"dp": 3, "bucket_numel": 50},
+    "dp4": {"dp": 4, "bucket_numel": 333},
+    "dp5": {"dp": 5},
+    "dp6 in buckets": {"dp": 6, "bucket_numel": 100},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_numel": 64},
+    "tp4": {"tp": 4},
+    "pp2": {"pp": 2},
+    "dp2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2},
+    "dp3 pp4": {"dp": 3, "pp": 4, "bucket_numel": 70},
+    "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
+    "dp2 another adam": {"dp": 2, "adam": "torch_foreach"},
+}
+
+
+#: Every layout is written once and read at itself and four others, so that each is read as often.
+PAIRS = [
+    (here, list(LAYOUTS)[(number + distance) % len(LAYOUTS)])
+    for number, here in enumerate(LAYOUTS)
+    for distance in (0, 1, 3, 6, 10)
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A checkpoint of each layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, layout in LAYOUTS.items():
+        World.of(MODEL, **layout).save(folder / name)
+    return {name: folder / name for name in LAYOUTS}
+
+
+def _is_same_as_saved(world: World) -> bool:
+    whole = {kind: world.whole(kind) for kind in KINDS}
+    return all(
+        torch.equal(whole[kind][param.name], element_numbers(param, kind, param.padded_shape(world.tp)))
+        for kind in KINDS
+        for param in world.params
+    )
+
+
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_load_when_the_layout_is_another_then_every_element_is_in_its_place(
+    here: str, there: str, saved: Mapping[str, Path]
+) -> None:
+    world = World.of(MODEL, **LAYOUTS[there], filled=False, lr=5.0)
+    world.load(saved[here])
+    assert _is_same_as_saved(world)
+    for rank in world.ranks:
+        optimizer = rank.optimizer
+        assert {float(state["step"]) for state in optimizer.inner.state.values()} == {10.0}
+        groups = zip(optimizer.inner.param_groups, optimizer.plan.groups, strict=True)
+        assert all(group["lr"] == 1e-3 for group, plan in groups if plan.names)
+        assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.runs)
+
+
+@pytest.mark.parametrize("name", ["dp1", "dp3 in buckets", "dp2 tp2 pp2"])
+def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
+    name: str, saved: Mapping[str, Path], tmp_path: Path
+) -> None:
+    dcp_to_torch_save(saved[name], tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    tp = LAYOUTS[name].get("tp", 1)
+    wanted = {f"{kind}/{p.name}": element_numbers(p, kind, p.padded_shape(tp)) for kind in KINDS for p in MODEL}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp3 pp4"])
+def test_save_when_made_again_from_what_was_loaded_then_it_is_the_same_state(
+    name: str, saved: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """There and back again is the identity."""
+    middle = World.of(MODEL, **LAYOUTS["dp3 tp2 in buckets"], filled=False)
+    middle.load(saved[name])
+    middle.save(tmp_path / "middle")
+    back = World.of(MODEL, **LAYOUTS[name], filled=False)
+    back.load(tmp_path / "middle")
+    assert _is_same_as_saved(back)
+    meant = [read_manifest(folder) for folder in (saved[name], tmp_path / "middle")]
+    assert [sorted(group.names) for group in meant[0].groups] == [sorted(group.names) for group in meant[1].groups]
+    assert [group.meaning for group in meant[0].groups] == [group.meaning for group in meant[1].groups]
+
+
+def test_load_when_saved_before_the_first_step_then_there_are_no_moments_and_no_count(tmp_path: Path) -> None:
+    fresh = World.of(MODEL, dp=2, step=None)
+    fresh.save(tmp_path)
+    trained = World.of(MODEL, dp=3)
+    trained.load(tmp_path)
+    assert all(not rank.optimizer.inner.state for rank in trained.ranks)
+    assert torch.equal(trained.whole("main")["scale"], fresh.whole("main")["scale"])
+
+
+def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_values(tmp_path: Path) -> None:
+    """37 rows are 40 on one tensor-parallel rank and 48 on four."""
+    World.of(MODEL, dp=2).save(tmp_path)
+    world = World.of(MODEL, tp=4)
+    name = MODEL[0].name
+    for rank in world.ranks:
+        for run in rank.optimizer.runs:
+            run.main.fill_(7.0)
+    world.load(tmp_path)
+    main, moment = world.whole("main")[name], world.whole("exp_avg")[name]
+    assert main.shape == (48, 6)
+    assert torch.equal(main[:37], element_numbers(MODEL[0], "main", (37, 6)))
+    assert torch.equal(main[40:], torch.full((8, 6), 7.0))
+    assert torch.equal(moment[37:], torch.zeros(11, 6))
+
+
+def test_load_when_the_inner_optimizer_counts_in_its_groups_then_the_count_is_put_there(tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path)
+    assert {group.step for group in read_manifest(tmp_path).groups} == {10}
+
+
+def _renamed(params: tuple[Param, ...], change: Callable[[Param], Param], *, which: int = 3) -> tuple[Param, ...]:
+    return tuple(change(param) if number == which else param for number, param in enumerate(params))
+
+
+#: What the run has that the checkpoint has not, and what is said.
+OTHERS: dict[str, tuple[Callable[[Param], Param], str]] = {
+    "name": (
+        lambda p: replace(p, name="decoder.extra.weight"),
+        "'decoder.layers.0.self_attention.linear_proj.weight', which the model does not have",
+    ),
+    "shape": (
+        lambda p: replace(p, shape=(6, 16)),
+        "of shape [6, 8]. Must have the shape [6, 16] of the run. Load a checkpoint of this model",
+    ),
+    "group": (
+        lambda p: replace(p, decays=False),
+        "in different groups. Must have been in groups of equal options, because they are in one here.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_load_when_the_model_is_another_then_refused_and_nothing_is_changed(
+    what: str, saved: Mapping[str, Path]
+) -> None:
+    change, text = OTHERS[what]
+    world = World.of(_renamed(MODEL, change), dp=2)
+    before = {kind: world.whole(kind) for kind in KINDS}
+    with pytest.raises(CheckpointError) as caught:
+        world.load(saved["dp3 in buckets"])
+    assert text in str(caught.value) and str(saved["dp3 in buckets"]) in str(caught.value)
+    after = {kind: world.whole(kind) for kind in KINDS}
+    assert all(torch.equal(before[k][n], after[k][n]) for k in KINDS for n in before[k])
+
+
+def test_load_when_a_param_is_missing_in_the_checkpoint_then_refused_with_its_name(
+    saved: Mapping[str, Path],
+) -> None:
+    world = World.of((*MODEL, Param("head.weight", (3,))), dp=2)
+    text = "without param 'head.weight'. Must hold the params of the run."
+    with pytest.raises(CheckpointError, match=text):
+        world.load(saved["dp2"])
+
+
+def test_save_when_two_params_have_one_name_then_refused(tmp_path: Path) -> None:
+    world = World.of(MODEL, dp=2)
+    for rank in world.ranks:
+        placements: dict[str, Placement] = dict(rank.model.shares[0].placements)
+        scale = placements["module.scale"]
+        placements["module.decoder.layers.0.input_layernorm.weight"] = replace(scale, shape=(6,))
+        object.__setattr__(rank.model.shares[0], "placements", placements)
+    with pytest.raises(CheckpointError, match=r"Invalid tensor '.*/scale'"):
+        world.save(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_loss_scale_when_the_run_has_one_then_its_counters_travel(tmp_path: Path) -> None:
+    world = World.of(MODEL, dp=2)
+    for rank in world.ranks:
+        rank.optimizer.loss_scale.load_state_dict({"scale": 32.0, "good_steps": 7, "tolerated": 1})
+        rank.optimizer.num_skipped = 3
+    world.save(tmp_path)
+    other = World.of(MODEL, dp=3, tp=2, filled=False)
+    other.load(tmp_path)
+    scales = [rank.optimizer.loss_scale.state_dict() for rank in other.ranks]
+    assert scales == [{"scale": 32.0, "good_steps": 7, "tolerated": 1}] * 6
+    assert [rank.optimizer.num_skipped for rank in other.ranks] == [3] * 6
+
+
+def test_options_when_one_cannot_be_written_then_a_warning_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World.of(MODEL, dp=1)
+    world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
+    with caplog.at_level(logging.WARNING):
+        world.save(tmp_path)
+    assert "param group option 'hook' is a builtin_function_or_method and is not saved" in caplog.text
+    assert all("hook" not in group.options for group in read_manifest(tmp_path).groups)

@@ -1,0 +1,161 @@
+"""Boxes of a stretch of a flattened tensor, and where they lie in a param that is cut over ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_distopt.errors import LayoutError
+from megatron_distopt.layout import Box, Placement, Span, boxes
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> tuple[tuple[int, ...], Span]:
+    """A shape of up to 5 dimensions and a stretch of it, empty ones too."""
+    shape = draw(SHAPES)
+    start, stop = sorted((draw(st.integers(0, math.prod(shape))), draw(st.integers(0, math.prod(shape)))))
+    return shape, Span(start, stop)
+
+
+@settings(deadline=None)  # torch is slow the first time
+@given(stretches())
+def test_boxes_when_put_one_after_the_other_then_they_are_the_stretch(case: tuple[tuple[int, ...], Span]) -> None:
+    shape, span = case
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    found = [number for box in boxes(shape, span) for number in numbers[box.as_slices()].reshape(-1).tolist()]
+    assert found == list(range(span.start, span.stop))
+
+
+@settings(deadline=None)  # torch is slow the first time
+@given(stretches())
+def test_boxes_when_counted_then_at_most_twice_the_dimensions_less_one(case: tuple[tuple[int, ...], Span]) -> None:
+    shape, span = case
+    assert len(boxes(shape, span)) <= max(2 * len(shape) - 1, 1)
+
+
+def test_boxes_when_the_stretch_begins_and_ends_inside_of_rows_then_there_are_as_many_as_there_can_be() -> None:
+    found = boxes((3, 3, 3), Span(1, 26))
+    assert [(box.offsets, box.sizes) for box in found] == [
+        ((0, 0, 1), (1, 1, 2)),
+        ((0, 1, 0), (1, 2, 3)),
+        ((1, 0, 0), (1, 3, 3)),
+        ((2, 0, 0), (1, 2, 3)),
+        ((2, 2, 0), (1, 1, 2)),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1)])
+def test_boxes_when_the_stretch_is_empty_then_there_are_none(shape: tuple[int, ...]) -> None:
+    assert boxes(shape, Span(0, 0)) == ()
+
+
+def test_boxes_when_the_stretch_leaves_the_tensor_then_refused() -> None:
+    text = (
+        "Invalid span: Span(start=0, stop=7). Must lie inside the 6 elements of shape (2, 3). Give the span inside the"
+    )
+    with pytest.raises(LayoutError, match=re.escape(text)):
+        boxes((2, 3), Span(0, 7))
+
+
+@pytest.mark.parametrize(("offsets", "sizes"), [((0,), (0,)), ((-1,), (2,)), ((0, 0), (1,))])
+def test_box_when_it_is_none_then_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    text = (
+        f"Invalid box: offsets {offsets}, sizes {sizes}. Must have an offset of at least 0 and a size of at least 1 in "
+        "every dimension. Leave empty boxes out."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
+        Box(offsets, sizes)
+
+
+@settings(deadline=None)  # torch is slow the first time
+@given(st.data())
+def test_intersection_when_two_boxes_meet_then_it_is_what_both_hold(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+    marks = []
+    drawn = []
+    for _ in range(2):
+        offsets = tuple(data.draw(st.integers(0, numel - 1)) for numel in shape)
+        sizes = tuple(data.draw(st.integers(1, n - offset)) for n, offset in zip(shape, offsets, strict=True))
+        drawn.append(Box(offsets, sizes))
+        mark = torch.zeros(shape, dtype=torch.bool)
+        mark[drawn[-1].as_slices()] = True
+        marks.append(mark)
+    both, found = drawn[0].intersect(drawn[1]), marks[0] & marks[1]
+    assert (both.numel if both else 0) == int(found.sum())
+    if both is not None:
+        assert bool(found[both.as_slices()].all())
+        assert both == drawn[1].intersect(drawn[0])
+        assert both.relative_to(both.offsets) == Box.whole(both.sizes)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, int]:
+    """Shape on one rank, dimension, ranks, stride."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    dim, size, stride = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    shape[dim] *= stride
+    return tuple(shape), dim, size, stride
+
+
+def _slice_of(whole: Tensor, dim: int, rank: int, size: int, stride: int) -> Tensor:
+    """As Megatron cuts it."""
+    chunks = whole.chunk(stride * size, dim)
+    return torch.cat([chunks[k * size + rank] for k in range(stride)], dim)
+
+
+@settings(deadline=None)  # torch is slow the first time
+@given(cuts(), st.data())
+def test_pieces_when_a_param_is_cut_with_a_stride_then_each_lies_where_megatron_puts_it(
+    cut: tuple[tuple[int, ...], int, int, int], data: st.DataObject
+) -> None:
+    shape, dim, size, stride = cut
+    placements = [Placement("w", shape, dim, rank, size, stride) for rank in range(size)]
+    whole = torch.arange(math.prod(placements[0].global_shape)).view(placements[0].global_shape)
+    seen = torch.zeros_like(whole)
+    for rank, placement in enumerate(placements):
+        flat = _slice_of(whole, dim, rank, size, stride).reshape(-1)
+        middle = data.draw(st.integers(0, flat.numel()))
+        for span in (Span(0, middle), Span(middle, flat.numel())):
+            for piece in placement.pieces(span):
+                mine = flat[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+                assert torch.equal(mine, whole[piece.in_global.as_slices()])
+                seen[piece.in_global.as_slices()] += 1
+    assert bool((seen == 1).all())
+
+
+def test_pieces_when_every_rank_holds_the_whole_param_then_they_are_boxes_of_it() -> None:
+    placement = Placement("w", (3, 4))
+    assert placement.global_shape == (3, 4)
+    assert [piece.in_global for piece in placement.pieces(Span(2, 11))] == list(boxes((3, 4), Span(2, 11)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"dim": 2},
+            "dim 2 of shape (4, 2), rank 0 of 1. Must name a dimension of the param and a rank of the group. "
+            "Give the param's own partition_dim.",
+        ),
+        (
+            {"dim": 0, "rank": 2, "size": 2},
+            "dim 0 of shape (4, 2), rank 2 of 2. Must name a dimension of the param and a rank of the group. "
+            "Give the param's own partition_dim.",
+        ),
+        (
+            {"dim": 0, "size": 2, "stride": 3},
+            "stride 3. Must divide the 4 elements of dimension 0. Give the param's own stride.",
+        ),
+    ],
+)
+def test_placement_when_it_cannot_be_then_refused(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(LayoutError, match=f"^{re.escape(f'Invalid placement of {chr(39)}w{chr(39)}: {text}')}$"):
+        Placement("w", (4, 2), **arguments)
