@@ -124,8 +124,9 @@ def _given_by_callers(argument: ast.expr, called: ast.FunctionDef) -> Iterator[s
             for call in [node for node in ast.walk(function) if isinstance(node, ast.Call)]:
                 if _name_of(call.func) == called.name and index is not None and len(call.args) > index:
                     pattern = _pattern(call.args[index], function)
-                    assert pattern is not None, f"{called.name} is called with {ast.unparse(call.args[index])}"
-                    yield pattern
+                    given = [pattern] if pattern is not None else [*_given_by_callers(call.args[index], function)]
+                    assert given, f"{called.name} is called with {ast.unparse(call.args[index])}"
+                    yield from given
 
 
 def _pattern(argument: ast.expr, function: ast.FunctionDef) -> str | None:

@@ -18,6 +18,7 @@ save. A save that fails after that moment, because a rank died or the user inter
 from __future__ import annotations
 
 import math
+import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -184,7 +185,8 @@ def _check_there(folder: Path, file: FileRecord) -> None:
     """Somebody may have removed the folder, or saves there, too, on a file system without locks."""
     path = folder / file.name
     try:
-        got = f"{path.stat().st_size} bytes"
+        with path.open("rb") as opened:  # a network file system may show an old size of one that is not open
+            got = f"{os.fstat(opened.fileno()).st_size} bytes"
     except FileNotFoundError:
         got = "not there"
     if got != f"{file.nbytes} bytes":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     }
     for read, tensor in tensors:
         _place(tensor, read, into)
+        del tensor  # or it is in memory while the next one is read
     for match in plan.groups:
         _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
     for optimizer in (share.optimizer for share in model.shares):

@@ -60,8 +60,7 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
 def disown(folder: Path) -> None:
     """After the host's own file was written: an older checkpoint beside it must not be taken for the state."""
     if is_checkpoint(folder):
-        disk.remove(folder / MANIFEST)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def drop_older(folder: Path, keep: int) -> None:
@@ -74,5 +73,11 @@ def drop_older(folder: Path, keep: int) -> None:
     older = [each for each in finished_beside(folder) if _iteration_of(each) < _iteration_of(folder)]
     for each in older[keep - 1 :]:
         with suppress(OSError):
-            disk.remove(each / MANIFEST)
-            shutil.rmtree(each)
+            _remove(each)
+
+
+def _remove(folder: Path) -> None:
+    """The manifest first, and for good: a power cut must not leave one without files."""
+    disk.remove(folder / MANIFEST)
+    disk.sync_folder(folder)
+    shutil.rmtree(folder)

@@ -26,7 +26,7 @@ from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 __all__ = ["Saving", "begin"]
 
 #: Network file systems show another machine's file with a delay.
-_SECONDS_TO_APPEAR = 60.0
+_SECONDS_TO_APPEAR = 120.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Saving:
         try:
             commit(self.folder, [self._part_of(rank, is_hopeless) for rank in range(self.size)])
         except OSError as error:
-            remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
+            remedy = "Free space there, or save elsewhere; the checkpoint there is the one before, or this one"
             raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
 
     def _part_of(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:

@@ -87,9 +87,10 @@ def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], Non
     Raises:
         CheckpointError: the disk is full or fails, or another run is saving there.
     """
-    disk.make_folder(folder)
-    save_id, held = new_save_id(), disk.lock(lock_file(folder))
+    save_id, held = new_save_id(), None
     try:
+        disk.make_folder(folder)
+        held = disk.lock(lock_file(folder))
         parts = list(_written_parts(folder, source, save_id, progress))
         return commit(folder, parts)
     except OSError as error:

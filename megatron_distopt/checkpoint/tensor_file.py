@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import pickle
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,8 @@ class TensorReader:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
             _check_format(stretch)
             tensor = torch.load(stretch, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's text recommends to execute what the file says
+            raise CheckpointError(refusal(what, "more than a tensor", "be one and execute nothing", remedy)) from error
         except Exception as error:  # whatever damaged bytes make torch raise
             raise CheckpointError(refusal(what, error, "be readable", remedy)) from error
         if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:

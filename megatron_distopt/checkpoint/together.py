@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_distopt.checkpoint.contribution import contribution_of
@@ -12,8 +12,9 @@ from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_lo
 from megatron_distopt.checkpoint.saving import begin
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "names_of_all", "save_checkpoint"]
 
 
 def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
@@ -51,8 +52,9 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    names = {name for names in exchange(_names_begun_here(model), everyone) for name in names}
+    names = names_of_all(model, everyone)
     plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
+    _check_same_save(folder, exchange(plan.manifest.save_id, everyone))
     raise_together(lambda: load_planned(folder, plan, model), everyone, "load")
 
 
@@ -62,6 +64,21 @@ def _verified(folder: Path, model: WholeModel, everyone: Group, names: Iterable[
     plan = plan_load(manifest, str(folder), model)
     verify_files(folder, manifest.files[everyone.rank :: everyone.size])
     return plan
+
+
+def _check_same_save(folder: Path, save_ids: Sequence[str]) -> None:
+    """Another run may have saved there while the ranks were reading."""
+    if len(set(save_ids)) > 1:
+        got, rule = f"saves {', '.join(sorted(set(save_ids)))} on different ranks", "stay as it is while it is read"
+        raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Let one run save there at a time"))
+
+
+def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
+    """Collective: names in the whole model of the params that train on any rank.
+
+    Args: as of `save_checkpoint`.
+    """
+    return {name for names in exchange(_names_begun_here(model), everyone) for name in names}
 
 
 def _names_begun_here(model: WholeModel) -> list[str]:

@@ -1,10 +1,11 @@
-"""The command `megatron-distopt`: doctor, hosts, patch."""
+"""The command `megatron-distopt`: doctor, hosts, patch, and those on checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from megatron_distopt.hosts.generations import GENERATIONS, Generation
 from megatron_distopt.hosts.source.block import BLOCK
 from megatron_distopt.hosts.source.tree import fork_at
 from megatron_distopt.hosts.tried import TRIED, Tried
+from megatron_distopt.plugin.commands.answer import Answer
+from megatron_distopt.plugin.commands.arguments import add_commands
 from megatron_distopt.plugin.doctor.findings import as_json, as_table, can_start
 from megatron_distopt.plugin.patch_files import Edit, as_diff, is_patched, plan_apply, plan_undo, write
 from megatron_distopt.version import VERSION
@@ -23,6 +26,8 @@ from megatron_distopt.version import VERSION
 __all__ = ["main"]
 
 _PROGRAM = "megatron-distopt"
+#: What a shell makes of a command that Ctrl-C ended.
+_INTERRUPTED = 130
 _DOCTOR = """Says whether training with this optimizer could start: reads the fork's source without importing it, and
 looks at this Python, its devices, kernels and launchers. Exit status 0 if it could, 1 if there is a problem."""
 _DOCTOR_EXAMPLES = """examples:
@@ -40,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; `sys.argv[1:]` where None.
 
     Returns:
-        The exit status: 0, or 1 where something stands in the way of training or patching.
+        The exit status: 0, or 1 where something stands in the way of training or patching, or is wrong with a
+        checkpoint; `diff` has 2 for a checkpoint that it cannot read.
 
     Raises:
         SystemExit: 2 for a bad command line, 0 after -h.
@@ -49,21 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if words[:1] == ["doctor"] and "--" in words else len(words)
     parsed = _parser().parse_args(words[:end])
     parsed.launch = words[end + 1 :]
+    status: int
     try:
-        status: int = parsed.run(parsed)
+        status = parsed.run(parsed)
+        sys.stdout.flush()
     except DistOptError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 1
+        status = parsed.refused
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    except BrokenPipeError:  # such as `| head`: Python would say so again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
-    commands = parser.add_subparsers(title="commands", metavar="doctor|hosts|patch", required=True)
+    parser.set_defaults(refused=1)
+    names = "doctor|hosts|patch|inspect|verify|diff|convert"
+    commands = parser.add_subparsers(title="commands", metavar=names, required=True)
     _add_doctor(commands)
     _add_hosts(commands)
     _add_patch(commands)
+    for command in add_commands(commands):
+        command.set_defaults(run=_on_checkpoints)
     return parser
 
 
@@ -108,9 +126,19 @@ def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _doctor(parsed: argparse.Namespace) -> int:
     findings = import_module("megatron_distopt.plugin.doctor.diagnose").diagnose(parsed.fork, parsed.launch)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(as_json(findings) if parsed.json else as_table(findings, width))
+    print(as_json(findings) if parsed.json else as_table(findings, _width()))
     return 0 if can_start(findings) else 1
+
+
+def _on_checkpoints(parsed: argparse.Namespace) -> int:
+    answer: Answer = import_module(parsed.module).answer(parsed)
+    print(answer.as_json() if parsed.json else answer.as_text(_width()))
+    return answer.status
+
+
+def _width() -> int | None:
+    """Of the terminal; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _hosts(parsed: argparse.Namespace) -> int:

@@ -12,7 +12,8 @@ from megatron_distopt.plugin.arguments import check_spelling
 
 OURS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
-    "--distopt-resume-step"
+    "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
+    "--distopt-keep-last"
 )
 
 
@@ -31,11 +32,35 @@ def test_flags_when_none_is_given_then_the_config_is_as_it_was() -> None:
 def test_flags_when_given_then_override_the_config() -> None:
     words = ["--distopt-adam", "torch_foreach", "--distopt-optimizer", "torch.optim:Adagrad"]
     words += ["--distopt-nonfinite", "skip", "--distopt-accelerator", "torch"]
+    words += ["--distopt-checkpoint-format", "native", "--distopt-async-save"]
+    words += ["--distopt-async-buffer-mb", "64", "--distopt-keep-last", "3"]
     config = config_from_arguments(_parse(*words), DistOptConfig(lr=0.5))
     wanted = DistOptConfig(
-        adam="torch_foreach", optimizer="torch.optim:Adagrad", nonfinite="skip", accelerator="torch", lr=0.5
+        adam="torch_foreach",
+        optimizer="torch.optim:Adagrad",
+        nonfinite="skip",
+        accelerator="torch",
+        checkpoint_format="native",
+        async_save=True,
+        async_buffer_mb=64,
+        keep_last=3,
+        lr=0.5,
     )
     assert config == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "is_on"),
+    [
+        (("--distopt-async-save",), True),
+        (("--distopt_async_save", "--use-distributed-optimizer"), True),
+        (("--distopt-async-save=yes",), True),
+        (("--distopt-async-save", "no"), False),
+        (("--distopt-async-save", "--distopt-async-save=no"), False),  # behind a script's own flags
+    ],
+)
+def test_switch_when_alone_or_with_a_word_then_on_or_off(words: tuple[str, ...], is_on: bool) -> None:
+    assert config_from_arguments(_parse(*words), DistOptConfig(async_save=not is_on)).async_save is is_on
 
 
 def test_flag_when_its_value_is_unknown_then_refused() -> None:
@@ -81,6 +106,23 @@ def test_flags_when_added_twice_then_once_in_the_parser() -> None:
             ("--distopt-decay", "L2"),
             "Invalid decay: 'L2'. Must be one of decoupled, l2. Write decay='decoupled'.",
         ),
+        (
+            ("--distopt-checkpoint-format", "torch"),
+            "Invalid checkpoint_format: 'torch'. Must be one of distopt, native. Write checkpoint_format='distopt'.",
+        ),
+        (("--distopt-async-save", "data"), "Invalid async_save: 'data'. Must be yes or no. Write async_save=yes."),
+        (
+            ("--distopt-async-buffer-mb", "4GB"),
+            "Invalid async_buffer_mb: '4GB'. Must be a whole number. Write async_buffer_mb=10.",
+        ),
+        (
+            ("--distopt_async_buffer_mb", "0"),
+            "Invalid async_buffer_mb: 0. Must be at least 1. Write async_buffer_mb=1.",
+        ),
+        (
+            ("--distopt-keep-last", "0"),
+            "Invalid keep_last: 0. Must be at least 1 checkpoint. Write keep_last=2, or leave it out to keep all.",
+        ),
     ],
 )
 def test_flag_when_its_value_cannot_be_then_refused(words: tuple[str, str], text: str) -> None:
@@ -89,9 +131,9 @@ def test_flag_when_its_value_cannot_be_then_refused(words: tuple[str, str], text
     assert str(caught.value) == text
 
 
-def test_help_when_printed_then_names_decay_and_resume_step() -> None:
+def test_help_when_printed_then_names_every_flag_and_its_default() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    for word in ("--distopt-decay", "(decoupled)", "--distopt_resume_step", "(None)"):
+    for word in (*OURS.split(", "), "--distopt_resume_step", "(decoupled)", "(None)", "(distopt)", "(False)", "(4096)"):
         assert word in text
 
 
@@ -118,6 +160,9 @@ def _misspelled(flag: str, nearest: str) -> str:
         ("--distopt_optimiser", "--distopt-optimizer"),
         ("--distopt-non-finite", "--distopt-nonfinite"),
         ("--distopt-resumestep", "--distopt-resume-step"),
+        ("--distopt-async-safe", "--distopt-async-save"),
+        ("--distopt-keeplast", "--distopt-keep-last"),
+        ("--distopt-checkpoint-fmt", "--distopt-checkpoint-format"),
         ("--distopt-zzzzzzzzzzzzzzzzzzzzzzzzzzz", "--distopt-adam"),  # like none: the first of all
         ("--use-distributed-optimiser", "--use-distributed-optimizer"),
         ("--use_distributed_optimizer", "--use-distributed-optimizer"),
@@ -170,6 +215,7 @@ def test_spelling_when_words_are_known_or_about_something_else_then_passed(words
     [
         ("--distopt-nonf", "--distopt-nonfinite"),
         ("--distopt-resume", "--distopt-resume-step"),
+        ("--distopt-keep", "--distopt-keep-last"),
         ("--use-distributed-optim", "--use-distributed-optimizer"),
     ],
 )

@@ -80,6 +80,11 @@ def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Outpu
         (["doctor", "-h"], "usage: megatron-distopt doctor [-h] [--json] [FORK] [-- LAUNCH FLAGS ...]"),
         (["hosts", "-h"], "which Megatrons are supported"),
         (["patch", "-h"], "take exactly those lines out"),
+        (["-h"], "doctor|hosts|patch|inspect|verify|diff|convert"),
+        (["inspect", "-h"], "usage: megatron-distopt inspect [-h] [--json] CKPT"),
+        (["verify", "-h"], "Exit status 0 if it is whole, 1 if not."),
+        (["diff", "-h"], "are equal to the bit, 1 if not, 2 if one cannot be read."),
+        (["convert", "-h"], "native-a1   of Megatron-LM 23.04"),
         (["--version"], f"megatron-distopt {VERSION}"),
     ):
         with pytest.raises(SystemExit) as stop:

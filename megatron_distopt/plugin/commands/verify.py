@@ -1,0 +1,158 @@
+"""`megatron-distopt verify`: reads every byte of a checkpoint once, and says what is wrong in which file and param."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_distopt.checkpoint.folder import read_manifest
+from megatron_distopt.checkpoint.manifest import GroupRecord, name_of
+from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.layout import Box
+from megatron_distopt.plugin.commands.answer import Answer
+from megatron_distopt.plugin.commands.checks import Problem, box_text, check_chunks, check_groups, check_kinds
+from megatron_distopt.plugin.commands.places import Place, find, open_place
+from megatron_distopt.plugin.commands.progress import Progress
+from megatron_distopt.plugin.commands.show import counted, facts, size_text, wrapped
+from megatron_distopt.plugin.commands.tensors import nbytes_of
+from megatron_distopt.plugin.commands.values import non_finite
+from megatron_distopt.plugin.commands.whole_file import Stored, check_file, stored_in
+
+__all__ = ["answer"]
+
+#: More problems than this, and more params lost by one, are only counted.
+_LISTED, _LOST_LISTED = 20, 8
+
+
+@dataclass
+class _Values:
+    """What is not finite: the first place of every tensor, and how many there are in it."""
+
+    first: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    numel: int = 0
+
+    def look(self, key: str, tensor: Tensor, box: Box, where: str = "") -> None:
+        """Takes note of one box."""
+        self.numel += tensor.numel()
+        bad = non_finite(tensor, box)
+        if bad is not None:
+            self.first.setdefault(key, f"{bad.value} at {list(bad.index)}{where}")
+            self.counts[key] += bad.count
+
+    def problems(self) -> Iterator[Problem]:
+        """One a tensor."""
+        for key, text in self.first.items():
+            more = f"; {self.counts[key]:,} of its values are not finite" if self.counts[key] > 1 else ""
+            yield Problem("values", key, f"holds {text}{more}", (key,))
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """The outcome.
+
+    Args:
+        checked: by area, what was looked at and is well where no problem says otherwise.
+        problems: all of them.
+    """
+
+    checked: Mapping[str, str]
+    problems: Sequence[Problem]
+
+
+def answer(parsed: argparse.Namespace) -> Answer:
+    """Reads the whole checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    place = find(parsed.checkpoint)
+    verified = _verify_own(place.path) if place.is_ours else _verify_other(open_place(place))
+    document = {
+        "checkpoint": str(place.path),
+        "chosen": place.chosen,
+        "is_whole": not verified.problems,
+        "checked": dict(verified.checked),
+        "problems": [*map(asdict, verified.problems)],
+    }
+    return Answer(document, lambda width: _lines(place, verified, width), status=1 if verified.problems else 0)
+
+
+def _verify_own(folder: Path) -> _Verified:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return _Verified({}, [Problem("manifest", "manifest.json", f"cannot be used: {error}")])
+    values, problems = _Values(), list[Problem]()
+    with Progress("verifying", manifest.nbytes) as progress:
+        for file, stored in zip(manifest.files, stored_in(manifest), strict=True):
+            problems += check_file(folder / file.name, file, stored, _looker(values, file.name), progress)
+    damaged = {key for problem in problems for key in problem.keys}
+    problems += check_chunks(manifest)
+    infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
+    files = f"{counted(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
+    found = _on_content(infos, manifest.groups, values)
+    kept = [problem for problem in found.problems if not (problem.area == "values" and problem.subject in damaged)]
+    return _Verified({"files": files, **found.checked}, [*problems, *kept])
+
+
+def _looker(values: _Values, file: str) -> Callable[[Stored, Tensor], None]:
+    def look(stored: Stored, tensor: Tensor) -> None:
+        values.look(stored.key, tensor, stored.chunk.box, f", in chunk {box_text(stored.chunk.box)} in {file}")
+
+    return look
+
+
+def _verify_other(source: Source) -> _Verified:
+    values, problems = _Values(), list[Problem]()
+    with Progress("verifying", sum(map(nbytes_of, source.tensors.values()))) as progress:
+        for key, info in source.tensors.items():
+            try:
+                tensor = source.read(key)
+            except CheckpointError as error:
+                problems.append(Problem("tensors", key, f"cannot be read: {error}", (key,)))
+                continue
+            values.look(key, tensor, Box.whole(info.shape))
+            progress(nbytes_of(info))
+    found = _on_content(source.tensors, source.head.groups, values)
+    return _Verified(found.checked, [*problems, *found.problems])
+
+
+def _on_content(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord], values: _Values) -> _Verified:
+    params = {name_of(key) for key in tensors}
+    numel = sum(math.prod(info.shape) for info in tensors.values())
+    read = "" if numel == values.numel else f" of {numel:,} could be read"
+    checked = {
+        "tensors": f"{counted(len(tensors), 'tensor')} of {counted(len(params), 'param')}: each element has one place",
+        "values": f"{counted(values.numel, 'value')}{read}: all finite",
+        "groups": f"{counted(len(groups), 'group')}: each param is in one, with the same state as the others in it",
+    }
+    return _Verified(checked, [*check_kinds(tensors, groups), *values.problems(), *check_groups(tensors, groups)])
+
+
+def _lines(place: Place, verified: _Verified, width: int | None) -> list[str]:
+    lines = ["checkpoint", *facts([("where", str(place.path)), ("which", place.chosen)], width), ""]
+    for area in ("manifest", *verified.checked):
+        problems = [problem for problem in verified.problems if problem.area == area]
+        if not problems and area in verified.checked:
+            lines += wrapped(f"  ok       {area:<8}  ", verified.checked[area], width)
+        for problem in problems[:_LISTED]:
+            lines += wrapped(f"  problem  {area:<8}  ", f"{problem.subject} {problem.text}", width)
+            for line in _shortlist(problem.lost, _LOST_LISTED):
+                lines += wrapped(" " * 21, line, width)
+        lines += [f"  problem  {line}" for line in _shortlist(["" for _ in problems], _LISTED)[_LISTED:]]
+    count = len(verified.problems)
+    verdict = f"{counted(count, 'problem')}: load an earlier checkpoint" if count else "no problem found: it is whole"
+    return [*lines, "", verdict]
+
+
+def _shortlist(lines: Sequence[str], most: int) -> list[str]:
+    more = f"and {len(lines) - most:,} more: --json has all"
+    return [*lines[:most], *([more] if len(lines) > most else [])]

@@ -1,0 +1,558 @@
+"""A save that ends at any moment, by a signal, a power cut or an error: the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distopt.checkpoint import disk, folder, save_checkpoint, saving, together
+from megatron_distopt.checkpoint.contribution import contribution_of
+from megatron_distopt.checkpoint.folder import is_checkpoint, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.errors import CheckpointError
+from tests.support.simulated import Param, World
+from tests.support.stored import TINY, Numbered, leftovers, number_in, save, savings
+
+CALLS = ("make_folder", "create", "write", "sync", "replace", "remove", "sync_folder")
+#: Of which every tensor-parallel rank writes a part.
+CUT = (Param("w", (6, 4), dim=0), Param("norm", (3,), decays=False))
+ONE_RANK = Group(None, 0, 1)
+#: Writes are many and alike: every so many of them is tried, and all other calls.
+EVERY_WRITE = 17
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps what a killed process has written, so that waiting for the disk changes nothing but the time.
+
+    A power cut is another thing: `Durable` counts on `disk.sync`, not on what it does.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def two_ranks() -> Numbered:
+    return Numbered(World.of(TINY, dp=2))
+
+
+@pytest.fixture(scope="module")
+def reader() -> World:
+    return World.of(TINY)
+
+
+@contextmanager
+def watched(around: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Every call that changes the disk goes through `around(name, call, arguments)`."""
+    originals = {name: getattr(disk, name) for name in CALLS}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        return lambda *arguments: around(name, originals[name], arguments)
+
+    try:
+        for name in CALLS:
+            setattr(disk, name, wrapped(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(disk, name, original)
+
+
+def calls_of(action: Callable[[], None]) -> list[str]:
+    """Names of the calls that change the disk."""
+    names: list[str] = []
+
+    def note(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        names.append(name)
+        return call(*arguments)
+
+    with watched(note):
+        action()
+    return names
+
+
+def worth_trying(calls: list[str]) -> Iterator[int]:
+    """Numbers of calls: all but writes, and some writes."""
+    writes = 0
+    for number, name in enumerate(calls):
+        writes += name == "write"
+        if name != "write" or writes % EVERY_WRITE == 0:
+            yield number
+
+
+def is_committed(calls: list[str], number: int) -> bool:
+    """Whether the manifest has been replaced when that call is reached."""
+    return calls.index("replace") < number
+
+
+def killed(action: Callable[[], object], number: int) -> int:
+    """Runs it in a process that ends itself by SIGKILL before a call, or when half of a write is done; the status."""
+    seen: list[str] = []
+
+    def around(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        seen.append(name)
+        is_last = len(seen) == number + 1
+        if is_last and name != "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_last:
+            arguments = (arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
+        result = call(*arguments)
+        if name == "write":
+            arguments[0].flush()  # or all that is written lies in the process, and most points look the same
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        with watched(around):
+            action()
+    finally:
+        os._exit(1)
+
+
+def test_save_when_killed_at_any_call_then_one_checkpoint_is_whole_and_the_next_save_clears_up(
+    tmp_path: Path, two_ranks: Numbered, reader: World
+) -> None:
+    two_ranks.save(tmp_path, 1)
+    calls = calls_of(lambda: two_ranks.save(tmp_path, 2))
+    points = list(worth_trying(calls))
+    assert len(points) > 60 and {calls[number] for number in points} == set(CALLS)
+    for number in points:
+        old = two_ranks.now
+        status = killed(lambda old=old: two_ranks.save(tmp_path, old + 1), number)
+        assert os.WIFSIGNALED(status), f"call {number} of {len(calls)} was not reached"
+        wanted = old + 1 if is_committed(calls, number) else old
+        assert number_in(tmp_path, reader) == wanted, f"killed in call {number}, {calls[number]}"
+        two_ranks.save(tmp_path, old + 2)
+        assert leftovers(tmp_path) == set(), f"killed in call {number}, {calls[number]}"
+    assert number_in(tmp_path, reader) == two_ranks.now
+
+
+def test_first_save_when_killed_then_there_is_no_checkpoint_or_a_whole_one(
+    tmp_path: Path, two_ranks: Numbered, reader: World
+) -> None:
+    calls = calls_of(lambda: two_ranks.save(tmp_path / "all" / "iter_0000001", 1))
+    for number in list(worth_trying(calls))[::3]:
+        place = tmp_path / str(number) / "iter_0000001"
+        assert os.WIFSIGNALED(killed(lambda place=place: two_ranks.save(place, 1), number))
+        assert is_checkpoint(place) == is_committed(calls, number)
+        if is_checkpoint(place):
+            assert number_in(place, reader) == 1
+        else:
+            with pytest.raises(CheckpointError, match="no finished checkpoint"):
+                reader.load(place)
+        two_ranks.save(place, 1)
+        assert leftovers(place) == set()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_rank_when_killed_while_it_writes_then_the_old_checkpoint_stays(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)
+    four = Numbered(World.of(CUT, dp=2, tp=2))
+    four.save(tmp_path, 1)
+    before = sorted(tmp_path.iterdir())
+    four.become(2)
+    by_rank = savings(four.world, tmp_path, new_save_id())
+    for each in by_rank:
+        contribution = contribution_of(four.world.ranks[each.rank].model, each.save_id)
+        if each.rank == rank:
+            assert os.WIFSIGNALED(killed(lambda each=each, what=contribution: each.write(what), 30))
+        else:
+            each.write(contribution)
+    with pytest.raises(CheckpointError, match=f"no file of rank {rank} to be seen. Must be on a disk that all 4 ranks"):
+        by_rank[0].commit()
+    assert number_in(tmp_path, World.of(CUT)) == 1
+    by_rank[0].abandon()
+    assert sorted(tmp_path.iterdir()) == before
+    assert number_in(tmp_path, World.of(CUT)) == 1
+
+
+def test_saves_when_killed_from_outside_at_random_times_then_a_checkpoint_is_whole(tmp_path: Path) -> None:
+    params = (Param("w", (300, 400)), Param("norm", (300,), decays=False))
+    one, read = Numbered(World.of(params)), World.of(params)
+    save_constant(one.world, tmp_path, 0)
+    latest = found_rests = 0
+    random_times = random.Random(5)
+    for _ in range(30):
+        child, started = saving_for_ever(one.world, tmp_path, latest)
+        time.sleep(random_times.uniform(0.0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        os.close(started)
+        read.load(tmp_path)
+        number = read.ranks[0].optimizer.num_skipped
+        assert number >= latest
+        for kind in ("main", "exp_avg", "exp_avg_sq"):
+            for tensor in read.whole(kind).values():
+                assert torch.equal(tensor, torch.full_like(tensor, number))
+        latest = number
+        found_rests += bool(leftovers(tmp_path))
+    assert found_rests > 0, "no kill came in the middle of a save: nothing was tried"
+    save_constant(one.world, tmp_path, latest + 1)
+    assert leftovers(tmp_path) == set()
+
+
+def saving_for_ever(world: World, place: Path, latest: int) -> tuple[int, int]:
+    """A process that saves with growing numbers; returns once the first save has begun."""
+    end, begun = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(begun)
+        select.select([end], [], [], 30.0)
+        return child, end
+    try:
+        os.write(begun, b"x")
+        while True:
+            latest += 1
+            save_constant(world, place, latest)
+    finally:
+        os._exit(1)
+
+
+def save_constant(world: World, place: Path, number: int) -> None:
+    optimizer = world.ranks[0].optimizer
+    optimizer.num_skipped = number
+    for run in optimizer.runs:
+        state = optimizer.inner.state[run.main]
+        for tensor in (run.main.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            tensor.fill_(number)
+    save(world, place)
+
+
+@dataclass
+class Durable:
+    """What of a folder is on the disk: contents that were synced, and names as of the last sync of the folder.
+
+    Later changes of names may have come to the disk or not, each for itself; the rest of a file's bytes likewise.
+    """
+
+    folder: Path
+    names: dict[str, int] = field(default_factory=dict)
+    pending: list[tuple[str, ...]] = field(default_factory=list)
+    contents: dict[int, bytes] = field(default_factory=dict)
+    now: dict[str, int] = field(default_factory=dict)
+    paths: dict[int, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, place: Path) -> Durable:
+        """A folder all of which is on the disk."""
+        files = {path.name: number for number, path in enumerate(sorted(place.iterdir()))}
+        contents = {number: (place / name).read_bytes() for name, number in files.items()}
+        return cls(place, dict(files), [], contents, dict(files))
+
+    def note(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """For `watched`."""
+        result = call(*arguments)
+        if name == "create":
+            number = len(self.contents)
+            self.contents[number], self.now[arguments[0].name] = b"", number
+            self.pending.append(("create", arguments[0].name, str(number)))
+        elif name == "sync":
+            self.contents[self.now[Path(arguments[0].name).name]] = Path(arguments[0].name).read_bytes()
+        elif name == "replace":
+            number = self.now[arguments[1].name] = self.now.pop(arguments[0].name)
+            self.pending.append(("replace", arguments[0].name, str(number), arguments[1].name))
+        elif name == "remove" and self.now.pop(arguments[0].name, None) is not None:
+            self.pending.append(("remove", arguments[0].name))
+        elif name == "sync_folder":
+            self.names, self.pending = dict(self.now), []
+        return result
+
+    def after_a_cut(self, target: Path, is_kept: Callable[[], bool]) -> None:
+        """Makes a folder of what may be found after the power comes back."""
+        names = dict(self.names)
+        for kind, *what in self.pending:
+            if not is_kept():
+                continue
+            if kind != "create":
+                names.pop(what[0], None)
+            if kind != "remove":
+                names[what[-1] if kind == "replace" else what[0]] = int(what[1])
+        for path in target.iterdir():
+            path.unlink()
+        for name, number in names.items():
+            (target / name).write_bytes(self.contents[number])
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_save_when_the_power_is_cut_at_any_call_then_one_checkpoint_is_whole(
+    tmp_path: Path, reader: World, size: int
+) -> None:
+    place, found = tmp_path / "disk", tmp_path / "found"
+    found.mkdir()
+    Numbered(World.of(TINY, dp=2)).save(place, 1)
+    durable, chance = Durable.of(place), random.Random(3)
+    outcomes: list[tuple[bool, int]] = []
+
+    def note_and_cut(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        result = durable.note(name, call, arguments)
+        by_chance = [lambda: chance.random() < 0.5] * (10 if name in ("replace", "sync_folder") else 1)
+        for is_kept in (lambda: False, lambda: True, *by_chance) if name != "write" else ():
+            durable.after_a_cut(found, is_kept)
+            outcomes.append((any(what[0] == "remove" for what in durable.pending), number_in(found, reader)))
+        return result
+
+    with watched(note_and_cut):
+        Numbered(World.of(TINY, dp=size)).save(place, 2)
+    assert {number for _, number in outcomes} == {1, 2}
+    assert all(number == 2 for is_removing, number in outcomes if is_removing), "removed before the new one was safe"
+    durable.after_a_cut(found, lambda: False)
+    assert number_in(found, reader) == 2 and len(outcomes) > 40
+
+
+def test_folder_when_made_for_a_save_then_its_name_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(disk, "sync_folder", synced.append)
+    disk.make_folder(tmp_path / "run" / "iter_0000001")
+    assert synced == [tmp_path / "run", tmp_path]
+    disk.make_folder(tmp_path / "run" / "iter_0000001")
+    assert len(synced) == 2
+
+
+def test_file_when_writing_it_fails_then_it_is_gone(tmp_path: Path) -> None:
+    """At once: the first rank clears up what the others left only where it can."""
+    with pytest.raises(_Interrupt), disk.written(tmp_path / "file") as file:
+        disk.write(file, b"x")
+        raise _Interrupt
+    assert not (tmp_path / "file").exists() and file.closed
+
+
+class _Interrupt(KeyboardInterrupt):
+    """Ours, so that a person's own is not mistaken for it."""
+
+
+@contextmanager
+def failing(number: int, error: BaseException) -> Iterator[None]:
+    """One call that changes the disk raises instead."""
+    seen: list[str] = []
+
+    def around(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        seen.append(name)
+        if len(seen) == number + 1:
+            raise error
+        return call(*arguments)
+
+    with watched(around):
+        yield
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), _Interrupt()])
+def test_save_when_any_call_fails_then_one_checkpoint_is_whole_and_nothing_is_left_over(
+    tmp_path: Path, two_ranks: Numbered, reader: World, error: BaseException
+) -> None:
+    two_ranks.save(tmp_path, 1)
+    calls = calls_of(lambda: two_ranks.save(tmp_path, 2))
+    raised = 0
+    for number in worth_trying(calls):
+        old = two_ranks.now
+        try:
+            with failing(number, error):
+                two_ranks.save(tmp_path, old + 1)
+        except (CheckpointError, OSError, _Interrupt):
+            raised += 1
+        else:
+            assert calls[number] == "remove", f"call {number}, {calls[number]}: the error was lost"
+        wanted = old + 1 if is_committed(calls, number) else old
+        assert number_in(tmp_path, reader) == wanted, f"{error!r} in call {number}, {calls[number]}"
+        assert wanted != old or leftovers(tmp_path) == set(), f"{error!r} in call {number}, {calls[number]}"
+        two_ranks.save(tmp_path, old + 2)
+        assert leftovers(tmp_path) == set()
+    assert raised > 50
+
+
+def test_save_when_a_rank_dies_just_after_the_commit_then_the_new_checkpoint_stays(
+    tmp_path: Path, reader: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Numbered(World.of(TINY))
+    one.save(tmp_path, 1)
+    calls = []
+
+    def second_exchange_fails(check: Callable[[], Any], group: Group, what: str) -> Any:
+        value = raise_together(check, group, what)
+        calls.append(what)
+        if len(calls) == 2:
+            raise ConnectionError("connection closed by peer")
+        return value
+
+    monkeypatch.setattr(together, "raise_together", second_exchange_fails)
+    one.become(2)
+    with pytest.raises(ConnectionError):
+        save_checkpoint(tmp_path, one.world.ranks[0].model, ONE_RANK)
+    assert number_in(tmp_path, reader) == 2
+
+
+def test_save_when_its_id_was_there_before_then_the_old_checkpoint_stays(
+    tmp_path: Path, reader: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Numbered(World.of(TINY, dp=2)).save(tmp_path, 1)
+    before = sorted(tmp_path.iterdir())
+    save_id = read_manifest(tmp_path).save_id
+    four = Numbered(World.of(TINY, dp=4)).become(2)
+    by_rank = savings(four.world, tmp_path, save_id)
+    for rank in (3, 2):
+        by_rank[rank].write(contribution_of(four.world.ranks[rank].model, save_id))
+    with pytest.raises(CheckpointError) as caught:
+        by_rank[0].write(contribution_of(four.world.ranks[0].model, save_id))
+    file = tmp_path / f"{save_id}-00000.distcp"
+    assert str(caught.value) == (
+        f"Invalid file {file}: [Errno 17] File exists: '{file}'. Must be writable. "
+        "Free space there, or save elsewhere; the last checkpoint is untouched."
+    )
+    by_rank[0].abandon()
+    assert sorted(tmp_path.iterdir()) == before
+    assert number_in(tmp_path, reader) == 1
+
+
+def test_save_when_fewer_ranks_save_then_no_file_of_the_others_is_left(tmp_path: Path, reader: World) -> None:
+    Numbered(World.of(TINY, dp=4)).save(tmp_path, 1)
+    Numbered(World.of(TINY, dp=1)).save(tmp_path, 2)
+    assert len(list(tmp_path.glob("*.distcp"))) == 1 and leftovers(tmp_path) == set()
+    assert number_in(tmp_path, reader) == 2
+
+
+def test_save_when_files_of_others_lie_there_then_they_stay(tmp_path: Path, two_ranks: Numbered) -> None:
+    theirs = {"__0_0.distcp", "notes.part", "run.new", "0123456-00000.part"}
+    ours = {"01234567-00000.part", "01234567-00002.distcp", "01234567-manifest.json.new", "01234567-00001.failed"}
+    for name in theirs | ours:
+        (tmp_path / name).touch()
+    two_ranks.save(tmp_path, 1)
+    assert leftovers(tmp_path) == theirs
+
+
+def test_withdraw_when_the_manifest_is_damaged_then_nothing_is_removed(tmp_path: Path, two_ranks: Numbered) -> None:
+    two_ranks.save(tmp_path, 1)
+    save_id = read_manifest(tmp_path).save_id
+    (tmp_path / "manifest.json").write_text("{")
+    before = sorted(tmp_path.iterdir())
+    withdraw(tmp_path, save_id)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_commit_when_the_folder_was_removed_and_taken_by_another_run_then_that_one_stays(
+    tmp_path: Path, reader: World
+) -> None:
+    place, one = tmp_path / "checkpoint", Numbered(World.of(TINY)).become(1)
+    disk.make_folder(place)
+    first = savings(one.world, place, new_save_id(), disk.lock(lock_file(place)))[0]
+    part = first.write(contribution_of(one.world.ranks[0].model, first.save_id))
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
+    Numbered(World.of(TINY)).save(place, 2)
+    with pytest.raises(CheckpointError) as caught:
+        folder.commit(place, [part])
+    assert str(caught.value) == (
+        f"Invalid file {place / part.files[0].name}: not there. "
+        f"Must have the {part.files[0].nbytes} bytes that its rank wrote. Let nothing else write or remove there."
+    )
+    first.abandon()
+    first.release()
+    assert number_in(place, reader) == 2 and leftovers(place) == set()
+
+
+def test_commit_when_a_file_was_cut_off_meanwhile_then_it_is_named_and_the_old_checkpoint_stays(
+    tmp_path: Path, reader: World
+) -> None:
+    one = Numbered(World.of(TINY))
+    one.save(tmp_path, 1)
+    saver = savings(one.become(2).world, tmp_path, new_save_id())[0]
+    file = saver.write(contribution_of(one.world.ranks[0].model, saver.save_id)).files[0]
+    os.truncate(tmp_path / file.name, 100)
+    with pytest.raises(CheckpointError) as caught:
+        saver.commit()
+    assert str(caught.value) == (
+        f"Invalid file {tmp_path / file.name}: 100 bytes. Must have the {file.nbytes} bytes that its rank wrote. "
+        "Let nothing else write or remove there."
+    )
+    saver.abandon()
+    assert number_in(tmp_path, reader) == 1 and leftovers(tmp_path) == set()
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_commit_when_ranks_wrote_the_same_elements_then_it_is_refused(tmp_path: Path, twice: bool) -> None:
+    """Also where as many are missing as are there twice."""
+    two = Numbered(World.of((Param("w", (4, 3)),), dp=2))
+    by_rank = savings(two.world, tmp_path, new_save_id())
+    parts = [each.write(contribution_of(two.world.ranks[each.rank].model, each.save_id)) for each in by_rank]
+    wrong = [parts[0], parts[1], parts[1]] if twice else [parts[0], parts[0]]
+    with pytest.raises(CheckpointError) as caught:
+        folder.commit(tmp_path, wrong)
+    got = "18 elements written" if twice else "elements written twice, others not at all"
+    assert str(caught.value) == (
+        f"Invalid tensor 'exp_avg/w': {got}. Must be written once, all 12 elements. "
+        "Give each param of the model a name of its own, and one rank that writes it."
+    )
+    assert not is_checkpoint(tmp_path)
+
+
+def test_saves_when_the_file_system_has_no_locks_then_the_first_to_commit_stays(
+    tmp_path: Path, reader: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert disk.lock(lock_file(tmp_path)) is None
+    one = Numbered(World.of(TINY))
+    both = []
+    for number in (1, 2):
+        saver = savings(one.become(number).world, tmp_path, new_save_id())[0]
+        saver.write(contribution_of(one.world.ranks[0].model, saver.save_id))
+        both.append(saver)
+    both[1].commit()
+    monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)
+    with pytest.raises(CheckpointError, match="no file of rank 0 to be seen"):
+        both[0].commit()
+    both[0].abandon()
+    assert number_in(tmp_path, reader) == 2 and leftovers(tmp_path) == set()
+
+
+def test_lock_when_a_process_was_forked_meanwhile_then_it_is_free_again(tmp_path: Path) -> None:
+    held = disk.lock(lock_file(tmp_path))
+    end, keep = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(keep)
+        os.read(end, 1)  # until the parent closes it, as a data loader that outlives a save
+        os._exit(0)
+    try:
+        disk.unlock(held)
+        disk.unlock(disk.lock(lock_file(tmp_path)))
+    finally:
+        os.close(keep)
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL])
+def test_folder_when_it_cannot_be_synced_then_only_a_failing_disk_is_an_error(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.sync_folder(tmp_path)
+    else:
+        disk.sync_folder(tmp_path)

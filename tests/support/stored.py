@@ -1,0 +1,126 @@
+"""States that say which save they are from, so that a checkpoint can be told from a mixture of two."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.contribution import contribution_of
+from megatron_distopt.checkpoint.folder import MANIFEST, lock_file, new_save_id, read_manifest
+from megatron_distopt.checkpoint.saving import Saving
+from megatron_distopt.optimizer import moments_of
+from tests.support.simulated import KINDS, Param, World, element_numbers
+
+#: Cut across a row by two ranks, and in two param groups.
+TINY = (Param("w", (5, 3)), Param("norm", (3,), decays=False, dtype=torch.float32))
+#: Between the states of two saves; more than any element of TINY, and exact in fp32 with it.
+_APART = 4096.0
+
+
+@dataclass
+class Numbered:
+    """A world whose state is that of save number `now`."""
+
+    world: World
+    now: int = 0
+
+    def become(self, number: int) -> Numbered:
+        """Every element, the count of updates and that of skipped steps say the number."""
+        for rank in self.world.ranks:
+            optimizer = rank.optimizer
+            optimizer.num_skipped = number
+            for run in optimizer.runs:
+                moments = moments_of(optimizer.inner, run.main)
+                for tensor in (run.main.detach(), *moments.values()):
+                    tensor.add_((number - self.now) * _APART)
+                optimizer.inner.state[run.main]["step"].fill_(number)
+                run.write_model()
+        self.now = number
+        return self
+
+    def save(self, folder: Path, number: int) -> None:
+        """As that number; see `save`."""
+        save(self.become(number).world, folder)
+
+
+def savings(world: World, folder: Path, save_id: str, lock: int | None = None) -> list[Saving]:
+    """Of all ranks."""
+    size = len(world.ranks)
+    return [Saving(folder, save_id, rank, size, None if rank else lock) for rank in range(size)]
+
+
+def save(world: World, folder: Path) -> None:
+    """What `save_checkpoint` does on all ranks, one after the other."""
+    disk.make_folder(folder)
+    by_rank = savings(world, folder, new_save_id(), disk.lock(lock_file(folder)))
+    try:
+        for saving, rank in zip(by_rank, world.ranks, strict=True):
+            saving.write(contribution_of(rank.model, saving.save_id))
+        by_rank[0].commit()
+    except BaseException:
+        by_rank[0].abandon()
+        raise
+    finally:
+        by_rank[0].release()
+
+
+def number_in(folder: Path, reader: World) -> int:
+    """Which save a folder holds, after every element of it was read and compared.
+
+    Args:
+        folder: of a checkpoint of a `Numbered`.
+        reader: takes its state; of the same params, at any layout.
+    """
+    for rank in reader.ranks:
+        for run in rank.optimizer.runs:
+            for tensor in (run.main.detach(), *moments_of(rank.optimizer.inner, run.main).values()):
+                tensor.fill_(math.nan)
+    reader.load(folder)
+    number = reader.ranks[0].optimizer.num_skipped
+    for kind in KINDS:
+        for param in reader.params:
+            wanted = element_numbers(param, kind, param.shape) + number * _APART
+            assert torch.equal(reader.whole(kind)[param.name], wanted), f"{kind} of {param.name} in save {number}"
+    steps = {int(each["step"]) for rank in reader.ranks for each in rank.optimizer.inner.state.values()}
+    assert steps == {number}, f"steps {steps} in save {number}"
+    return number
+
+
+def leftovers(folder: Path) -> set[str]:
+    """Files that do not belong to the checkpoint of the folder."""
+    named = {file.name for file in read_manifest(folder).files} | {MANIFEST, ".metadata", "saving.lock"}
+    return {path.name for path in folder.iterdir()} - named
+
+
+def snapshot(world: World) -> list[Any]:
+    """A copy of all that a load may change."""
+    return [
+        copy.deepcopy(
+            [
+                [run.main.detach() for run in optimizer.runs],
+                [buffer.param for buffer in optimizer.buffers],
+                optimizer.inner.state_dict(),
+                optimizer.loss_scale.state_dict(),
+                optimizer.num_skipped,
+            ]
+        )
+        for optimizer in (rank.optimizer for rank in world.ranks)
+    ]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Bit for bit, through lists and dicts."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
