@@ -42,7 +42,8 @@ TRIED = (
         "megatron-core (PyPI)",
         "0.16.1",
         "`tests/hosts/`: GPTModel, DP, TP, PP, virtual PP and products up to 4 ranks, fp32, bf16, fp16, with the "
-        "host's overlaps; `scripts/quickstart.sh` with both launchers",
+        "host's overlaps; checkpoints at another layout, ours and through its `dist_checkpointing`; `scripts/quickstart.sh` "
+        "with both launchers",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
         "2026-11-21",
         "passes",
@@ -51,8 +52,8 @@ TRIED = (
         "Megatron-DeepSpeed",
         "4efb479d",
         "its `pretrain_gpt.py`, unedited, runner with both launchers, entry-point door: DP 1, "
-        "2, 4, 5, TP 2, PP 2, accumulation, fp32, bf16, fp16, its checkpoints both ways: "
-        "`tests/hosts/test_megatron_deepspeed.py`",
+        "2, 4, 5, TP 2, PP 2, accumulation, fp32, bf16, fp16, its checkpoints both ways, those of its undistributed "
+        "optimizer, ours at another data-parallel size: `tests/hosts/test_megatron_deepspeed.py`",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
         "2026-11-21",
         "passes; the norm in fp32 up to 2.1e-6 from the fork's, see below",
@@ -102,8 +103,8 @@ TRIED = (
     Tried(
         "a small fork of 2023 on megatron-core 0.2.0",
         "`tests/hosts/mini_fork`",
-        "`tests/hosts/test_era_a_*.py`: A1 and A2, three doors, both launchers, DP 1 to 4, TP 2, PP 2, experts, "
-        "Ulysses, mixed dtypes, multi-query, checkpoints, refusals",
+        "`tests/hosts/test_era_a_*.py`: A1 and A2, three doors, both launchers, DP 1 to 6, TP 2, PP 2, experts, "
+        "Ulysses, mixed dtypes, multi-query, checkpoints at another layout, refusals",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
         "2026-11-21",
         "passes",
