@@ -137,8 +137,10 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
         part, first_part = saved[_key(shard)], saved[_key(run.run.shards[0])]
         tensors = [part["main"], *part["cut"].values()]
         is_alike = all(set(part[kind]) == set(first_part[kind]) for kind in ("cut", "whole"))
+        is_alike = is_alike and (not part["cut"] or optimizer.plan.choice.moments <= set(part["cut"]))
         if not is_alike or any(tensor.shape != (shard.in_param.numel,) for tensor in tensors):
-            rule = f"hold 1-D tensors of {shard.in_param.numel} elements and the keys of its neighbours"
+            keys = "the keys of its neighbours and of its optimizer"
+            rule = f"hold 1-D tensors of {shard.in_param.numel} elements and {keys}"
             remedy = "Load a state that optimizer.state_dict() returned"
             raise CheckpointError(refusal(f"state of {_key(shard)}", "other shapes or keys", rule, remedy))
 

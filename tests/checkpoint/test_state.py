@@ -204,9 +204,16 @@ def test_load_when_shapes_or_keys_of_a_param_are_wrong_then_refused_and_nothing_
     spoil(state)
     assert refusal_of(Trained().train(1), state) == (
         "Invalid state of held.wide_bias[0:17]: other shapes or keys. "
-        "Must hold 1-D tensors of 17 elements and the keys of its neighbours. "
+        "Must hold 1-D tensors of 17 elements and the keys of its neighbours and of its optimizer. "
         "Load a state that optimizer.state_dict() returned."
     )
+
+
+def test_load_when_a_moment_is_missing_in_every_shard_then_refused_and_nothing_changes() -> None:
+    state = copy.deepcopy(Trained().train(1).optimizer.state_dict())
+    for part in state["param_shards"].values():
+        del part["cut"]["exp_avg_sq"]
+    assert "Must hold 1-D tensors of" in refusal_of(Trained().train(1), state)
 
 
 def test_load_when_another_model_saved_it_then_refused_and_nothing_changes() -> None:
