@@ -26,7 +26,9 @@ from megatron_distopt.errors import ConfigError
 ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu"
 VARIABLES = (
     "MEGATRON_DISTOPT, MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, "
-    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP"
+    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP, "
+    "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
+    "MEGATRON_DISTOPT_KEEP_LAST"
 )
 
 #: The float64 numbers next to the bounds of a loss scale.
@@ -60,8 +62,20 @@ def no_optimizer(got: str) -> str:
     return f"Invalid optimizer: {got!r}. Must be one of adam, sgd, module:Class. Write optimizer='adam'."
 
 
-def no_whole_number(got: str) -> str:
-    return f"Invalid resume_step: {got!r}. Must be a whole number. Write resume_step=10."
+def no_whole_number(got: str, name: str = "resume_step") -> str:
+    return f"Invalid {name}: {got!r}. Must be a whole number. Write {name}=10."
+
+
+def no_format(got: str, nearest: str = "distopt") -> str:
+    return f"Invalid checkpoint_format: {got!r}. Must be one of distopt, native. Write checkpoint_format={nearest!r}."
+
+
+def no_keep_last(got: int) -> str:
+    return f"Invalid keep_last: {got}. Must be at least 1 checkpoint. Write keep_last=2, or leave it out to keep all."
+
+
+def no_switch(got: str) -> str:
+    return f"Invalid async_save: {got!r}. Must be yes or no. Write async_save=yes."
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -115,6 +129,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"growth_interval": 0}, "Invalid growth_interval: 0. Must be at least 1. Write growth_interval=1."),
     ({"hysteresis": 0}, "Invalid hysteresis: 0. Must be at least 1. Write hysteresis=1."),
+    ({"async_buffer_mb": 0}, "Invalid async_buffer_mb: 0. Must be at least 1. Write async_buffer_mb=1."),
+    ({"checkpoint_format": "nativ"}, no_format("nativ", "native")),
+    *(({"checkpoint_format": name}, no_format(name)) for name in ("", "dcp", "Distopt")),
+    *(({"keep_last": number}, no_keep_last(number)) for number in (0, -1)),
     (
         {"bucket_numel": 0},
         "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
@@ -161,6 +179,7 @@ def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy
         {"bucket_numel": 1, "growth_interval": 1},
         *({"decay": decay} for decay in ("decoupled", "l2")),
         *({"resume_step": step} for step in (None, 0, 1, 10**9)),
+        {"checkpoint_format": "native", "async_save": True, "async_buffer_mb": 1, "keep_last": 1},
     ],
 )
 def test_config_when_values_are_at_the_border_then_accepted(options: dict[str, Any]) -> None:
@@ -216,6 +235,10 @@ OTHER_VALUES: dict[str, Any] = {
     "nonfinite": "skip",
     "grads_in_fp32": False,
     "bucket_numel": 100,
+    "checkpoint_format": "native",
+    "async_save": True,
+    "async_buffer_mb": 64,
+    "keep_last": 3,
 }
 
 
@@ -240,6 +263,10 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         "MEGATRON_DISTOPT_ACCELERATOR": "torch",
         "MEGATRON_DISTOPT_DECAY": "l2",
         "MEGATRON_DISTOPT_RESUME_STEP": "12",
+        "MEGATRON_DISTOPT_CHECKPOINT_FORMAT": "native",
+        "MEGATRON_DISTOPT_ASYNC_SAVE": "1",
+        "MEGATRON_DISTOPT_ASYNC_BUFFER_MB": "64",
+        "MEGATRON_DISTOPT_KEEP_LAST": "3",
         "MEGATRON_DISTOPT": "require",
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
@@ -253,8 +280,21 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         accelerator="torch",
         decay="l2",
         resume_step=12,
+        checkpoint_format="native",
+        async_save=True,
+        async_buffer_mb=64,
+        keep_last=3,
     )
     assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"),
+    [*((word, True) for word in ("1", "true", "yes", "Yes")), *((word, False) for word in ("0", "false", "no", "NO"))],
+)
+def test_environment_when_a_switch_is_set_then_it_overrides_either_way(value: str, is_on: bool) -> None:
+    given = {"MEGATRON_DISTOPT_ASYNC_SAVE": value}
+    assert config_from_environment(given, DistOptConfig(async_save=not is_on)).async_save is is_on
 
 
 def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
@@ -296,6 +336,14 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
         ("MEGATRON_DISTOPT_ADAM", "", f"Invalid adam: ''. Must be one of {ADAMS}. Write adam='auto'."),
         ("MEGATRON_DISTOPT_DECAY", "l1", "Invalid decay: 'l1'. Must be one of decoupled, l2. Write decay='decoupled'."),
         *(("MEGATRON_DISTOPT_RESUME_STEP", value, no_whole_number(value)) for value in ("", "ten", "1e3", "10.0")),
+        *(("MEGATRON_DISTOPT_ASYNC_SAVE", value, no_switch(value)) for value in ("", "on", "2", "yes!")),
+        *(
+            (f"MEGATRON_DISTOPT_{name.upper()}", value, no_whole_number(value, name))
+            for name in ("async_buffer_mb", "keep_last")
+            for value in ("", "1.5", "4096MB")
+        ),
+        ("MEGATRON_DISTOPT_KEEP_LAST", "0", no_keep_last(0)),
+        ("MEGATRON_DISTOPT_CHECKPOINT_FORMAT", "torch", no_format("torch")),
     ],
 )
 def test_environment_when_a_value_is_bad_then_refused_like_the_option(variable: str, value: str, text: str) -> None:
@@ -326,6 +374,10 @@ def test_namespace_when_it_has_none_of_ours_then_the_config_as_it_is() -> None:
 def test_namespace_when_the_number_is_one_already_then_taken() -> None:
     """Arguments that a host kept in a checkpoint, or that a script wrote."""
     assert config_from_namespace(Namespace(distopt_resume_step=0)).resume_step == 0
+    given = Namespace(distopt_async_save=True, distopt_async_buffer_mb=64, distopt_keep_last=3)
+    assert config_from_namespace(given) == DistOptConfig(async_save=True, async_buffer_mb=64, keep_last=3)
+    given = Namespace(distopt_async_save=False)
+    assert not config_from_namespace(given, DistOptConfig(async_save=True)).async_save
 
 
 @pytest.mark.parametrize(
@@ -339,6 +391,9 @@ def test_namespace_when_the_number_is_one_already_then_taken() -> None:
             "Write the iteration at which the checkpoint was saved.",
         ),
         ({"distopt_decay": "none"}, "Invalid decay: 'none'. Must be one of decoupled, l2. Write decay='decoupled'."),
+        ({"distopt_async_save": "data"}, no_switch("data")),
+        ({"distopt_keep_last": "-2"}, no_keep_last(-2)),
+        ({"distopt_checkpoint_format": "none"}, no_format("none")),
     ],
 )
 def test_namespace_when_a_value_is_bad_then_refused_like_the_option(given: dict[str, Any], text: str) -> None:

@@ -7,15 +7,17 @@ ranks, and said at the end of the process.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from megatron_distopt.checkpoint.contribution import Contribution, contribution_of
-from megatron_distopt.checkpoint.saving import Saving, begin
+from megatron_distopt.checkpoint.saving import Saving, begin, should_have_appeared
 from megatron_distopt.checkpoint.staging import Staging, room_for
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, raise_together
@@ -30,13 +32,28 @@ _SECONDS_AT_EXIT = 600.0
 
 @dataclass(eq=False)
 class _Task:
-    """One save in the background, on this rank."""
+    """One save in the background, on this rank.
+
+    Args:
+        saving: what was begun.
+        thread: that writes.
+        written: this rank's file is there, or never will be.
+        cancelled: nobody waits for the files of other ranks any more.
+        all_written_at: when this rank learned that all have written.
+        error: what went wrong; it is there before `written` is set where this rank's file never will be.
+    """
 
     saving: Saving
     thread: threading.Thread | None = None
     written: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    all_written_at: float | None = None
     error: BaseException | None = None
+
+    def is_hopeless(self) -> bool:
+        """Whether files of other ranks that are not to be seen will not be."""
+        is_late = self.all_written_at is not None and should_have_appeared(self.all_written_at)
+        return self.cancelled.is_set() or is_late
 
 
 class BackgroundSaver:
@@ -51,7 +68,8 @@ class BackgroundSaver:
         self._everyone, self._most_nbytes = everyone, most_nbytes
         self._staging: Staging | None = None
         self._task: _Task | None = None
-        atexit.register(self._at_exit)
+        # Not `atexit`, which processes that `multiprocessing` has started do not run.
+        Finalize(None, self._at_exit, exitpriority=0)
 
     def save(self, folder: Path, model: WholeModel, then: Callable[[], None]) -> None:
         """Collective: copies the state and returns; the checkpoint is there some time later.
@@ -92,7 +110,8 @@ class BackgroundSaver:
         arguments = (task, contribution, staging, then)
         task.thread = threading.Thread(target=_write, args=arguments, name="megatron_distopt save", daemon=True)
         task.thread.start()
-        staging.fill(list(contribution.tensors))
+        with suppress(Exception):  # the thread has it, too: all ranks raise it together in the next call
+            staging.fill(list(contribution.tensors))
 
     def finish(self) -> None:
         """Collective: waits for the save that is under way, where there is one.
@@ -107,6 +126,7 @@ class BackgroundSaver:
         task.written.wait()
         try:
             raise_together(lambda: _raise(task), self._everyone, "save")
+            task.all_written_at = time.monotonic()
             task.thread.join()
             raise_together(lambda: _raise(task), self._everyone, "save")
         except BaseException:
@@ -138,16 +158,17 @@ def _raise(task: _Task) -> None:
 def _write(task: _Task, contribution: Contribution, staging: Staging, then: Callable[[], None]) -> None:
     """In the thread: this rank's file, and on the first rank the commit once all ranks have written."""
     try:
-        try:
-            task.saving.write(replace(contribution, tensors=staging.drain()))
-        except BaseException as error:
-            task.saving.report(error)
-            staging.discard()
-            raise
-        finally:
-            task.written.set()
-        task.saving.commit(task.cancelled.is_set)
+        task.saving.write(replace(contribution, tensors=staging.drain()))
+    except BaseException as error:  # noqa: BLE001 - raised by the next call, or said at the end of the process
+        task.error = error
+        staging.discard()
+        task.saving.report(error)
+        return
+    finally:
+        task.written.set()
+    try:
+        task.saving.commit(task.is_hopeless)
         if task.saving.rank == 0:
             then()
-    except BaseException as error:  # noqa: BLE001 - raised by the next call, or said at the end of the process
+    except BaseException as error:  # noqa: BLE001 - as above
         task.error = error

@@ -23,7 +23,7 @@ from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 
-__all__ = ["Saving", "begin"]
+__all__ = ["Saving", "begin", "should_have_appeared"]
 
 #: Network file systems show another machine's file with a delay.
 _SECONDS_TO_APPEAR = 120.0
@@ -74,8 +74,8 @@ class Saving:
             raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
 
     def _part_of(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
-        end = time.monotonic() + _SECONDS_TO_APPEAR
-        is_over = is_hopeless or (lambda: time.monotonic() >= end)
+        start = time.monotonic()
+        is_over = is_hopeless or (lambda: should_have_appeared(start))
         while True:
             part = read_part(self.folder, self.save_id, rank)
             if part is not None:
@@ -105,6 +105,11 @@ class Saving:
     def release(self) -> None:
         """Lets other runs save there."""
         disk.unlock(self.lock)
+
+
+def should_have_appeared(written_at: float) -> bool:
+    """Whether a file that another rank had written by then, as `time.monotonic` counts, is overdue here."""
+    return time.monotonic() >= written_at + _SECONDS_TO_APPEAR
 
 
 def begin(folder: Path, everyone: Group) -> Saving:

@@ -36,19 +36,19 @@ class Staging:
     """A buffer of a fixed size that one thread fills and another empties, see [Note: waves].
 
     Args:
-        nbytes: of the whole buffer.
+        nbytes: of the whole buffer, rounded up.
         pinned: whether a device copies into it.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._half_nbytes = max(_aligned(nbytes) // 2 // _ALIGNMENT_NBYTES, 1) * _ALIGNMENT_NBYTES
+        self._half_nbytes = _aligned(max(-(-nbytes // 2), 1))
         self._memory = torch.empty(2 * self._half_nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._memory.fill_(0)  # a page costs its time when it is touched first: now, and not in every save
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in (0, 1):
             self._free.put(number)
-        self._waves: queue.SimpleQueue[_Wave | None] = queue.SimpleQueue()
-        self._is_drained = True
+        self._waves: queue.SimpleQueue[_Wave | BaseException | None] = queue.SimpleQueue()
+        self._is_discarded = False
 
     @property
     def nbytes(self) -> int:
@@ -56,29 +56,37 @@ class Staging:
         return 2 * self._half_nbytes
 
     def fill(self, tensors: Sequence[Written]) -> None:
-        """Copies everything; returns as soon as the last tensor is in the buffer.
+        """Copies everything; returns as soon as the last tensor is in the buffer, or nobody empties it any more.
 
         Args:
             tensors: of the live state.
+
+        Raises:
+            Exception: a copy failed; `drain` raises it, too.
         """
-        self._is_drained = False
-        if room_for(tensors) <= self.nbytes:
-            halves = (self._free.get(), self._free.get())
-            self._waves.put(_Wave(halves, list(self._copied(tensors, 0))))
-        else:
-            for tensors_of_wave in self._in_waves(tensors):
-                half = self._free.get()
-                self._waves.put(_Wave((half,), list(self._copied(tensors_of_wave, half * self._half_nbytes))))
+        fits = room_for(tensors) <= self.nbytes
+        try:
+            for wave in [list(tensors)] if fits else self._in_waves(tensors):
+                halves = tuple(self._free.get() for _ in range(2 if fits else 1))
+                if self._is_discarded:
+                    return
+                self._waves.put(_Wave(halves, list(self._copied(wave, min(halves) * self._half_nbytes))))
+        except BaseException as error:
+            self._waves.put(error)
+            raise
         self._waves.put(None)
 
     def _in_waves(self, tensors: Sequence[Written]) -> Iterator[list[Written]]:
         """Each fits into a half."""
         wave: list[Written] = []
+        left_nbytes = self._half_nbytes
         for each in (part for whole in tensors for part in split(whole, self._half_nbytes)):
-            if wave and room_for([*wave, each]) > self._half_nbytes:
+            nbytes = room_for([each])
+            if nbytes > left_nbytes:
                 yield wave
-                wave = []
+                wave, left_nbytes = [], self._half_nbytes
             wave.append(each)
+            left_nbytes -= nbytes
         yield wave
 
     def _copied(self, tensors: Iterable[Written], start: int) -> Iterator[Written]:
@@ -91,19 +99,22 @@ class Staging:
         """What was copied, in order, until all is given out; memory is free again when its last tensor was taken.
 
         To be gone through to its end, or `discard` must follow: a thread that fills would wait for ever.
+
+        Raises:
+            Exception: the thread that fills could not copy.
         """
         while (wave := self._waves.get()) is not None:
+            if isinstance(wave, BaseException):
+                raise wave
             yield from wave.tensors
             for half in wave.halves:
                 self._free.put(half)
-        self._is_drained = True
 
     def discard(self) -> None:
-        """Lets a thread that fills go on to its end where nobody writes any more. Drop the buffer afterwards."""
-        for half in (0, 1):
+        """Lets a thread that fills return, now or later, where nobody writes any more. Drop the buffer afterwards."""
+        self._is_discarded = True
+        for half in (0, 1):  # it may wait for one, or for both
             self._free.put(half)
-        while not self._is_drained:
-            self._is_drained = self._waves.get() is None
 
 
 def room_for(tensors: Iterable[Written]) -> int:

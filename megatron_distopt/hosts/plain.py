@@ -32,10 +32,10 @@ from megatron_distopt.checkpoint import (
     Share,
     WholeModel,
     check_local_state_dict,
-    load_checkpoint,
     load_local_state_dict,
     local_state_dict,
 )
+from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.comm import (
     Group,
     ProcessGroup,
@@ -313,14 +313,14 @@ class PlainOptimizer(Optimizer):
         """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
 
         Args:
-            folder: of the checkpoint, the same on all ranks.
+            folder: of the checkpoint, the same on all ranks; also one of other software that has these param names.
 
         Raises:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
-        load_checkpoint(Path(folder), self._model, self.sharded.plan.stats_group())
+        load_any(Path(folder), self._model, self.sharded.plan.stats_group())
         self._gather()
 
     def state_dict(self) -> dict[str, Any]:

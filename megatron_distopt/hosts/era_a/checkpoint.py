@@ -41,7 +41,7 @@ class CheckpointCalls:
         self._saver = Saver(optimizer.sharded.config, optimizer.everyone)
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
-        #: Whether `load_state_dict` brought the whole state, so that no file is to follow.
+        #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
         self._has_whole_state = False
         #: Puts back what `load_state_dict` changed, until the tensors are there too.
         self._take_back: Callable[[], None] = _nothing
@@ -65,7 +65,7 @@ class CheckpointCalls:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
             RanksDisagreeError: on the others, with that rank's text.
         """
-        self._has_whole_state = is_plain(state_dict) or not self._optimizer.gathers_state
+        self._has_whole_state = False
         if is_plain(state_dict):
             raise_together(lambda: check_plain(self._optimizer, state_dict), self._everyone, "load")
             load_plain(self._optimizer, state_dict)
@@ -75,8 +75,9 @@ class CheckpointCalls:
         else:
             raise_together(lambda: check_head(self._optimizer, state_dict), self._everyone, "load")
             self._load_head(state_dict)
-        if self._has_whole_state:
-            self._optimizer.gather_model_params()
+            return
+        self._has_whole_state = True
+        self._optimizer.gather_model_params()
 
     def _load_head(self, state_dict: Mapping[str, Any]) -> None:
         self._take_back = _undo_of(self._optimizer)
@@ -109,7 +110,8 @@ class CheckpointCalls:
             CheckpointError: on a rank that finds a fault; params and state are as before on all ranks then.
             RanksDisagreeError: on the others, with that rank's text.
         """
-        if self._has_whole_state or getattr(get_args(), "no_load_optim", False):
+        has_whole_state, self._has_whole_state = self._has_whole_state, False
+        if has_whole_state or getattr(get_args(), "no_load_optim", False):
             return
         try:
             self._load_tensors(filename)

@@ -116,14 +116,15 @@ def _params(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Iterat
     matched = check_groups(optimizer.param_groups, inner["param_groups"])
     for group, saved in zip(optimizer.sharded.plan.groups, matched, strict=True):
         place = next(place for place, each in enumerate(inner["param_groups"]) if each is saved)
-        mains = list(state[_MAINS][place]) if _MAINS in state else []
+        mains = list(dict(enumerate(state.get(_MAINS, ()))).get(place, ()))
+        numbers = list(saved.get("params", ()))
         has_main = [optimizer.start.named[name].dtype is not torch.float32 for name in group.names]
-        if len(saved["params"]) != len(group.names) or len(mains) != sum(has_main):
-            got = f"{len(saved['params'])} params, {len(mains)} of them with a main param, in group {place}"
+        if len(numbers) != len(group.names) or len(mains) != sum(has_main):
+            got = f"{len(numbers)} params, {len(mains)} of them with a main param, in group {place}"
             rule = f"hold the run's {len(group.names)}, {sum(has_main)} of them of 16 bits"
             raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
         left = iter(mains)
-        for name, number, is_16_bit in zip(group.names, saved["params"], has_main, strict=True):
+        for name, number, is_16_bit in zip(group.names, numbers, has_main, strict=True):
             yield _Saved(name, next(left) if is_16_bit else None, inner["state"].get(number, {}))
 
 

@@ -1,0 +1,118 @@
+"""Where the params of a whole model lie in flat buffers, and how that becomes a `Source`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint.manifest import Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Placement, Span
+
+__all__ = ["Flat", "Located", "gather", "source_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A flat buffer that a file holds once for every kind of tensor.
+
+    Args:
+        kinds: "main" and what the inner optimizer keeps, with dtypes.
+        read: elements of one kind, 1-D.
+    """
+
+    kinds: Mapping[str, torch.dtype]
+    read: Callable[[str, Span], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """A stretch of a rank's flattened param, and the same elements in a flat buffer.
+
+    Args:
+        placement: of the rank's param in the whole model.
+        in_param: elements of that param.
+        flat: that holds them.
+        start: of the first of them in `flat`.
+    """
+
+    placement: Placement
+    in_param: Span
+    flat: Flat
+    start: int
+
+    def read(self, kind: str) -> Tensor:
+        """The elements, 1-D.
+
+        Raises:
+            CheckpointError: the buffer ends before.
+        """
+        found = self.flat.read(kind, Span(self.start, self.start + self.in_param.numel))
+        if found.shape != (self.in_param.numel,):
+            remedy = "Load an earlier checkpoint; this one is damaged"
+            got, rule = f"{found.numel()} elements of its {kind!r}", f"hold {self.in_param.numel} in one place"
+            raise CheckpointError(refusal(f"param {self.placement.name!r}", got, rule, remedy))
+        return found
+
+
+def source_of(head: Manifest, found: Iterable[Located], where: str) -> Source:
+    """The optimizer state of the whole model.
+
+    Args:
+        head: param groups, loss scale and so on.
+        found: every element once.
+        where: path of the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: nothing is there, or elements are missing or there twice.
+    """
+    homes: dict[str, list[Located]] = {}
+    for each in found:
+        homes.setdefault(each.placement.name, []).append(each)
+    if not homes:
+        rule, remedy = "hold optimizer state", "Save it without --no-save-optim"
+        raise CheckpointError(refusal(f"checkpoint {where}", "no param", rule, remedy))
+    infos: dict[str, TensorInfo] = {}
+    for name, parts in homes.items():
+        shape = parts[0].placement.global_shape
+        numel = sum(part.in_param.numel for part in parts)
+        if numel != math.prod(shape) or any(part.placement.global_shape != shape for part in parts):
+            remedy = "Copy the files of all ranks into the folder"
+            rule = f"hold all {math.prod(shape)} elements of its shape {list(shape)}, each once"
+            raise CheckpointError(refusal(f"param {name!r} in {where}", f"{numel} elements", rule, remedy))
+        _check_kinds(name, parts, where)
+        for kind, dtype in parts[0].flat.kinds.items():
+            infos[key_of(kind, name)] = TensorInfo(shape, dtype_name(dtype))
+    return Source(head, infos, lambda key: gather(homes[name_of(key)], kind_of(key), infos[key]))
+
+
+def _check_kinds(name: str, parts: list[Located], where: str) -> None:
+    for part in parts:
+        if part.flat.kinds != parts[0].flat.kinds:
+            listed = [", ".join(sorted(each.flat.kinds)) for each in (part, parts[0])]
+            rule, remedy = f"have {listed[1]} as on the others", "Give the files of one save"
+            raise CheckpointError(refusal(f"param {name!r} in {where}", f"{listed[0]} on one rank", rule, remedy))
+
+
+@torch.no_grad()
+def gather(parts: Iterable[Located], kind: str, info: TensorInfo) -> Tensor:
+    """A whole tensor.
+
+    Args:
+        parts: of it, together all.
+        kind: "main", "exp_avg" ...
+        info: shape and dtype of the whole.
+    """
+    whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    for part in parts:
+        values = part.read(kind)
+        for piece in part.placement.pieces(part.in_param):
+            stretch = values[piece.in_param.relative_to(part.in_param.start).as_slice()]
+            whole[piece.in_global.as_slices()] = stretch.view(piece.sizes)[piece.inside.as_slices()]
+    return whole

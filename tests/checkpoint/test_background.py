@@ -1,0 +1,660 @@
+"""Saving while training goes on: the copy, the thread that writes it, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import background, disk, is_checkpoint, saving
+from megatron_distopt.checkpoint.background import BackgroundSaver
+from megatron_distopt.checkpoint.contribution import Written
+from megatron_distopt.checkpoint.staging import Staging, room_for, split
+from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.layout import Box
+from tests.support.simulated import World
+from tests.support.spawn import run_ranks
+from tests.support.stored import TINY, Numbered, leftovers, number_in
+
+ONE_RANK = Group(None, 0, 1)
+#: Long enough for a thread that could go on to do so.
+A_MOMENT = 0.1
+#: A test that hangs fails.
+SECONDS = 20.0
+
+
+def _written(*tensors: Tensor) -> list[Written]:
+    return [
+        Written(f"main/{number}", tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        for number, tensor in enumerate(tensors)
+    ]
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(math.prod(shape)).view(shape).to(dtype)
+
+
+def _in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def _drained(staging: Staging, pause: float = 0.0) -> list[Written]:
+    """Copies of everything, as a thread that writes slowly sees it."""
+    found = []
+    for each in staging.drain():
+        time.sleep(pause)
+        found.append(Written(each.key, each.shape, each.box, each.tensor.clone()))
+    return found
+
+
+def _put_together(parts: Sequence[Written]) -> dict[str, Tensor]:
+    """Whole tensors; an element that is there twice or not at all is nan."""
+    found = {each.key: torch.full(each.shape, math.nan, dtype=torch.float64) for each in parts}
+    for each in parts:
+        target = found[each.key][each.box.as_slices()]
+        assert target.isnan().all(), f"{each.key} has elements of {each.box} twice"
+        target.copy_(each.tensor)
+    return found
+
+
+# The copy.
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 31, 33, 48, 49, 1000])
+def test_staging_when_made_for_what_it_shall_hold_then_it_takes_it_in_one_piece(numel: int) -> None:
+    """In waves `fill` would wait for somebody who drains."""
+    tensors = _written(_numbers(numel))
+    staging = Staging(room_for(tensors), pinned=False)
+    assert room_for(tensors) <= staging.nbytes <= room_for(tensors) + 64
+    thread = _in_thread(lambda: staging.fill(tensors))
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert torch.equal(_drained(staging)[0].tensor, tensors[0].tensor)
+
+
+def test_staging_when_the_live_state_changes_after_fill_then_the_copy_does_not() -> None:
+    live = [_numbers(5, 3), _numbers(7, dtype=torch.bfloat16), _numbers(3, dtype=torch.int8), _numbers(2, 8).t()]
+    before, tensors = [tensor.clone() for tensor in live], _written(*live)
+    staging = Staging(room_for(tensors), pinned=False)
+    for _ in range(2):  # the buffer is used again
+        staging.fill(tensors)
+        for tensor in live:
+            tensor.add_(1)
+        found = _drained(staging)
+        assert [(each.key, each.shape, each.box) for each in found] == [(t.key, t.shape, t.box) for t in tensors]
+        for each, old in zip(found, before, strict=True):
+            assert each.tensor.dtype == old.dtype
+            assert torch.equal(each.tensor, old)
+        before = [tensor.clone() for tensor in live]
+
+
+def test_staging_when_the_state_is_larger_then_every_element_comes_once_and_memory_is_that_of_the_buffer() -> None:
+    live = [_numbers(40, 3), _numbers(1), _numbers(6, 5, 4, dtype=torch.bfloat16), _numbers(3, 100), _numbers(2)]
+    before, tensors = [tensor.double() for tensor in live], _written(*live)
+    staging = Staging(300, pinned=False)
+    assert staging.nbytes == 384
+    places: list[int] = []
+
+    def drain() -> None:
+        for each in staging.drain():
+            time.sleep(0.001)
+            places.append(each.tensor.data_ptr())
+            assert each.tensor.numel() * each.tensor.element_size() <= staging.nbytes // 2
+            found.append(Written(each.key, each.shape, each.box, each.tensor.clone()))
+
+    found: list[Written] = []
+    thread = _in_thread(drain)
+    staging.fill(tensors)
+    for tensor in live:  # fill has returned: all that is needed is copied, written or not
+        tensor.zero_()
+    thread.join(SECONDS)
+    whole = _put_together(found)
+    assert [torch.equal(whole[f"main/{number}"], old) for number, old in enumerate(before)] == [True] * 5
+    assert max(places) - min(places) < staging.nbytes
+    assert len(found) > 8
+
+
+def test_staging_when_nobody_drains_then_fill_waits_with_two_waves_in_the_buffer() -> None:
+    tensors = _written(*(_numbers(16) + 100 * number for number in range(5)))  # 64 bytes each, and a half of 64
+    staging = Staging(128, pinned=False)
+    thread = _in_thread(lambda: staging.fill(tensors))
+    thread.join(A_MOMENT)
+    assert thread.is_alive()
+    drain = staging.drain()
+    first = next(drain)
+    thread.join(A_MOMENT)
+    assert thread.is_alive()  # the first is still being written
+    assert torch.equal(first.tensor, tensors[0].tensor)
+    rest = [each.tensor.clone() for each in drain]
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert all(map(torch.equal, rest, [each.tensor for each in tensors[1:]]))
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before it fills", "while it waits"])
+@pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
+def test_staging_when_discarded_then_the_thread_that_fills_returns(is_early: bool, nbytes: int) -> None:
+    tensors = _written(*(_numbers(16) for _ in range(20)))
+    staging = Staging(nbytes, pinned=False)
+    if is_early:
+        staging.discard()
+    thread = _in_thread(lambda: staging.fill(tensors))
+    if not is_early:
+        thread.join(A_MOMENT)
+        next(staging.drain())
+        staging.discard()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
+def test_staging_when_a_copy_fails_then_both_threads_have_the_error(nbytes: int) -> None:
+    tensors = _written(_numbers(16), torch.empty(16, device="meta"), _numbers(16))
+    staging = Staging(nbytes, pinned=False)
+    errors: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            list(staging.drain())
+        except NotImplementedError as error:
+            errors.append(error)
+
+    thread = _in_thread(drain)
+    with pytest.raises(NotImplementedError) as raised:
+        staging.fill(tensors)
+    thread.join(SECONDS)
+    assert errors == [raised.value]
+
+
+@pytest.mark.parametrize("most_nbytes", [4, 8, 12, 64, 100, 1000])
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 9), (5, 3), (1, 1, 31), (3, 1, 4), (2, 3, 5), (4, 64)])
+def test_split_when_a_tensor_is_too_large_then_its_parts_are_small_and_all_of_it(
+    shape: tuple[int, ...], most_nbytes: int
+) -> None:
+    offsets = tuple(10 * dim for dim in range(len(shape)))
+    tensor = _numbers(*shape)
+    parts = list(split(Written("main/w", (100,) * len(shape), Box(offsets, shape), tensor), most_nbytes))
+    assert all(part.tensor.numel() * 4 <= most_nbytes for part in parts)
+    assert all(part.box.sizes == tuple(part.tensor.shape) for part in parts)
+    found = torch.full(shape, math.nan)
+    for part in parts:
+        target = found[part.box.relative_to(offsets).as_slices()]
+        assert target.isnan().all()
+        target.copy_(part.tensor)
+    assert torch.equal(found, tensor)
+    # As few cuts as the first dimension allows: a row is cut only where it is too large itself.
+    row_nbytes = math.prod(shape[1:]) * 4
+    if row_nbytes <= most_nbytes:
+        assert len(parts) == math.ceil(shape[0] / (most_nbytes // row_nbytes))
+
+
+# The thread, in a world of one rank.
+
+
+class Gate:
+    """A disk that writes nothing before it is opened, and what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        write = disk.write
+
+        def gated(file: Any, data: bytes | memoryview) -> None:
+            self.reached.set()
+            assert self.opened.wait(SECONDS), "the gate was never opened"
+            write(file, data)
+
+        monkeypatch.setattr(disk, "write", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()  # threads of a test that failed
+
+
+@dataclass(frozen=True)
+class Training:
+    """One rank, whose state says which save it is from."""
+
+    numbered: Numbered
+    saver: BackgroundSaver
+    folder: Path
+    reader: World
+
+    @classmethod
+    def of(cls, folder: Path, most_nbytes: int = 1 << 20) -> Training:
+        return cls(Numbered(World.of(TINY)), BackgroundSaver(ONE_RANK, most_nbytes), folder, World.of(TINY))
+
+    @property
+    def model(self) -> WholeModel:
+        return self.numbered.world.ranks[0].model
+
+    def save(self, number: int, folder: Path | None = None, then: Callable[[], None] = lambda: None) -> None:
+        self.numbered.become(number)
+        self.saver.save(folder or self.folder, self.model, then)
+
+    def read(self, folder: Path | None = None) -> int:
+        return number_in(folder or self.folder, self.reader)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return Training.of(tmp_path / "checkpoint")
+
+
+def _full(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("most_nbytes", [1 << 20, 128], ids=["at once", "in waves"])
+def test_save_when_it_returns_then_the_state_may_change_and_the_checkpoint_has_the_old_one(
+    most_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training.of(tmp_path / "checkpoint", most_nbytes)
+    if most_nbytes > 1000:  # in waves the disk is needed to come to the last one
+        gate = Gate(monkeypatch)
+        training.save(1)
+        assert not is_checkpoint(training.folder)
+    else:
+        training.save(1)
+    training.numbered.become(2)
+    if most_nbytes > 1000:
+        gate.opened.set()
+    training.saver.finish()
+    assert training.read() == 1
+    assert leftovers(training.folder) == set()
+
+
+def test_save_when_one_is_under_way_then_it_waits_for_it(training: Training, gate: Gate, tmp_path: Path) -> None:
+    training.save(1)
+    second = _in_thread(lambda: training.save(2, tmp_path / "second"))
+    second.join(A_MOMENT)
+    assert second.is_alive()
+    assert not (tmp_path / "second").exists()
+    gate.opened.set()
+    second.join(SECONDS)
+    assert training.read() == 1
+    training.saver.finish()
+    assert training.read(tmp_path / "second") == 2
+
+
+def test_save_when_it_goes_to_the_same_folder_then_the_checkpoint_before_is_there_until_the_new_one_is(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(1)
+    training.saver.finish()
+    gate = Gate(monkeypatch)
+    training.save(2)
+    assert gate.reached.wait(SECONDS)
+    assert training.read() == 1
+    gate.opened.set()
+    training.saver.finish()
+    assert training.read() == 2
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "replace"])
+def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_before_stays(
+    call: str, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(1)
+    training.saver.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, call, _full)
+        training.save(2)  # says nothing
+        with pytest.raises(CheckpointError) as raised:
+            training.save(3)
+    assert str(raised.value).startswith("Invalid ")
+    assert "No space left on device" in str(raised.value)
+    assert training.read() == 1
+    assert leftovers(training.folder) == set()
+    training.saver.finish()  # it is said once
+    training.save(4)
+    training.saver.finish()
+    assert training.read() == 4
+
+
+def test_save_when_the_disk_fails_in_waves_then_training_is_not_held_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state of many waves: the thread that filled the buffer would wait for one that does not write any more."""
+    for call in ("create", "write"):
+        training = Training.of(tmp_path / call, 64)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, call, _full)
+            thread = _in_thread(lambda training=training: training.save(1))  # type: ignore[misc]
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            training.saver.finish()
+        assert not is_checkpoint(training.folder)
+
+
+def test_save_when_the_copy_fails_then_the_next_call_raises_it(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*arguments: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    training.save(1)
+    training.saver.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_copied", out_of_memory)
+        training.save(2)
+        with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+            training.saver.finish()
+    assert training.read() == 1
+    assert leftovers(training.folder) == set()
+
+
+def test_then_when_the_checkpoint_is_there_then_called_once_in_the_thread(training: Training, gate: Gate) -> None:
+    seen: list[tuple[bool, str]] = []
+    training.save(1, then=lambda: seen.append((is_checkpoint(training.folder), threading.current_thread().name)))
+    assert seen == []
+    gate.opened.set()
+    training.saver.finish()
+    assert seen == [(True, "megatron_distopt save")]
+
+
+def test_then_when_the_save_fails_then_not_called(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(disk, "write", _full)
+    training.save(1, then=lambda: seen.append(1))
+    with pytest.raises(CheckpointError):
+        training.saver.finish()
+    assert seen == []
+
+
+def test_then_when_it_fails_then_the_next_call_raises_and_the_checkpoint_is_there(training: Training) -> None:
+    def fail() -> None:
+        raise OSError("no such folder")
+
+    training.save(1, then=fail)
+    with pytest.raises(OSError, match=r"^no such folder$"):
+        training.saver.finish()
+    assert training.read() == 1
+
+
+def test_finish_when_nothing_is_saved_then_returns(training: Training) -> None:
+    training.saver.finish()
+    training.save(1)
+    training.saver.finish()
+    training.saver.finish()
+    assert training.read() == 1
+
+
+def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Training.of(training.folder)
+    training.save(1)
+    with pytest.raises(CheckpointError) as raised:
+        other.save(2)
+    assert str(raised.value) == (
+        f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written by one run at a time. "
+        "Give each run a --save folder of its own."
+    )
+    training.saver.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", _full)
+        training.save(3)
+        with pytest.raises(CheckpointError, match="No space left"):
+            training.saver.finish()
+    other.save(4)
+    other.saver.finish()
+    assert training.read() == 4
+
+
+def test_buffer_when_saves_succeed_then_used_again_and_after_a_failure_dropped(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = Staging.__init__
+
+    def counted(staging: Staging, nbytes: int, *, pinned: bool) -> None:
+        made.append(nbytes)
+        make(staging, nbytes, pinned=pinned)
+
+    monkeypatch.setattr(Staging, "__init__", counted)
+    for number in (1, 2, 3):
+        training.save(number)
+    training.saver.finish()
+    assert len(made) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", _full)
+        training.save(4)
+        with pytest.raises(CheckpointError):
+            training.saver.finish()
+    training.save(5)
+    training.saver.finish()
+    assert len(made) == 2
+    assert training.read() == 5
+
+
+# The end of the process.
+
+SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    from megatron_distopt.checkpoint import disk, is_checkpoint
+    from tests.checkpoint.test_background import Training, _full
+
+    write = disk.write
+
+    def slow_or_full(file, data):
+        if "full" in str(file.name):
+            _full()
+        time.sleep(0.01)
+        write(file, data)
+
+    disk.write = slow_or_full
+    trainings = [Training.of(Path(sys.argv[1]) / name) for name in ("slow", "full")]
+    for training in trainings:
+        training.save(1)
+        training.numbered.become(2)
+    print([is_checkpoint(training.folder) for training in trainings])
+"""
+
+
+def test_exit_when_saves_are_under_way_then_waits_for_them_and_says_what_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[False, False]\n")
+    assert number_in(tmp_path / "slow", World.of(TINY)) == 1
+    assert not is_checkpoint(tmp_path / "full")
+    said = f"checkpoint {tmp_path / 'full'} was not saved: Invalid file {tmp_path / 'full'}"
+    assert [line[: len(said)] for line in done.stderr.splitlines()] == [said]
+
+
+def _save_and_end(folder: str) -> None:
+    write = disk.write
+
+    def slow(file: Any, data: bytes | memoryview) -> None:
+        time.sleep(0.005)
+        write(file, data)
+
+    disk.write = slow
+    Training.of(Path(folder)).save(1)
+    os.write(2, f"{is_checkpoint(Path(folder))}".encode())
+
+
+def test_exit_when_multiprocessing_started_the_process_then_waits_for_the_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch.multiprocessing.spawn starts ranks so; before Python 3.13 such a process runs no atexit handler."""
+    process = multiprocessing.get_context("fork").Process(target=_save_and_end, args=(str(tmp_path / "checkpoint"),))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    assert capfd.readouterr().err == "False"
+    assert number_in(tmp_path / "checkpoint", World.of(TINY)) == 1
+
+
+def test_exit_when_the_disk_hangs_then_says_after_a_while_that_nothing_was_saved(
+    training: Training, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_SECONDS_AT_EXIT", 0.2)
+    training.save(1)
+    with caplog.at_level(logging.ERROR, logger="megatron_distopt"):
+        training.saver._at_exit()
+    assert caplog.messages == [f"checkpoint {training.folder} was not saved: not finished within 0 s"]
+
+
+# Two ranks.
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a call raised on this rank, and what the folder holds afterwards."""
+
+    kind: str
+    text: str
+    number: int
+    left: frozenset[str]
+
+
+class TwoRanks:
+    """One of them."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder, self.everyone = rank, folder, Group.of()
+        self.numbered, self.reader = Numbered(World.of(TINY, dp=2)), World.of(TINY)
+        self.saver = BackgroundSaver(self.everyone, 1 << 20)
+
+    def save(self, number: int) -> None:
+        self.numbered.become(number)
+        self.saver.save(self.folder, self.numbered.world.ranks[self.rank].model, lambda: None)
+
+    def ended(self, call: Callable[[], object]) -> Ended:
+        try:
+            call()
+            kind, text = "nothing", ""
+        except Exception as error:  # noqa: BLE001 - the test says which one it must be
+            kind, text = type(error).__name__, str(error)
+        # The first rank has removed what failed before it raised; the second looks when it has.
+        time.sleep(0.0 if self.rank == 0 else A_MOMENT)
+        return Ended(kind, text, number_in(self.folder, self.reader), frozenset(leftovers(self.folder)))
+
+
+def _fails_for(suffix: str) -> Callable[[Path], Any]:
+    create = disk.create
+
+    def fail(path: Path) -> Any:
+        return _full() if path.name.endswith(suffix) else create(path)
+
+    return fail
+
+
+def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
+    ranks, found = TwoRanks(rank, Path(folder)), {}
+    ranks.save(1)
+    found["saved"] = ranks.ended(ranks.saver.finish)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(disk, "create", _fails_for(".distcp"))
+        ranks.save(2)
+        found["failed"] = ranks.ended(lambda: ranks.save(3))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(disk, "create", _fails_for(""))  # it cannot even write that it has failed
+        ranks.save(4)
+        found["failed mutely"] = ranks.ended(ranks.saver.finish)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            read = saving.read_part
+            patch.setattr(saving, "read_part", lambda folder, of, number: None if number else read(folder, of, number))
+            patch.setattr(saving, "_SECONDS_TO_APPEAR", A_MOMENT)
+        ranks.save(5)
+        found["not shared"] = ranks.ended(ranks.saver.finish)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(disk, "replace", _full)
+        ranks.save(6)
+        found["not committed"] = ranks.ended(lambda: ranks.save(7))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            sync = disk.sync
+            patch.setattr(disk, "sync", lambda file: (time.sleep(A_MOMENT), sync(file)))
+        ranks.save(8)
+        ranks.numbered.become(9)
+        found["one is slow"] = ranks.ended(ranks.saver.finish)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Ended]]]:
+    folder = tmp_path_factory.mktemp("two") / "checkpoint"
+    return folder, run_ranks(_two_ranks, 2, str(folder), seconds=120)
+
+
+Two = tuple[Path, list[dict[str, Ended]]]
+
+
+def _told(rank: int, text: str) -> str:
+    return f"Invalid save: rank {rank} refused with «{text}». Must pass on all 2 ranks. Mend what that rank reports."
+
+
+@pytest.mark.parametrize(("name", "number"), [("saved", 1), ("one is slow", 8)])
+def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(name: str, number: int, two: Two) -> None:
+    assert [each[name] for each in two[1]] == [Ended("nothing", "", number, frozenset())] * 2
+
+
+@pytest.mark.parametrize("name", ["failed", "failed mutely"])
+def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_before_stays(name: str, two: Two) -> None:
+    folder, (first, second) = two
+    assert second[name].kind == "CheckpointError"
+    assert second[name].text.startswith(f"Invalid file {folder}/")
+    assert second[name].text.endswith(
+        "-00001.distcp: [Errno 28] No space left on device. Must be writable. "
+        "Free space there, or save elsewhere; the last checkpoint is untouched."
+    )
+    assert (first[name].kind, first[name].text) == ("RanksDisagreeError", _told(1, second[name].text))
+    assert [(each[name].number, each[name].left) for each in two[1]] == [(1, frozenset())] * 2
+
+
+def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waiting(two: Two) -> None:
+    folder, (first, second) = two
+    text = (
+        f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
+        "Give a --save folder on a shared disk."
+    )
+    assert first["not shared"] == Ended("CheckpointError", text, 1, frozenset())
+    assert second["not shared"] == Ended("RanksDisagreeError", _told(0, text), 1, frozenset())
+
+
+def test_two_ranks_when_the_commit_fails_then_both_raise_in_the_next_save(two: Two) -> None:
+    folder, (first, second) = two
+    text = (
+        f"Invalid checkpoint {folder}: [Errno 28] No space left on device. Must be writable. "
+        "Free space there, or save elsewhere; the checkpoint there is the one before, or this one."
+    )
+    assert first["not committed"] == Ended("CheckpointError", text, 1, frozenset())
+    assert second["not committed"] == Ended("RanksDisagreeError", _told(0, text), 1, frozenset())

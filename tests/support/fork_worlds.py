@@ -1,0 +1,114 @@
+"""The small fork of 2023 in one spawn: worlds of several sizes one after the other, and what a run of it holds.
+
+A process costs seconds and a training a tenth of one, so the ranks of one spawn form world after world:
+
+    fork = ForkInWorlds("a2", rank, folder, ranks=6)
+    if fork.enters(2):                      # the first two of them; the others wait in the next world that they are in
+        run = fork.train("--bf16", "--train-iters", "4")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.mini_fork import MiniFork, TrainingRun
+
+
+class ForkInWorlds:
+    """The fork in one rank, quiet.
+
+    Args:
+        era: "a1" or "a2".
+        rank: of this process in the spawn.
+        folder: that all ranks share.
+        ranks: of the spawn.
+    """
+
+    def __init__(self, era: str, rank: int, folder: str, *, ranks: int) -> None:
+        self.rank, self.folder = rank, Path(folder)
+        self.fork = MiniFork.imported(era=era, adam="fused")
+        self._worlds, self._ranks = 0, ranks
+
+    def enters(self, size: int) -> bool:
+        """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
+        self._worlds += 1
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.rank >= size:
+            return False  # it waits in the next world that it is part of
+        sizes = {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), **sizes)
+        store = dist.FileStore(str(self.folder / f"world{self._worlds}"), size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=200))
+        return True
+
+    def leaves(self) -> None:
+        """Collective: all ranks of the spawn meet again, as `run_ranks` expects it."""
+        self.enters(self._ranks)
+
+    def train(self, *words: str, ours: bool = True) -> TrainingRun:
+        """Collective: the fork's own `pretrain`."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            return self.fork.train(*words, ours=ours)
+
+
+def held(run: TrainingRun) -> dict[str, Any]:
+    """Copies of all that training goes on from, of an optimizer of ours."""
+    optimizer, sharded = run.optimizer, run.optimizer.sharded
+    return copy.deepcopy(
+        {
+            "params": {name: param.detach() for name, param in run.model[0].named_parameters()},
+            "main": [each.main.detach() for each in sharded.runs],
+            "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.runs],
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+            "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
+            "skipped": sharded.num_skipped,
+        }
+    )
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit for bit, through dicts and lists."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """What a rank raised, and whether all that it held was the same afterwards."""
+
+    kind: str
+    text: str
+    unchanged: bool
+
+
+def refusal(run: TrainingRun, call: Callable[[], object]) -> Refused:
+    """What came of a call that may change what a run holds."""
+    before, (kind, text) = held(run), raised(call)
+    return Refused(kind, text, same(held(run), before))
+
+
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    """Class and text. The fork leaves with sys.exit where it gives up."""
+    try:
+        call()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the test says which one it must be
+        return type(error).__name__, str(error)
+    return "nothing", ""
