@@ -42,8 +42,8 @@ TRIED = (
         "megatron-core (PyPI)",
         "0.16.1",
         "`tests/hosts/`: GPTModel, DP, TP, PP, virtual PP and products up to 4 ranks, fp32, bf16, fp16, with the "
-        "host's overlaps; checkpoints at another layout, ours and through its `dist_checkpointing`; `scripts/quickstart.sh` "
-        "with both launchers",
+        "host's overlaps; checkpoints at another layout, ours and through its `dist_checkpointing`; "
+        "`scripts/quickstart.sh` with both launchers",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
         "2026-11-21",
         "passes",

@@ -218,7 +218,6 @@ def test_open_when_the_files_do_not_say_where_params_are_then_they_follow_one_an
     def change(name: str, content: Any) -> None:
         content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
 
-    pytest.importorskip("deepspeed")
     source = deepspeed_zero.open_deepspeed_zero(rewritten(step_folder(folder, "stage 1"), tmp_path / "old", change))
     check(source, live.state["stage 1"])
 
@@ -229,7 +228,6 @@ def test_open_when_params_were_dealt_out_and_nobody_says_where_then_it_is_refuse
     def change(name: str, content: Any) -> None:
         content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
 
-    pytest.importorskip("deepspeed")
     path = rewritten(step_folder(folder, "stage 2"), tmp_path / "old", change)
     assert refused(path) == (
         f"Invalid checkpoint {path}: round_robin_gradients without param_slice_mappings. "
@@ -260,7 +258,6 @@ PATTERNS = {
 
 
 def test_open_when_params_are_cut_then_patterns_put_them_together(folder: Path, live: Live, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     path = tensor_parallel(step_folder(folder, "stage 1"), tmp_path / "tp", PATTERNS)
     source, state = deepspeed_zero.open_deepspeed_zero(path), live.state["stage 1"]
     for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -282,7 +279,6 @@ def command(path: Path) -> str:
 
 
 def test_open_when_nobody_says_how_params_are_cut_then_it_is_refused(folder: Path, live: Live, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
     path = tensor_parallel(step_folder(folder, "stage 1"), tmp_path / "tp", None)
     assert refused(path) == (
         f"Invalid checkpoint {path}: 2 tensor-parallel slices. Must say how params are cut, in an entry "
@@ -302,7 +298,6 @@ def test_open_when_nobody_says_how_params_are_cut_then_it_is_refused(folder: Pat
 def test_open_when_slices_are_no_parts_of_one_dimension_then_it_is_refused(
     folder: Path, live: Live, tmp_path: Path, key: str, entry: Any
 ) -> None:
-    pytest.importorskip("deepspeed")
     path = tensor_parallel(step_folder(folder, "stage 1"), tmp_path / "tp", {**PATTERNS, key: entry})
     assert refused(path) == (
         f"Invalid checkpoint {path}: '0.bias', which is among {key}. "
@@ -315,7 +310,6 @@ def test_open_when_it_is_of_stage_3_then_it_is_refused(folder: Path, live: Live,
         if "optimizer_state_dict" in content:
             content["optimizer_state_dict"]["zero_stage"] = 3
 
-    pytest.importorskip("deepspeed")
     path = rewritten(step_folder(folder, "stage 1"), tmp_path / "stage3", change)
     assert refused(path) == f"Invalid checkpoint {path}: ZeRO stage 3. Must be of stage 1 or 2. {command(path)}"
 
@@ -325,7 +319,6 @@ def test_open_when_experts_have_other_ranks_then_it_is_refused(folder: Path, liv
         if "optimizer_state_dict" in content:
             content["optimizer_state_dict"]["partition_count"] = [2, 1]
 
-    pytest.importorskip("deepspeed")
     path = rewritten(step_folder(folder, "stage 1"), tmp_path / "experts", change)
     assert refused(path) == (
         f"Invalid checkpoint {path}: param groups over [1, 2] ranks. Must have all param groups over the same ranks. "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.exchange.foreign import open_foreign
 from megatron_distopt.checkpoint.exchange.groups import Kept, kept_in
 from megatron_distopt.checkpoint.exchange.model_file import MODEL, ModelFile, open_model_files
 from megatron_distopt.checkpoint.exchange.native_a1 import is_a1, read_a1, write_a1
@@ -45,7 +46,7 @@ class Converted:
     """What `convert` did.
 
     Args:
-        found: format of what was read; one of `TARGETS`.
+        found: format of what was read; one of `TARGETS`, or another software's.
         written: format of what was written.
         path: of it.
         is_iteration: whether it holds model files too, so that a fork can load it.
@@ -98,6 +99,10 @@ def _open(path: Path, resume_step: int | None) -> _Opened:
         source = open_torch_file(path)
         _check_step(source, resume_step, path)
         return _Opened(source, "torch")
+    foreign = open_foreign(path)
+    if foreign is not None:
+        _check_step(foreign[1], resume_step, path)
+        return _Opened(foreign[1], foreign[0])
     files = open_model_files(path)
     for written_as, is_so, read in _FORMATS:
         if files and is_so(files[0]):

@@ -28,7 +28,6 @@ _MODEL = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"(?P<before>(?:encoder|decoder)\.layers\.)(?P<number>\d+)(?P<after>\..+)")
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Params of layers that are cut, by the ends of their names; column-parallel ones along the rows, others along columns.
 _VOCABULARY = (".word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _COLUMNS = tuple(

@@ -20,7 +20,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "open_dcp"]
+__all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "Stored", "open_dcp"]
 
 METADATA = ".metadata"
 _REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+from megatron_distopt.hosts.megatron_core.sharded import HEAD
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
 from megatron_distopt.optimizer import Verdict
 
@@ -23,6 +25,16 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     def ours(self) -> Sequence[DistributedOptimizer]:
         """All of them."""
         return self.chained_optimizers
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each.
+
+        Raises: as the optimizer's.
+        """
+        if isinstance(state_dict, Mapping) and HEAD in state_dict:
+            self.load_sharded(state_dict)
+        else:
+            super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self) -> StepOfHost:

@@ -6,15 +6,18 @@ its training loop calls for checkpoints of its first kind, `sharded_state_dict` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_distopt.checkpoint import is_checkpoint, load_checkpoint
+from megatron_distopt.checkpoint import is_checkpoint
+from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.hosts.megatron_core.sharded import load_sharded_state, state_to_load, state_to_save
 from megatron_distopt.hosts.megatron_core.whole import whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.optimizer import count_updates
@@ -56,39 +59,77 @@ class CheckpointCalls:
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
 
         Args:
-            folder: of the checkpoint, the same on all ranks.
+            folder: of the checkpoint, the same on all ranks; also one that the host's own optimizer wrote.
 
         Raises:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
-        load_checkpoint(Path(folder), whole_model_of(self.ours()), Group.of())
-        for chunk in dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks):
+        with self._new_params():
+            load_any(Path(folder), whole_model_of(self.ours()), Group.of(), resume_step=self._resume_step)
+
+    def load_sharded(self, state: Mapping[str, Any]) -> None:
+        """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params.
+
+        Raises: as `load`.
+        """
+        with self._new_params():
+            load_sharded_state(whole_model_of(self.ours()), state, Group.of())
+
+    @contextmanager
+    def _new_params(self) -> Iterator[None]:
+        """Collective: gathers the params that the block has written.
+
+        A gather that is in flight is ended first: it would write over them, and the host would take it for ours.
+        """
+        chunks = list(dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks))
+        for group in [each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]:
+            if group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
+        yield
+        for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: `save`, into a folder beside the file that the host chose."""
-        self.save(self._folder(filename))
+        self.save(folder_beside(exchange(filename, Group.of())[0]))
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Collective: `load`, from the folder beside the file that the host names.
+        """Collective: `load`, from the folder beside the file that the host names, or from that file.
 
         Args:
             filename: of the host, another one on every tensor- and pipeline-parallel rank.
             update_legacy_format: kept for the host.
         """
-        folder = self._folder(filename)
-        if not exchange(is_checkpoint(folder), Group.of())[0]:
+        first = exchange(filename, Group.of())[0]
+        folder = folder_beside(first)
+        found = exchange((is_checkpoint(folder), Path(first).exists()), Group.of())[0]
+        if not any(found):
             raise not_found(folder, filename)
-        self.load(folder)
+        # The host's own has a file in each folder of a model-parallel rank; all of them together are opened.
+        self.load(folder if found[0] else folder.parent)
 
-    def _folder(self, filename: str) -> Path:
-        return folder_beside(exchange(filename, Group.of())[0])
+    @property
+    def _resume_step(self) -> int | None:
+        return self.ours()[0].sharded.config.resume_step
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        _refuse("sharded_state_dict")
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any] | None = None,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Collective: the state of this rank, for `dist_checkpointing` to save or to fill, see sharded.py.
+
+        Args:
+            model_sharded_state_dict: kept for the host; our names come from the model itself.
+            is_loading: whether the host fills it.
+            sharding_type, metadata: kept for the host; there is one format, for any layout.
+        """
+        model = whole_model_of(self.ours())
+        return state_to_load(model) if is_loading else state_to_save(model, Group.of())
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: nothing is gathered on one rank."""

@@ -27,6 +27,7 @@ from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
+from megatron_distopt.hosts.megatron_core.sharded import HEAD
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
     GradStats,
@@ -239,20 +240,22 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes `state_dict()` or this rank's `local_state_dict()` back.
+        """Collective: takes back `state_dict()`, `sharded_state_dict()` or this rank's `local_state_dict()`.
 
         Raises:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
+        if HEAD in state_dict:
+            self.load_sharded(state_dict)
+            return
         if "param_shards" not in state_dict:
             raise_together(lambda: check_head(self, state_dict), self._stats_group, "load")
             load_head(self, state_dict)
             return
         raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._stats_group, "load")
-        load_local_state_dict(self.sharded, state_dict)
-        for chunk in self.model_chunks:
-            chunk.start_param_sync(force_sync=True)
+        with self._new_params():
+            load_local_state_dict(self.sharded, state_dict)
 
     def offload_to_cpu(self) -> NoReturn:
         """Refused: an fp32 main param is a view of the host's param buffer and cannot move away from it."""
