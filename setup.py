@@ -32,6 +32,6 @@ setup(
         "deepspeed": DEEPSPEED,
         "megatron-core": MEGATRON_CORE,
         "quickstart": QUICKSTART,
-        "dev": [*QUICKSTART, "pytest", "hypothesis", "ruff", "mypy"],
+        "dev": [*QUICKSTART, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt import config, errors
+from megatron_distopt import errors
 from megatron_distopt.hosts.era_a import facts as era_a
 from megatron_distopt.hosts.generations import GENERATIONS
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
@@ -49,17 +49,9 @@ def _fields() -> tuple[str, ...]:
 
 #: What the first arguments stand for that are no text in the call.
 STANDS_FOR = {
-    ("config.py", "name"): (
-        *_constants_given_to(config, "_check_choice", "_whole_number"),
-        *("lr", "weight_decay", "eps", "momentum", "clip_grad", "growth_interval", "hysteresis"),
-    ),
     ("comm/agree.py", "field.what"): _fields(),
     ("hosts/era_a/adapter.py", "str(SEAM)"): (str(era_a.SEAM),),
     ("hosts/megatron_core/adapter.py", "str(SEAM)"): (str(megatron_core.SEAM),),
-    ("hosts/megatron_core/checkpoint.py", "call"): (
-        *("sharded_state_dict", "save_parameter_state", "load_parameter_state"),
-        *("get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"),
-    ),
     ("hosts/megatron_core/config.py", "refused.option"): tuple(refused.option for refused in REFUSED),
     ("hosts/seams.py", "str(self)"): _SEAMS,
     ("hosts/source/found.py", "str(self.seam)"): _SEAMS,
@@ -91,7 +83,7 @@ def _trees() -> dict[Path, ast.Module]:
 
 def _refusals(file: Path) -> Iterator[Refusal]:
     name = file.relative_to(PACKAGE).as_posix()
-    for function in [node for node in ast.walk(_trees()[file]) if isinstance(node, ast.FunctionDef)]:
+    for function in _functions(_trees()[file]):
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "refusal":
                 # The page has one word for what is the same in all of its rows.
@@ -109,41 +101,75 @@ def _whats(name: str, argument: ast.expr, function: ast.FunctionDef) -> tuple[st
     known = STANDS_FOR.get((name, ast.unparse(argument)))
     if known is not None:
         return tuple(map(re.escape, known))
-    pattern = _pattern(argument, function)
-    patterns = (pattern,) if pattern is not None else tuple(_given_by_callers(argument, function))
+    patterns = _patterns(argument, function) or tuple(_given_by_callers(argument, function, name))
     assert patterns, f"{name}: say in STANDS_FOR what {ast.unparse(argument)} stands for"
-    return patterns
+    return tuple(dict.fromkeys(patterns))
 
 
-def _given_by_callers(argument: ast.expr, called: ast.FunctionDef) -> Iterator[str]:
-    """Where the argument is a parameter of the function: what the package gives for it."""
-    parameters = [parameter.arg for parameter in called.args.args]
-    index = parameters.index(argument.id) if isinstance(argument, ast.Name) and argument.id in parameters else None
-    for tree in _trees().values() if index is not None else ():
-        for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+def _given_by_callers(argument: ast.expr, called: ast.FunctionDef, name: str) -> Iterator[str]:
+    """Where the argument is a parameter of the function: what the package gives for it.
+
+    Functions of several modules have the same name; one with an underscore is called in its own module alone.
+    """
+    parameters = [parameter.arg for parameter in called.args.args if parameter.arg not in ("self", "cls")]
+    if not (isinstance(argument, ast.Name) and argument.id in parameters):
+        return
+    for where, function, call in _calls().get(called.name, ()):
+        given = _given_in(call, called, argument.id, parameters.index(argument.id))
+        if given is not None and (where == name or not called.name.startswith("_")):
+            found = _patterns(given, function) or tuple(_given_by_callers(given, function, where))
+            assert found, f"{called.name} is called with {ast.unparse(given)}"
+            yield from found
+
+
+def _given_in(call: ast.Call, called: ast.FunctionDef, parameter: str, index: int) -> ast.expr | None:
+    """By position, by name or by default; None where the call is of another function of that name."""
+    by_name = [keyword.value for keyword in call.keywords if keyword.arg == parameter]
+    names, defaults = [each.arg for each in called.args.args], called.args.defaults
+    by_default = dict(zip(reversed(names), reversed(defaults), strict=False)).get(parameter)
+    return next(iter([*call.args[index : index + 1], *by_name]), by_default)
+
+
+@cache
+def _calls() -> dict[str, list[tuple[str, ast.FunctionDef, ast.Call]]]:
+    """By name of what is called: file, calling function and call."""
+    found: dict[str, list[tuple[str, ast.FunctionDef, ast.Call]]] = {}
+    for file, tree in _trees().items():
+        for function in _functions(tree):
             for call in [node for node in ast.walk(function) if isinstance(node, ast.Call)]:
-                if _name_of(call.func) == called.name and index is not None and len(call.args) > index:
-                    pattern = _pattern(call.args[index], function)
-                    given = [pattern] if pattern is not None else [*_given_by_callers(call.args[index], function)]
-                    assert given, f"{called.name} is called with {ast.unparse(call.args[index])}"
-                    yield from given
+                entry = (file.relative_to(PACKAGE).as_posix(), function, call)
+                found.setdefault(_name_of(call.func), []).append(entry)
+    return found
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
 def _pattern(argument: ast.expr, function: ast.FunctionDef) -> str | None:
     """A regular expression with the text of the argument; None where there is no text in it or in its assignment."""
+    patterns = _patterns(argument, function)
+    return f"(?:{'|'.join(patterns)})" if patterns else None
+
+
+def _patterns(argument: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
+    """The same, one for each text that the argument may have."""
     if isinstance(argument, ast.Constant):
-        return re.escape(str(argument.value))
+        return (re.escape(str(argument.value)),)
     if isinstance(argument, ast.JoinedStr):
         parts = [re.escape(part.value) if isinstance(part, ast.Constant) else r"\S.*" for part in argument.values]
-        return "".join(parts) if any(isinstance(part, ast.Constant) for part in argument.values) else None
+        return ("".join(parts),) if any(isinstance(part, ast.Constant) for part in argument.values) else ()
     if isinstance(argument, ast.Name):
-        texts = [pattern for value in _assigned(argument.id, function) if (pattern := _pattern(value, function))]
-        return f"(?:{'|'.join(dict.fromkeys(texts))})" if texts else None
-    return None
+        texts = [text for value in _assigned(argument.id, function) for text in _patterns(value, function)]
+        return tuple(dict.fromkeys(texts))
+    return ()
 
 
 def _assigned(name: str, function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """What a name stands for in the function: values of assignments, and items of a list that a loop goes through."""
     for node in ast.walk(function):
+        if isinstance(node, ast.For) and isinstance(node.iter, (ast.Tuple, ast.List)):
+            yield from node.iter.elts if isinstance(node.target, ast.Name) and node.target.id == name else ()
         for target in node.targets if isinstance(node, ast.Assign) else ():
             assert isinstance(node, ast.Assign)
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -172,6 +198,15 @@ def test_page_when_compared_with_the_source_then_every_refusal_is_there() -> Non
         if not any(re.fullmatch(pattern, span) for span in SPANS)
     ]
     assert not missing, "docs/errors.md lacks\n" + "\n".join(missing)
+
+
+def test_page_when_compared_with_the_source_then_no_message_is_left_over() -> None:
+    patterns = {re.compile(pattern) for refusal in every_refusal() for pattern in refusal.patterns}
+    first_columns = re.findall(r"^\| (`[^|]+) \|", PAGE, re.MULTILINE)
+    shown = {span for column in first_columns for span in re.findall(r"`([^`]+)`", column)} - set(errors.__all__)
+    left_over = [span for span in sorted(shown) if not any(pattern.fullmatch(span) for pattern in patterns)]
+    assert shown, "the page has no rows"
+    assert not left_over, "nothing in the package says\n" + "\n".join(left_over)
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "refusal"])

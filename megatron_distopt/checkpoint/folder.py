@@ -27,7 +27,16 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.dcp import metadata_of
-from megatron_distopt.checkpoint.manifest import FileRecord, Manifest, TensorRecord, from_text, join, overlap, to_text
+from megatron_distopt.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    check_written,
+    from_text,
+    join,
+    overlap,
+    to_text,
+)
 from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = [
@@ -134,10 +143,11 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
         parts: of all ranks, in order.
 
     Raises:
-        CheckpointError: elements are missing or there twice, or a file is not there as its rank wrote it.
+        CheckpointError: params or elements are missing or there twice, or a file is not there as its rank wrote it.
         OSError: the disk fails; the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
+    check_written(manifest)
     for key, record in manifest.tensors.items():
         _check_complete(key, record)
     for each in manifest.files:

@@ -29,6 +29,7 @@ __all__ = [
     "Manifest",
     "Scalar",
     "TensorRecord",
+    "check_written",
     "from_text",
     "join",
     "key_of",
@@ -44,9 +45,9 @@ _FORMAT = "megatron_distopt"
 _FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
 #: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
 MAIN = "main"
-#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, and the count
-#: has a place of its own.
-NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable")
+#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
+#: experts are spread over ranks, and the count has a place of its own.
+NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable", "is_expert_parallel")
 
 
 def key_of(kind: str, name: str) -> str:
@@ -196,6 +197,21 @@ def join(parts: Sequence[Manifest]) -> Manifest:
         files += part.files
     groups = _join_groups([group for part in parts for group in part.groups])
     return replace(parts[0], files=tuple(files), tensors=dict(sorted(tensors.items())), groups=groups)
+
+
+def check_written(manifest: Manifest) -> None:
+    """Whether every param of the groups has its values there.
+
+    Args:
+        manifest: of the whole model.
+
+    Raises:
+        CheckpointError
+    """
+    missing = [name for group in manifest.groups for name in group.names if key_of(MAIN, name) not in manifest.tensors]
+    if missing:
+        rule, remedy = "be written by one of the ranks that hold it", "Report this"
+        raise CheckpointError(refusal(f"param {missing[0]!r}", "written by no rank", rule, remedy))
 
 
 def _described(record: TensorRecord) -> str:

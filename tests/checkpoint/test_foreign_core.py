@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.exchange import core_native, torch_dist
+from megatron_distopt.checkpoint.exchange import core_native, open_any, torch_dist
 from megatron_distopt.checkpoint.manifest import name_of
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.errors import CheckpointError
@@ -275,6 +275,7 @@ def test_open_when_a_file_is_recognised_then_no_other_reader_claims_it(saved: Sa
         folder = saved.folder / case / kind
         assert torch_dist.recognises(folder) == (kind != NATIVE)
         assert core_native.recognises(folder) == (kind == NATIVE)
+        assert open_any(folder).tensors == opened(folder).tensors
 
 
 def test_write_when_the_source_is_megatron_cores_then_our_format_holds_the_same(saved: Saved, tmp_path: Path) -> None:

@@ -379,9 +379,28 @@ def get_parameters() -> Facts:
 
 
 def state_dict() -> Facts:
+    """What the host puts into its own files, of a run without a loss scale and of one with; then taken back."""
+    facts: Facts = {}
+    for name, case in (("bf16", BF16), ("fp16", FP16)):
+        with trained(case) as training:
+            state = copy.deepcopy(training.optimizer.state_dict())
+            groups = state["optimizer"]["param_groups"]
+            facts[name] = {
+                "keys": sorted(state),
+                "in optimizer": sorted(state["optimizer"]),
+                "in groups": [set(group) for group in groups],
+                "steps": [group["step"] for group in groups],
+            }
+            set_lr(training, 0.5)
+            training.optimizer.load_state_dict(state)
+            facts[name]["lr"] = [group["lr"] for group in training.optimizer.param_groups]
+    return facts
+
+
+def local_state_dict() -> Facts:
     """Two steps, then the same two again from the state that was kept before them."""
     with trained(BF16) as training:
-        kept = copy.deepcopy(training.optimizer.state_dict())
+        kept = copy.deepcopy(training.optimizer.chained_optimizers[0].local_state_dict())
         params = training.params()
         losses = [training.step().loss for _ in range(2)]
         training.optimizer.load_state_dict(kept)
@@ -449,7 +468,7 @@ def state_in_a_fresh_model() -> Facts:
     facts: Facts = {}
     for name, case in cases.items():
         with trained(case, steps=3) as training:
-            saved = copy.deepcopy(training.optimizer.state_dict())
+            saved = copy.deepcopy(training.optimizer.chained_optimizers[0].local_state_dict())
             wanted = training.params()
             losses = [training.step().loss for _ in range(2)]
         with trained(case, steps=0) as fresh:
@@ -472,13 +491,17 @@ def chain_of_two() -> Facts:
     case = Case("distopt", pp=2, vp=2, tied=False, **overlap)
     with closing(Training(case)) as training:
         chained = training.optimizer
-        facts: Facts = {"optimizers": len(chained.chained_optimizers)}
-        for call in ("save_parameter_state", "load_parameter_state", "sharded_state_dict"):
+        facts: Facts = {"optimizers": len(chained.chained_optimizers), "states": len(chained.state_dict())}
+        set_lr(training, 0.25)
+        states = copy.deepcopy(chained.state_dict())
+        set_lr(training, 0.5)
+        chained.load_state_dict(states)
+        facts["lr"] = {group["lr"] for group in chained.param_groups}
+        for call in ("get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"):
             try:
-                getattr(chained, call)({} if call == "sharded_state_dict" else "nowhere")
+                getattr(chained, call)()
             except megatron_distopt.errors.DistOptError as error:
                 facts[call] = (type(error).__name__, str(error))
-        facts["written"] = os.path.exists("nowhere")
     return facts
 
 
@@ -546,6 +569,7 @@ ALL: tuple[Callable[[], Facts], ...] = (
     param_data_lies_in_the_buffer,
     get_parameters,
     state_dict,
+    local_state_dict,
     frozen_after_wrapping,
     state_in_a_fresh_model,
     timers,

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.layout import ParamSpec, lay_out
-from tests.support.mini_fork import Iteration, MiniFork, TrainingRun, core_folder
+from tests.support.fork_worlds import ForkInWorlds, Refused, held, raised, refusal, same
+from tests.support.mini_fork import Iteration, TrainingRun, core_folder
 from tests.support.spawn import run_ranks
 
 RANKS, SAVED_AT, ITERATIONS = 4, 3, 6
@@ -62,33 +61,22 @@ PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",), "fp16
 # In the ranks.
 
 
-class _Fork:
-    """The fork in one rank, quiet, in worlds of one size after the other."""
+class _Fork(ForkInWorlds):
+    """With the distributed optimizer, to the last iteration if the words do not say otherwise."""
 
     def __init__(self, era: str, rank: int, folder: str) -> None:
-        self.rank, self.folder, self._worlds, self._size = rank, Path(folder), 0, RANKS
-        self._fork = MiniFork.imported(era=era, adam="fused")
-        self.format = "native"  # in A2; in A1 there is no other
-
-    def enters(self, size: int) -> bool:
-        """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
-        self._worlds += 1
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if self.rank >= size:
-            return False  # it waits in the next world that it is part of
-        sizes = {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), **sizes)
-        store = dist.FileStore(str(self.folder / f"world{self._worlds}"), size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=100))
-        return True
+        super().__init__(era, rank, folder, ranks=RANKS)
+        self.format = "native"  # in A2, for the fork's files; in A1 there is no other
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
-        """Collective: to the last iteration if the words do not say otherwise."""
+        """Collective."""
         to = () if "--train-iters" in words else ("--train-iters", str(ITERATIONS))
         files = ("--distopt-checkpoint-format", self.format) if ours else ()
-        with contextlib.redirect_stdout(io.StringIO()):
-            return self._fork.train("--use-distributed-optimizer", *files, *words, *to, ours=ours)
+        return super().train("--use-distributed-optimizer", *files, *words, *to, ours=ours)
+
+    def train_undistributed(self, *words: str) -> TrainingRun:
+        """Collective: without the flag, by the fork's own optimizer, to the iteration of the checkpoints."""
+        return super().train(*words, "--train-iters", str(SAVED_AT), ours=False)
 
     def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
         """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
@@ -135,66 +123,24 @@ class Continued:
 
 def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_AT) -> Continued:
     full = fork.train_and_save(folder, *words, at=at)
-    everything = _held(full)
+    everything = held(full)
     resumed = fork.train(*words, "--load", str(folder))
-    return Continued(full.iterations[at:], resumed.iterations, _same(everything, _held(resumed)))
+    return Continued(full.iterations[at:], resumed.iterations, same(everything, held(resumed)))
 
 
 def _resume_all(fork: _Fork, size: int) -> dict[str, Continued]:
+    cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
+    return {name: _resume(fork, words, fork.folder / name) for name, words in cases}
+
+
+def _resume_all_in_ours(fork: _Fork, size: int) -> dict[str, Continued]:
+    """In A2, where the default is a folder beside the fork's file."""
     fork.format = "distopt"
     try:
         cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
         return {name: _resume(fork, words, fork.folder / f"{name} in ours") for name, words in cases}
     finally:
         fork.format = "native"
-
-
-def _held(run: TrainingRun) -> dict[str, Any]:
-    """Copies of all that training goes on from, of an optimizer of ours."""
-    optimizer, sharded = run.optimizer, run.optimizer.sharded
-    model = run.model[0]
-    held = {
-        "params": {name: param.detach() for name, param in model.named_parameters()},
-        "main": [each.main.detach() for each in sharded.runs],
-        "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.runs],
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
-    }
-    return copy.deepcopy(held)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit, through dicts and lists."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """What a rank raised, and whether all that it held was the same afterwards."""
-
-    kind: str
-    text: str
-    unchanged: bool
-
-
-def _refusal(run: TrainingRun, call: Callable[[], object]) -> Refused:
-    before, (kind, text) = _held(run), _raised(call)
-    return Refused(kind, text, _same(_held(run), before))
-
-
-def _raised(call: Callable[[], object]) -> tuple[str, str]:
-    """Class and text. The fork leaves with sys.exit where it gives up."""
-    try:
-        call()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the test says which one it must be
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def _cross(
@@ -257,7 +203,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _loss_scales(fork: _Fork) -> dict[str, Any]:
-    """A scale in the checkpoint and none in the run, and the other way round."""
+    """A scale in the checkpoint and none in the run, the other way round, and one that has no state."""
     found = {}
     for name, words, has_one in (("with", FP16, True), ("without", ("--bf16",), False)):
         run = fork.train(*words)
@@ -266,9 +212,10 @@ def _loss_scales(fork: _Fork) -> dict[str, Any]:
         if has_one:
             del other["grad_scaler"]
         before = run.optimizer.get_loss_scale().item()
-        with _warnings() as texts:
-            run.optimizer.load_state_dict(other)
-        found[name] = (texts, run.optimizer.get_loss_scale().item() == before)
+        for how, head in ((name, other), (f"{name}, then constant", {**state, "grad_scaler": {}})):
+            with _warnings() as texts:
+                run.optimizer.load_state_dict(head)
+            found[how] = (texts, run.optimizer.get_loss_scale().item() == before)
     return found
 
 
@@ -284,10 +231,10 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
             ),
             "exact": _resume(fork, l2, ours),
             "exact, decoupled": _resume(fork, words, fork.folder / "torchs decoupled"),
-            "ours": _raised(lambda: fork.train(*l2, "--load", str(native))),
-            "another step": _raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
-            "same step": _raised(lambda: fork.open(ours, *l2, "--distopt-resume-step", str(SAVED_AT))),
-            "fork": _raised(lambda: fork.train(*words, "--load", str(native), ours=False)),
+            "ours": raised(lambda: fork.train(*l2, "--load", str(native))),
+            "another step": raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
+            "same step": raised(lambda: fork.open(ours, *l2, "--distopt-resume-step", str(SAVED_AT))),
+            "fork": raised(lambda: fork.train(*words, "--load", str(native), ours=False)),
         }
         opened = fork.open(native, *words, *RESUME_STEP).optimizer
         found["steps"] = {group["step"] for group in opened.state_dict()["optimizer"]["param_groups"]}
@@ -351,6 +298,75 @@ def _bad_heads(good: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _undistributed(fork: _Fork) -> dict[str, Any]:
+    """`state_dict()` of a bf16 run without the distributed optimizer, loaded whole and damaged."""
+    theirs, run = fork.train_undistributed("--bf16"), fork.train("--bf16")
+    good = theirs.optimizer.state_dict()
+    refused = {
+        name: refusal(run, lambda bad=bad: run.optimizer.load_state_dict(bad))
+        for name, bad in _bad_undistributed(copy.deepcopy(good)).items()
+    }
+    alone = good if fork.rank == 0 else {**good, "fp32_from_fp16_params": []}
+    refused["on rank 1 alone"] = refusal(run, lambda: run.optimizer.load_state_dict(alone))
+    run.optimizer.load_state_dict(copy.deepcopy(good))
+    without_file = raised(lambda: run.optimizer.load_parameter_state(str(fork.folder / "nowhere.pt")))
+    second = raised(lambda: run.optimizer.load_parameter_state(str(fork.folder / "nowhere.pt")))
+    return {
+        "refused": refused,
+        "taken": _is_state_of(run, theirs),
+        "groups": [group["step"] for group in run.optimizer.state_dict()["optimizer"]["param_groups"]],
+        "files": (without_file, second),
+    }
+
+
+def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
+    inner, mains = good["optimizer"], good["fp32_from_fp16_params"]
+    groups, states = inner["param_groups"], inner["state"]
+    first = groups[0]["params"][0]
+
+    def with_inner(**changes: Any) -> dict[str, Any]:
+        return {**good, "optimizer": {**inner, **changes}}
+
+    def with_first(**changes: Any) -> dict[str, Any]:
+        changed = {key: value for key, value in {**states[first], **changes}.items() if value is not None}
+        return with_inner(state={**states, first: changed})
+
+    return {
+        "param missing": with_inner(param_groups=[{**groups[0], "params": groups[0]["params"][1:]}, groups[1]]),
+        "main missing": {**good, "fp32_from_fp16_params": [mains[0][1:], mains[1]]},
+        "mains of a group missing": {**good, "fp32_from_fp16_params": mains[:1]},
+        "of an fp32 model": inner,
+        "shape of a main": {**good, "fp32_from_fp16_params": [[mains[0][0].t(), *mains[0][1:]], mains[1]]},
+        "shape of a moment": with_first(exp_avg=states[first]["exp_avg"].view(-1)),
+        "moment missing": with_first(exp_avg_sq=None),
+        "state missing": with_first(exp_avg=None, exp_avg_sq=None),
+        "step missing": with_inner(param_groups=[{k: v for k, v in g.items() if k != "step"} for g in groups]),
+        "group missing": with_inner(param_groups=groups[:1]),
+    }
+
+
+def _is_state_of(ours: TrainingRun, theirs: TrainingRun) -> bool:
+    """Whether every shard of our state is the fork's undistributed one, bit for bit."""
+    name_of = {param: name.replace("module.", "") for name, param in theirs.model[0].named_parameters()}
+    groups = zip(theirs.optimizer.float16_groups, theirs.optimizer.fp32_from_float16_groups, strict=True)
+    mains = {name_of[param]: main for halves, mains in groups for param, main in zip(halves, mains, strict=True)}
+    found = []
+    for run in ours.optimizer.sharded.runs:
+        for shard in run.run.shards:
+            main, kept = mains[shard.name], theirs.optimizer.optimizer.state[mains[shard.name]]
+            pairs = [(run.main, main)]
+            pairs += [
+                (ours.optimizer.sharded.inner.state[run.main][key], kept[key]) for key in ("exp_avg", "exp_avg_sq")
+            ]
+            found += [
+                torch.equal(run.cut(mine, shard).detach(), whole.detach().view(-1)[shard.in_param.as_slice()])
+                for mine, whole in pairs
+            ]
+    params = {name.replace("module.", ""): param for name, param in ours.model[0].named_parameters()}
+    found += [torch.equal(params[name], main.to(params[name].dtype)) for name, main in mains.items()]
+    return len(found) > len(mains) and all(found)
+
+
 def _reordered(good: Mapping[str, Any]) -> dict[str, Any]:
     """Groups the other way round, with values that tell them apart."""
     groups = copy.deepcopy(good["optimizer"]["param_groups"])
@@ -369,15 +385,13 @@ def _refusals_a2(fork: _Fork) -> dict[str, Any]:
     bad = _bad_files(good, fork.folder) if fork.rank == 0 else {}
     names: list[Any] = [list(bad.items())]
     dist.broadcast_object_list(names)
-    files = {
-        name: _refusal(run, lambda file=file: optimizer.load_parameter_state(str(file))) for name, file in names[0]
-    }
+    files = {name: refusal(run, lambda file=file: optimizer.load_parameter_state(str(file))) for name, file in names[0]}
     head = copy.deepcopy(optimizer.state_dict())
     heads = {
-        name: _refusal(run, lambda bad=bad: optimizer.load_state_dict(bad)) for name, bad in _bad_heads(head).items()
+        name: refusal(run, lambda bad=bad: optimizer.load_state_dict(bad)) for name, bad in _bad_heads(head).items()
     }
     alone = head if fork.rank == 0 else {}
-    heads["on rank 1 alone"] = _refusal(run, lambda: optimizer.load_state_dict(alone))
+    heads["on rank 1 alone"] = refusal(run, lambda: optimizer.load_state_dict(alone))
     optimizer.load_state_dict(_reordered(head))
     return {
         "files": files,
@@ -401,7 +415,7 @@ def _crash_while_saving(fork: _Fork, run: TrainingRun, good: Path) -> dict[str, 
 
     torch.save = crash
     try:
-        refused = _refusal(run, lambda: run.optimizer.save_parameter_state(str(file)))
+        refused = refusal(run, lambda: run.optimizer.save_parameter_state(str(file)))
     finally:
         torch.save = save
     kept = file.read_bytes() == before
@@ -413,7 +427,7 @@ def _crash_while_saving(fork: _Fork, run: TrainingRun, good: Path) -> dict[str, 
 def _mixed_native(fork: _Fork) -> dict[str, Any]:
     """What the fork's own optimizer leaves of a model with fp32 norms, and a file that looks as if it had."""
     words = ("--bf16", "--fp32-norms")
-    native = _raised(lambda: fork.train_and_save(fork.folder / "mixed native", *words, ours=False))
+    native = raised(lambda: fork.train_and_save(fork.folder / "mixed native", *words, ours=False))
     run = fork.train(*words)
     file, looks_native = (
         fork.folder / name for name in ("fp32 norms/iter_0000003/mp_rank_00/distrib_optim.pt", "m.pt")
@@ -423,11 +437,11 @@ def _mixed_native(fork: _Fork) -> dict[str, Any]:
         del state["megatron_distopt"]
         torch.save(state, looks_native)
     dist.barrier()
-    refused = _refusal(run, lambda: run.optimizer.load_parameter_state(str(looks_native)))
+    refused = refusal(run, lambda: run.optimizer.load_parameter_state(str(looks_native)))
     return {
         "native": native,
         "refused": refused,
-        "ours": _raised(lambda: run.optimizer.load_parameter_state(str(file))),
+        "ours": raised(lambda: run.optimizer.load_parameter_state(str(file))),
     }
 
 
@@ -436,7 +450,7 @@ def _refusal_of_one_slice(fork: _Fork) -> Refused:
     run = fork.train(*RESUMED["tp2 dp2"][1])
     folder = fork.folder / "tp2 dp2/iter_0000003" / f"mp_rank_{fork.rank % 2:02d}"
     file = folder / ("distrib_optim.pt" if fork.rank % 2 == 0 else "nowhere.pt")
-    return _refusal(run, lambda: run.optimizer.load_parameter_state(str(file)))
+    return refusal(run, lambda: run.optimizer.load_parameter_state(str(file)))
 
 
 def _other_sizes(fork: _Fork, size: int) -> tuple[Iteration, ...]:
@@ -458,22 +472,25 @@ def _collect_a2(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fork.enters(2):
         found["resumed"] = _resume_all(fork, 2)
+        found["resumed in ours"] = _resume_all_in_ours(fork, 2)
         found["crossed"] = {name: _cross(fork, name, words, _write_gathered) for name, words in PRECISIONS.items()}
         _of_same_kernel(fork)
         found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1)
         found["torch's adam"] = _torchs_adam(fork)
         found["refused"] = _refusals_a2(fork)
+        found["undistributed"] = _undistributed(fork)
         found["mixed"] = _mixed_native(fork)
         found["loss scales"] = _loss_scales(fork)
     for other in (4, 3, 1):
         if fork.enters(other):
             if other == 4:
                 found["resumed"] = {**found.get("resumed", {}), **_resume_all(fork, 4)}
+                found["resumed in ours"] = {**found.get("resumed in ours", {}), **_resume_all_in_ours(fork, 4)}
                 found["slice"] = _refusal_of_one_slice(fork)
             found[f"odd of {other}"] = _other_sizes(fork, other)
     if fork.enters(2):
         _back_to_two(fork)
-    fork.enters(RANKS)
+    fork.leaves()
     return found
 
 
@@ -490,7 +507,6 @@ def _bad_states(good: Mapping[str, Any], rank: int, others: Mapping[str, Any]) -
     return {
         "of the other rank": others,
         "of a gathered layout": {"optimizer": {"param_groups": groups}},
-        "of an undistributed 16-bit optimizer": {"optimizer": inner, "fp32_from_fp16_params": []},
         "without state": {**good, "optimizer": {"param_groups": groups}},
         "group missing": {**good, "optimizer": {**inner, "param_groups": groups[:1]}},
         "mains of a group missing": {**good, "shard_fp32_from_float16_groups": mains[:1]},
@@ -517,18 +533,18 @@ def _refusals_a1(fork: _Fork) -> dict[str, Any]:
     run, folder = fork.train("--bf16"), fork.folder / "bf16"
     good, others = _state_of_file(folder, fork.rank), _state_of_file(folder, 1 - fork.rank)
     refused = {
-        name: _refusal(run, lambda bad=bad: run.optimizer.load_state_dict(bad))
+        name: refusal(run, lambda bad=bad: run.optimizer.load_state_dict(bad))
         for name, bad in _bad_states(good, fork.rank, others).items()
     }
     reordered = _reordered(good)
     reordered["shard_fp32_from_float16_groups"] = good["shard_fp32_from_float16_groups"][::-1]
-    held = []
+    taken = []
     for state in (run.optimizer.state_dict(), reordered, good):
         run.optimizer.load_state_dict(copy.deepcopy(state))
-        held.append({**_held(run), "groups": None})
+        taken.append({**held(run), "groups": None})
         if state is reordered:
             eps = _eps_by_name(run.optimizer)
-    return {"states": refused, "eps": eps, "reordered": (_same(held[0], held[1]), _same(held[1], held[2]))}
+    return {"states": refused, "eps": eps, "reordered": (same(taken[0], taken[1]), same(taken[1], taken[2]))}
 
 
 def _collect_a1(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -549,13 +565,14 @@ def _collect_a1(rank: int, size: int, folder: str) -> dict[str, Any]:
             l2 = ("--bf16", "--distopt-decay", "l2")
             found["torch's adam"] = _resume(fork, l2, fork.folder / "torchs exact")
         found["refused"] = _refusals_a1(fork)
+        found["undistributed"] = _undistributed(fork)
         _mixed_own(fork)
     if fork.enters(4):
         found["resumed"] = {**found.get("resumed", {}), **_resume_all(fork, 4)}
         found["size 4"] = _other_size(fork)
     if fork.enters(1):
         found["size 1"] = _other_size(fork)
-    fork.enters(RANKS)
+    fork.leaves()
     return found
 
 
@@ -573,7 +590,7 @@ def _other_size(fork: _Fork) -> Refused:
     """The files of two ranks."""
     run = fork.train("--bf16")
     state = _state_of_file(fork.folder / "bf16", fork.rank % 2)
-    return _refusal(run, lambda: run.optimizer.load_state_dict(state))
+    return refusal(run, lambda: run.optimizer.load_state_dict(state))
 
 
 # In the test process.
@@ -628,8 +645,12 @@ def _unpadded(tensors: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_when_ours_saved_then_it_is_the_uninterrupted_run_bit_for_bit(name: str, era: Collected) -> None:
-    of_ranks = [resumed[name] for resumed in era.of_world("resumed") if name in resumed]
+@pytest.mark.parametrize(("era", "files"), [("a1", "resumed"), ("a2", "resumed"), ("a2", "resumed in ours")])
+def test_resume_when_ours_saved_then_it_is_the_uninterrupted_run_bit_for_bit(
+    name: str, era: str, files: str, request: pytest.FixtureRequest
+) -> None:
+    collected: Collected = request.getfixturevalue(era)
+    of_ranks = [resumed[name] for resumed in collected.of_world(files) if name in resumed]
     assert len(of_ranks) == RESUMED[name][0]
     assert len(of_ranks[0].resumed) == ITERATIONS - SAVED_AT
     assert of_ranks[0].resumed == of_ranks[0].uninterrupted
@@ -641,6 +662,24 @@ def test_resume_when_in_fp16_then_the_loss_scale_moves_before_and_after_the_chec
     resumed = era.ranks[0]["resumed"]["fp16"].resumed
     assert [each.loss_scale for each in resumed] == [2.0**17, 2.0**16, 2.0**16]
     assert [each.skipped for each in resumed] == [False, True, False]
+
+
+def test_save_when_in_ours_then_the_fork_has_no_file_and_the_folder_is_one_for_all_slices(a2: Collected) -> None:
+    for name in RESUMED:
+        iteration = a2.folder / f"{name} in ours/iter_0000003"
+        assert not list(iteration.rglob("distrib_optim*.pt"))
+        assert [found.relative_to(iteration).as_posix() for found in iteration.rglob("manifest.json")] == [
+            "distrib_optim.distopt/manifest.json"
+        ]
+        # For the names of the native files the cases have no suffix.
+        assert not list((a2.folder / name).rglob("manifest.json"))
+
+
+def test_save_when_in_either_format_then_training_is_the_same(a2: Collected) -> None:
+    native, ours = a2.ranks[0]["resumed"], a2.ranks[0]["resumed in ours"]
+    assert native.keys() == ours.keys() == RESUMED.keys()
+    for name in RESUMED:
+        assert native[name].uninterrupted == ours[name].uninterrupted, name
 
 
 def test_save_when_on_the_way_then_training_goes_on_as_without(era: Collected) -> None:
@@ -700,7 +739,7 @@ def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bi
     before = _gathered(_checkpoint(source))
     after = _gathered(a2.folder / f"{name}, {way}" / "distrib_optim.pt")
     assert [*after] == ["param", "exp_avg", "exp_avg_sq"]
-    assert _same(after, before)
+    assert same(after, before)
     assert min(float(tensor.abs().max()) for tensor in after.values()) > 0
 
 
@@ -713,8 +752,8 @@ def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_
     for rank in range(2):
         before = _state_of_file(source, rank)
         after = torch.load(a1.folder / f"{name}, {way}" / f"{rank}.pt", weights_only=True)
-        assert _same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
-        assert _same(_moments(after), _moments(before))
+        assert same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
+        assert same(_moments(after), _moments(before))
         assert _steps(after) == _steps(before) == {"fp16": {1}, "sgd": set()}.get(name, {SAVED_AT})
 
 
@@ -727,8 +766,8 @@ def test_own_state_when_groups_mix_dtypes_then_fp32_params_come_first_in_them_fo
     for rank in range(2):
         before = _state_of_file(a1.folder / source, rank)
         after = torch.load(a1.folder / f"fp32 norms, {way}" / f"{rank}.pt", weights_only=True)
-        assert _same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
-        assert _same(_moments(after), _moments(before))
+        assert same(after["shard_fp32_from_float16_groups"], before["shard_fp32_from_float16_groups"])
+        assert same(_moments(after), _moments(before))
         (vectors,) = (g["params"] for g in after["optimizer"]["param_groups"] if g["name"] == "no_wd_no_scale_lr")
         assert 0 < len(after["shard_fp32_from_float16_groups"][1]) < len(vectors)  # biases among norms
 
@@ -760,7 +799,7 @@ def test_gathered_file_when_the_training_is_the_forks_then_it_is_the_forks_file_
     assert [*mine] == [*native_tensors] == ["param", "exp_avg", "exp_avg_sq"]
     assert {(each.dtype, each.shape) for each in mine.values()} == {(torch.float32, (ODD_NUMEL + 1,))}
     assert {(each.dtype, each.shape) for each in native_tensors.values()} == {(torch.float32, (ODD_NUMEL + 1,))}
-    assert _same(_unpadded(mine, ODD_NUMEL), _unpadded(native_tensors, ODD_NUMEL))
+    assert same(_unpadded(mine, ODD_NUMEL), _unpadded(native_tensors, ODD_NUMEL))
     assert [float(each[ODD_NUMEL]) for each in mine.values()] == [0.0] * 3
 
 
@@ -773,7 +812,7 @@ def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tenso
             _state_of_file(a1.folder / f"{who} of the same kernel {name}", rank) for who in ("ours", "native")
         )
         assert ours.keys() == theirs.keys()
-        assert _same(ours, theirs)
+        assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -823,8 +862,8 @@ def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_th
     there = _gathered(a2.folder / f"odd of {size}" / "distrib_optim.pt")
     back = _gathered(a2.folder / f"odd of {size} and back" / "distrib_optim.pt")
     assert {each.numel() for each in there.values()} == {-(-ODD_NUMEL // size) * size}
-    assert _same(_unpadded(there, ODD_NUMEL), _unpadded(first, ODD_NUMEL))
-    assert _same(back, first)
+    assert same(_unpadded(there, ODD_NUMEL), _unpadded(first, ODD_NUMEL))
+    assert same(back, first)
     assert {float(each[ODD_NUMEL:].abs().sum()) for each in there.values()} == {0.0}
 
 
@@ -837,10 +876,10 @@ def test_resume_when_at_another_size_then_it_goes_on_on_the_curve(size: int, a2:
     assert found.largest_deviation < 1e-3
 
 
-#: What other ranks report than those that found something; a message of a load says "start-up" as well.
-def _told(rank: int, text: str, size: int = 2) -> Refused:
+#: What other ranks report than those that found something; around the fork's own file the message says "start-up".
+def _told(rank: int, text: str, size: int = 2, what: str = "start-up") -> Refused:
     rule = f"Must pass on all {size} ranks. Mend what that rank reports."
-    return Refused("RanksDisagreeError", f"Invalid start-up: rank {rank} refused with «{text}». {rule}", True)
+    return Refused("RanksDisagreeError", f"Invalid {what}: rank {rank} refused with «{text}». {rule}", True)
 
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim."
@@ -855,7 +894,6 @@ MOMENTS = f"Must hold exp_avg, exp_avg_sq for torch_fused. {OTHER_OPTIMIZER}"
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("missing", f"[Errno 2] No such file or directory: '{{file}}'. {READABLE}"),
         ("list", WITHOUT),
         ("chunk", WITHOUT),
         ("dtype", WITHOUT),
@@ -876,6 +914,15 @@ def test_gathered_file_when_it_does_not_fit_then_refused_on_all_ranks_and_nothin
     first, second = (refused["files"][name] for refused in a2.of_world("refused"))
     assert first == Refused("CheckpointError", wanted, True)
     assert second == _told(0, wanted)
+
+
+def test_gathered_file_when_there_is_none_then_all_ranks_say_what_was_looked_for(a2: Collected) -> None:
+    text = (
+        f"Invalid optimizer state: neither {a2.folder / 'bad missing.distopt/manifest.json'} nor "
+        f"{a2.folder / 'bad missing.pt'}. Must be in one of the two. Start from the weights with --no-load-optim."
+    )
+    wanted = Refused("CheckpointError", text, True)
+    assert [refused["files"]["missing"] for refused in a2.of_world("refused")] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("name", ["truncated", "text", "pickle"])
@@ -907,11 +954,18 @@ DECAYED, VECTORS = (
     f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)" for name, factor in (("wd", 1.0), ("no_wd", 0.0))
 )
 GATHERED = f"Must be that of a distributed optimizer with a gathered file. {OTHER_MODEL}"
+OTHER_PARAMS = "Load a checkpoint of this model, or start from its weights with --no-load-optim."
+
+
+def _other_params(got: str, group: int, numel: int) -> str:
+    rule = f"Must hold the run's {numel}, {numel} of them of 16 bits. {OTHER_PARAMS}"
+    return f"Invalid optimizer state: {got}, in group {group}. {rule}"
+
+
+NO_PARAMS = _other_params("0 params, 0 of them with a main param", 0, 10)
 HEADS = {
-    "of an undistributed fp32 optimizer": f"Invalid optimizer state: one with state, param_groups. {GATHERED}",
-    "of an undistributed 16-bit optimizer": (
-        f"Invalid optimizer state: one with optimizer, fp32_from_fp16_params. {GATHERED}"
-    ),
+    "of an undistributed fp32 optimizer": NO_PARAMS,
+    "of an undistributed 16-bit optimizer": NO_PARAMS,
     "nothing": f"Invalid optimizer state: one with nothing. {GATHERED}",
     "group missing": _no_group(DECAYED),
     "no groups": _no_group("no groups"),
@@ -931,10 +985,66 @@ def test_head_when_it_is_none_of_this_run_then_refused_on_all_ranks_and_nothing_
     assert [refused["heads"][name] for refused in a2.of_world("refused")] == [wanted, wanted]
 
 
+WORDS = "language_model.embedding.word_embeddings.weight"
+UNDISTRIBUTED = {
+    "param missing": _other_params("9 params, 10 of them with a main param", 0, 10),
+    "main missing": _other_params("10 params, 9 of them with a main param", 0, 10),
+    "mains of a group missing": _other_params("18 params, 0 of them with a main param", 1, 18),
+    "of an fp32 model": _other_params("10 params, 0 of them with a main param", 0, 10),
+    "shape of a main": (
+        f"Invalid optimizer state: [16, 64] for '{WORDS}'. Must have the param's shape [64, 16]. {OTHER_PARAMS}"
+    ),
+    "shape of a moment": (
+        f"Invalid optimizer state: [1024] for '{WORDS}'. Must have the param's shape [64, 16]. {OTHER_PARAMS}"
+    ),
+    "moment missing": f"Invalid optimizer state: with exp_avg. {MOMENTS}",
+    "state missing": f"Invalid optimizer state: with params alone. {MOMENTS}",
+    "group missing": _no_group(DECAYED),
+}
+
+
+@pytest.mark.parametrize("name", UNDISTRIBUTED)
+def test_undistributed_state_when_it_does_not_fit_then_refused_on_all_ranks_and_nothing_is_changed(
+    name: str, era: Collected
+) -> None:
+    wanted = Refused("CheckpointError", UNDISTRIBUTED[name], True)
+    assert [found["refused"][name] for found in era.of_world("undistributed")] == [wanted, wanted]
+
+
+def test_undistributed_state_when_its_update_count_is_missing_then_refused_with_the_flag_to_write(
+    era: Collected,
+) -> None:
+    wanted = Refused("CheckpointError", LOST_STEP, True)
+    assert [found["refused"]["step missing"] for found in era.of_world("undistributed")] == [wanted, wanted]
+
+
+def test_undistributed_state_when_one_rank_alone_sees_the_fault_then_both_refuse(era: Collected) -> None:
+    text = _other_params("10 params, 0 of them with a main param", 0, 10)
+    first, second = (found["refused"]["on rank 1 alone"] for found in era.of_world("undistributed"))
+    assert (first, second) == (_told(1, text, what="load"), Refused("CheckpointError", text, True))
+
+
+def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(era: Collected) -> None:
+    found = era.of_world("undistributed")
+    assert [each["taken"] for each in found] == [True, True]
+    assert [each["groups"] for each in found] == [[SAVED_AT] * 2] * 2
+
+
+def test_undistributed_state_when_loaded_then_one_call_for_a_file_of_tensors_is_passed_over(a2: Collected) -> None:
+    """The fork makes it in any case; whoever calls it again means a file."""
+    file = a2.folder / "nowhere.pt"
+    missing = (
+        f"Invalid optimizer state: neither {a2.folder / 'nowhere.distopt/manifest.json'} nor {file}. "
+        "Must be in one of the two. Start from the weights with --no-load-optim."
+    )
+    for found in a2.of_world("undistributed"):
+        assert found["files"] == (("nothing", ""), ("CheckpointError", missing))
+
+
 def test_head_when_one_rank_alone_sees_the_fault_then_both_refuse(a2: Collected) -> None:
     text = HEADS["nothing"]
     first, second = (refused["heads"]["on rank 1 alone"] for refused in a2.of_world("refused"))
-    assert (first, second) == (_told(1, text), Refused("CheckpointError", text, True))
+    assert (first, second) == (_told(1, text, what="load"), Refused("CheckpointError", text, True))
 
 
 def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(a2: Collected) -> None:
@@ -947,7 +1057,6 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
 
 STATES = {
     "of a gathered layout": "without shard_fp32_from_float16_groups. Must be a rank's own. {}",
-    "of an undistributed 16-bit optimizer": "without shard_fp32_from_float16_groups. Must be a rank's own. {}",
     "without state": "without state. Must be a rank's own. {}",
     "mains of a group missing": "main params of 1 groups. Must be as many as its 2 param groups. {}",
     "moment missing": f"with exp_avg. {MOMENTS}",
@@ -994,7 +1103,7 @@ def test_own_state_when_it_is_of_another_rank_then_refused(a1: Collected) -> Non
 def test_own_state_when_one_rank_alone_has_the_wrong_one_then_both_refuse(a1: Collected) -> None:
     text = _unfit(OF_TWO[0], OF_TWO[1])
     first, second = (refused["states"]["on rank 1 alone"] for refused in a1.of_world("refused"))
-    assert (first, second) == (_told(1, text), Refused("CheckpointError", text, True))
+    assert (first, second) == (_told(1, text, what="load"), Refused("CheckpointError", text, True))
 
 
 def test_own_state_when_a_main_param_is_missing_then_refused(a1: Collected) -> None:
@@ -1105,7 +1214,9 @@ def test_loss_scale_when_only_the_run_or_only_the_checkpoint_has_one_then_a_warn
     for found in a2.of_world("loss scales"):
         assert found == {
             "with": (["the checkpoint has no loss scale; it starts from the initial one"], True),
+            "with, then constant": (["the checkpoint has no loss scale; it starts from the initial one"], True),
             "without": (["the checkpoint has a loss scale and this run has none; it is left out"], True),
+            "without, then constant": ([], True),
         }
 
 

@@ -20,6 +20,7 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
+from megatron_distopt.config import FREE_OPTIONS
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.version import VERSION
 from tests.support.mini_fork import FOLDER, SCRIPT, Launched, MiniFork, TrainingRun, core_folder, launch
@@ -365,7 +366,7 @@ def test_door_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_as_
 def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
     launched: Callable[[str], Done], name: str, files: str
 ) -> None:
-    kinds = {"A1": "A1, state in every rank's file", "A2": "A2, state gathered into one file"}
+    kinds = {"A1": "A1, state in every rank's file", "A2": "A2, a folder that loads at any size"}
     assert launched(name).block == [
         f"{_ACTIVE}a Megatron of 2023 (megatron.optimizer.get_megatron_optimizer, megatron.arguments.parse_args)",
         "  device     cpu (accelerator cpu, named by torch)",
@@ -384,8 +385,7 @@ def test_runner_when_the_fork_prints_its_arguments_then_ours_are_among_them(
     launched: Callable[[str], Done], name: str
 ) -> None:
     printed = dict(re.findall(r"^  (distopt_\w+) \.+ (.*)$", launched(name).launched.output, re.MULTILINE))
-    names = ("accelerator", "adam", "decay", "nonfinite", "optimizer", "resume_step")
-    assert printed == {f"distopt_{each}": "skip" if each == "nonfinite" else "None" for each in names}
+    assert printed == {f"distopt_{each}": "skip" if each == "nonfinite" else "None" for each in FREE_OPTIONS}
 
 
 def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_announce_it(

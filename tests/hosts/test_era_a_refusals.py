@@ -180,6 +180,8 @@ def _of_flags(at: Attempts) -> Cases:
         "adma, leniently": leniently,
         "bad value": lambda: at.train("--distopt-nonfinite", "ignore"),
         "bad number": lambda: at.train("--distopt-resume-step", "ten"),
+        "bad format": lambda: at.train("--distopt-checkpoint-format", "dcp"),
+        "bad switch": lambda: at.train("--distopt-async-save", "later"),
         "absent adam": lambda: at.train("--distopt-adam", "apex"),
     }
 
@@ -342,6 +344,9 @@ def _of_ranks(at: Attempts) -> Cases:
     return {
         "float64 on one rank": lambda: at.train(change=change),
         "other flag on one rank": lambda: at.train("--distopt-nonfinite", "skip" if at.rank == 1 else "log"),
+        "other format on one rank": lambda: at.train(
+            "--distopt-checkpoint-format", "native" if at.rank == 1 else "distopt"
+        ),
         "other fork's flag on one rank": lambda: at.train("--adam-eps", "1e-6" if at.rank == 1 else "1e-7"),
         "other variable on one rank": lambda: on_rank_1(MEGATRON_DISTOPT_DECAY="l2"),
     }
@@ -349,7 +354,8 @@ def _of_ranks(at: Attempts) -> Cases:
 
 _FLAGS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
-    "--distopt-resume-step"
+    "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
+    "--distopt-keep-last"
 )
 _ADMA = f"Must be one of {_FLAGS}. Write --distopt-adam."
 _LISTED = "Use a Megatron that docs/hosts.md lists."
@@ -396,6 +402,11 @@ WANTED: dict[str, tuple[str, str]] = {
         "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
     ),
     "bad number": ("ConfigError", "Invalid resume_step: 'ten'. Must be a whole number. Write resume_step=10."),
+    "bad format": (
+        "ConfigError",
+        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, native. Write checkpoint_format='distopt'.",
+    ),
+    "bad switch": ("ConfigError", "Invalid async_save: 'later'. Must be yes or no. Write async_save=yes."),
     "absent adam": (
         "ConfigError",
         "Invalid adam 'apex': has no kernels for cpu. Must be usable when it is asked for by name. "
@@ -502,6 +513,12 @@ WANTED: dict[str, tuple[str, str]] = {
         "RanksDisagreeError",
         "Invalid options: rank 1 has nonfinite='skip' as number 17 where rank 0 has nonfinite='log'. Must be the same "
         "on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
+    ),
+    "other format on one rank": (
+        "RanksDisagreeError",
+        "Invalid options: rank 1 has checkpoint_format='native' as number 20 where rank 0 has "
+        "checkpoint_format='distopt'. Must be the same on all 2 ranks. "
+        "Start rank(s) 1 with the code and options of the others.",
     ),
     "other fork's flag on one rank": (
         "RanksDisagreeError",

@@ -195,14 +195,31 @@ def test_get_parameters_when_called_then_it_gives_the_shards_of_this_rank(by_ran
     assert max(each["numel"] for each in found) <= found[0]["buffer numel"] // 2
 
 
-def test_state_dict_when_loaded_back_then_the_same_steps_follow(facts: dict[str, Any]) -> None:
-    assert facts["state_dict"]["params"]
-    before, again = facts["state_dict"]["losses"]
+@pytest.mark.parametrize(("case", "keys"), [("bf16", ["optimizer"]), ("fp16", ["grad_scaler", "optimizer"])])
+def test_state_dict_when_taken_then_it_has_the_form_of_the_hosts(
+    case: str, keys: list[str], facts: dict[str, Any]
+) -> None:
+    found = facts["state_dict"][case]
+    assert found["keys"] == keys
+    assert found["in optimizer"] == ["param_groups"]
+    assert all(found_keys >= HOST_KEYS - {"params"} for found_keys in found["in groups"])
+    assert all("params" not in found_keys for found_keys in found["in groups"])
+    assert found["steps"] == [2, 2]
+
+
+@pytest.mark.parametrize("case", ["bf16", "fp16"])
+def test_state_dict_when_loaded_back_then_the_groups_have_its_options(case: str, facts: dict[str, Any]) -> None:
+    assert facts["state_dict"][case]["lr"] == [3e-3, 3e-3]
+
+
+def test_local_state_dict_when_loaded_back_then_the_same_steps_follow(facts: dict[str, Any]) -> None:
+    assert facts["local_state_dict"]["params"]
+    before, again = facts["local_state_dict"]["losses"]
     assert again == before
 
 
 @pytest.mark.parametrize("case", ["plain", "fp16", "overlap"])
-def test_state_dict_when_loaded_into_a_fresh_model_then_every_rank_has_the_saved_params_at_once(
+def test_local_state_dict_when_loaded_into_a_fresh_model_then_every_rank_has_the_saved_params_at_once(
     case: str, facts: dict[str, Any]
 ) -> None:
     found = facts["state_in_a_fresh_model"][case]
@@ -226,18 +243,18 @@ def test_param_when_frozen_after_it_was_wrapped_then_it_keeps_its_bits_and_the_o
     assert after["losses"] == pytest.approx(before["losses"], abs=4e-6)
 
 
-@pytest.mark.parametrize("call", ["save_parameter_state", "load_parameter_state", "sharded_state_dict"])
-def test_chain_when_it_has_two_optimizers_then_it_refuses_checkpoints_as_one_does(
-    call: str, facts: dict[str, Any]
-) -> None:
+def test_chain_when_it_has_two_optimizers_then_each_has_a_state_dict_of_its_own(facts: dict[str, Any]) -> None:
     found = facts["chain_of_two"]
-    assert found["optimizers"] == 2
-    assert found[call] == (
+    assert (found["optimizers"], found["states"]) == (2, 2)
+    assert found["lr"] == {0.25}
+
+
+@pytest.mark.parametrize("call", ["get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"])
+def test_chain_when_asked_to_gather_its_state_on_one_rank_then_it_refuses(call: str, facts: dict[str, Any]) -> None:
+    assert facts["chain_of_two"][call] == (
         "CheckpointError",
-        f"Invalid {call}: called. Must wait for a format that holds the state of all ranks. Run with --no-save-optim "
-        "and --no-load-optim, or keep state_dict() of every rank in a file of its own.",
+        f"Invalid {call}: called. Must not gather the state on one rank. Call save(folder) and load(folder).",
     )
-    assert not found["written"]
 
 
 def test_step_when_the_host_keeps_timers_then_it_runs(facts: dict[str, Any]) -> None:

@@ -51,14 +51,14 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "one rank only": lambda rank: _build(double=rank == 1),
         "ranks disagree on options": lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
         "required and not used": lambda rank: _required(),
-        "checkpoint": lambda rank: _build().chained_optimizers[0].save_parameter_state("nowhere"),
-        "chained checkpoint": lambda rank: _build().save_parameter_state("nowhere"),
+        "gathered state": lambda rank: _build().chained_optimizers[0].get_parameter_state_dp_zero(),
+        "no groups": lambda rank: _build().load_state_dict({"model": 1, "args": 2}),
+        "fewer groups": lambda rank: _build().load_state_dict({"optimizer": {"param_groups": [{}]}}),
         "other ddp options": lambda rank: _build(ddp={"average_in_collective": rank == 1}),
         "other buckets": lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
         "bad variable on one rank": lambda rank: _with_variable("NONFINITE", "ignore", rank == 1),
         "missing shard on one rank": _missing_shard,
         "switched off on one rank": _switched_off,
-        "sharded checkpoint": lambda rank: _build().chained_optimizers[0].sharded_state_dict({}),
     }
 
 
@@ -126,7 +126,7 @@ def _with_variable(name: str, value: str, is_set: bool) -> object:
 def _missing_shard(rank: int) -> object:
     """Rank 1 lacks one; rank 0 has all of its own."""
     optimizer = _build()
-    state = optimizer.state_dict()
+    state = optimizer.chained_optimizers[0].local_state_dict()
     if rank == 1:
         del state["param_shards"][min(state["param_shards"])]
     return optimizer.load_state_dict(state)
@@ -147,10 +147,6 @@ FLOAT64 = (
     "Invalid dtype of param '{}': float64. Must be one of float32, bfloat16, float16. Convert or freeze the param."
 )
 EMBEDDING = "embedding.word_embeddings.weight"
-NOT_THERE = (
-    "Must wait for a format that holds the state of all ranks. Run with --no-save-optim and --no-load-optim, or keep "
-    "state_dict() of every rank in a file of its own."
-)
 WANTED: dict[str, Refusal] = {
     "no parallel_state": (
         ConfigError,
@@ -212,9 +208,21 @@ WANTED: dict[str, Refusal] = {
         "Invalid host options: rank 1 has bucket_size=999 as number 2 where rank 0 has bucket_size=1. Must be the same "
         "on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
     ),
-    "chained checkpoint": (CheckpointError, f"Invalid save_parameter_state: called. {NOT_THERE}"),
-    "checkpoint": (CheckpointError, f"Invalid save_parameter_state: called. {NOT_THERE}"),
-    "sharded checkpoint": (CheckpointError, f"Invalid sharded_state_dict: called. {NOT_THERE}"),
+    "gathered state": (
+        CheckpointError,
+        "Invalid get_parameter_state_dp_zero: called. Must not gather the state on one rank. "
+        "Call save(folder) and load(folder).",
+    ),
+    "no groups": (
+        CheckpointError,
+        "Invalid optimizer state: one with model, args. Must hold param groups. "
+        "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim.",
+    ),
+    "fewer groups": (
+        CheckpointError,
+        "Invalid number of param groups: 1. Must be 2. "
+        "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim.",
+    ),
 }
 
 
@@ -231,6 +239,8 @@ def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
         assert found[rank][name] == WANTED[name]
 
 
+#: Where the other rank is told so, if that is not at start-up.
+MOMENTS = {"missing shard on one rank": "load"}
 #: What rank 1 alone runs into.
 OF_RANK_1: dict[str, Refusal] = {
     "one rank only": (LayoutError, FLOAT64.format(EMBEDDING)),
@@ -254,7 +264,8 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(
     assert found[1][name] == own
     assert found[0][name] == (
         RanksDisagreeError,
-        f"Invalid start-up: rank 1 refused with «{own[1]}». Must pass on all 2 ranks. Mend what that rank reports.",
+        f"Invalid {MOMENTS.get(name, 'start-up')}: rank 1 refused with «{own[1]}». Must pass on all 2 ranks. "
+        "Mend what that rank reports.",
     )
 
 

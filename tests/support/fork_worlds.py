@@ -74,7 +74,6 @@ def held(run: TrainingRun) -> dict[str, Any]:
             "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.runs],
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
-            "skipped": sharded.num_skipped,
         }
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
@@ -92,17 +92,13 @@ def _open(path: Path, resume_step: int | None) -> _Opened:
     ours = _ours_at(path)
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == _IN_ITERATION else ()
-        source = open_checkpoint(ours)
-        _check_step(source, resume_step, ours)
+        source = _with_step(open_checkpoint(ours), resume_step, ours)
         return _Opened(source, "distopt", files, tuple(kept_in(file.state, _BESIDE) for file in files))
     if path.is_file():
-        source = open_torch_file(path)
-        _check_step(source, resume_step, path)
-        return _Opened(source, "torch")
+        return _Opened(_with_step(open_torch_file(path), resume_step, path), "torch")
     foreign = open_foreign(path)
     if foreign is not None:
-        _check_step(foreign[1], resume_step, path)
-        return _Opened(foreign[1], foreign[0])
+        return _Opened(_with_step(foreign[1], resume_step, path), foreign[0])
     files = open_model_files(path)
     for written_as, is_so, read in _FORMATS:
         if files and is_so(files[0]):
@@ -122,13 +118,21 @@ def _of_fork(
         raise CheckpointError(refusal(f"checkpoint {path}", got, rule, remedy)) from error
 
 
-def _check_step(source: Source, resume_step: int | None, path: Path) -> None:
-    steps = {group.step for group in source.head.groups} - {None}
-    if resume_step is not None and steps != {resume_step}:
-        known, remedy = ", ".join(map(str, steps)) or "none", "Drop --resume-step: the checkpoint knows it"
-        raise CheckpointError(
-            refusal(f"update count in {path}", known, f"be the {resume_step} of --resume-step", remedy)
-        )
+def _with_step(source: Source, resume_step: int | None, path: Path) -> Source:
+    """The same with an update count that the checkpoint lost.
+
+    Raises:
+        CheckpointError: the checkpoint knows another one.
+    """
+    known = {group.step for group in source.head.groups} - {None}
+    if resume_step is None or known == {resume_step}:
+        return source
+    if known:
+        got, remedy = ", ".join(map(str, sorted(known, key=str))), "Drop --resume-step: the checkpoint knows it"
+        rule = f"be the {resume_step} of --resume-step"
+        raise CheckpointError(refusal(f"update count in {path}", got, rule, remedy))
+    groups = tuple(replace(group, step=resume_step) for group in source.head.groups)
+    return replace(source, head=replace(source.head, groups=groups))
 
 
 def _nothing_at(path: Path, files: tuple[ModelFile, ...]) -> CheckpointError:

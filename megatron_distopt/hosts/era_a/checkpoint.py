@@ -66,6 +66,7 @@ class CheckpointCalls:
             RanksDisagreeError: on the others, with that rank's text.
         """
         self._has_whole_state = False
+        state_dict = self._without_constant_scale(state_dict)
         if is_plain(state_dict):
             raise_together(lambda: check_plain(self._optimizer, state_dict), self._everyone, "load")
             load_plain(self._optimizer, state_dict)
@@ -78,6 +79,14 @@ class CheckpointCalls:
             return
         self._has_whole_state = True
         self._optimizer.gather_model_params()
+
+    def _without_constant_scale(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A constant loss scale has an empty state, in which a dynamic one must not look for its own."""
+        scaler = self._optimizer.grad_scaler
+        is_constant_here = scaler is not None and not scaler.state_dict()
+        if state_dict.get("grad_scaler") or is_constant_here:
+            return state_dict
+        return {key: value for key, value in state_dict.items() if key != "grad_scaler"}
 
     def _load_head(self, state_dict: Mapping[str, Any]) -> None:
         self._take_back = _undo_of(self._optimizer)

@@ -150,8 +150,7 @@ def head_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
     step = count_updates(optimizer.sharded.inner)
     counted = {} if step is None else {"step": step}
     groups = [
-        {key: value for key, value in group.items() if key not in NOT_OPTIONS} | counted
-        for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params"} | counted for group in optimizer.param_groups
     ]
     state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
     if optimizer.grad_scaler is not None:

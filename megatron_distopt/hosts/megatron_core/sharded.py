@@ -27,6 +27,7 @@ from megatron_distopt.checkpoint.manifest import (
     Chunk,
     Manifest,
     TensorRecord,
+    check_written,
     from_text,
     join,
     key_of,
@@ -58,13 +59,14 @@ def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
         everyone: all ranks that hold a part of the model.
 
     Raises:
-        CheckpointError: the inner optimizer keeps something that cannot be saved by param.
-        RanksDisagreeError: on the other ranks.
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or a param has no writer.
+        RanksDisagreeError: on the ranks that could save theirs, where another could not.
     """
     contribution = raise_together(lambda: contribution_of(model, save_id=""), everyone, "save")
     written = tuple(contribution.tensors)
     records = {each.key: TensorRecord(each.shape, dtype_name(each.tensor.dtype), ()) for each in written}
     head = join(exchange(replace(contribution.head, tensors=records), everyone))
+    check_written(head)
     shards = {_entry(model, each.key, each.box): _shard(model, each) for each in (*written, *_not_begun(model))}
     return {HEAD: to_text(head), **shards}
 

@@ -37,8 +37,17 @@ def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], r
         for name, param in optimizer.named.items()
     }
     # Further instances of the optimizer hold copies of the same shards.
-    is_first, counted = optimizer.distributed_optimizer_instance_id == 0, optimizer.sharded.plan.counted
-    return Share(optimizer.sharded, placements, lambda name: is_first and counted(name))
+    is_first = optimizer.distributed_optimizer_instance_id == 0
+    return Share(optimizer.sharded, placements, lambda name: is_first and _is_writer(optimizer, name, ranks))
+
+
+def _is_writer(optimizer: DistributedOptimizer, name: str, ranks: ModelRanks) -> bool:
+    """Who counts a param writes it. Of experts the host counts biases by the tensor-parallel group of all the others,
+    over whose ranks they may be spread."""
+    param = optimizer.named[name]
+    if getattr(param, "allreduce", True):
+        return optimizer.sharded.plan.counted(name)
+    return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
 
 
 def _ranks_of(chunks: Sequence[Any]) -> ModelRanks:
