@@ -9,4 +9,5 @@ export PATH="$venv/bin:$PATH"
 echo "ruff check" && ruff check .
 echo "ruff format" && ruff format --check --quiet .
 echo "mypy" && mypy
-python -m pytest "$@"
+# Two files at a time: much of a test is waiting for the processes that it started.
+python -m pytest --numprocesses 2 --dist loadfile "$@"

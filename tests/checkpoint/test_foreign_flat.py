@@ -73,7 +73,11 @@ def test_slots_when_any_params_are_laid_out_then_they_are_found_where_they_are(
     mains = main_params(sizes)
     trained = [number for number in range(len(sizes)) if number not in frozen] or [0]
     flat = buffer_of([mains[number] for number in trained], alignment=alignment, bucket_numel=bucket_numel)
-    slots = found_in(flat, candidates_of(mains))
+    try:
+        slots = found_in(flat, candidates_of(mains))
+    except CheckpointError as error:  # a small param may lie where others leave a gap: then nobody can know
+        assert "in several ways" in str(error) and min(sizes) < 64
+        return
     assert [slot.candidates for slot in slots] == [(number,) for number in reversed(trained)]
 
 

@@ -169,7 +169,8 @@ def slots_of(flat: FlatMain, values: Values) -> tuple[Slot, ...]:
                     heapq.heappush(todo, after)
                 ways = reached[place].ways + (known.ways if known else 0)
                 reached[after] = _Reached(min(ways, 2), (place, slot))
-    ends = [place for place in reached if _is_end(place, numel)]
+    # Params up to the last element are a better explanation of it than space that nobody owns.
+    ends = [place for place in reached if place[0] == numel and numel] or [p for p in reached if _is_end(p, numel)]
     _check_one(flat, ends, sum(reached[place].ways for place in ends), (furthest, numel))
     return _back_from(ends[0], reached)
 
