@@ -190,7 +190,9 @@ def test_saves_when_killed_from_outside_at_random_times_then_a_checkpoint_is_who
     save_constant(one.world, tmp_path, 0)
     latest = found_rests = 0
     random_times = random.Random(5)
-    for _ in range(30):
+    for attempt in range(400):
+        if attempt >= 30 and found_rests:  # how long a save takes depends on the machine
+            break
         child, started = saving_for_ever(one.world, tmp_path, latest)
         time.sleep(random_times.uniform(0.0, 0.05))
         os.kill(child, signal.SIGKILL)
