@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lints, checks types and runs the tests. Needs Python 3.10 or newer and nothing else; what it installs goes to .venv.
-# Arguments are handed to pytest: scripts/test.sh tests/layout
+# Arguments are handed to pytest: scripts/test.sh tests/layout. The long tests are left out: scripts/test.sh -m long
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare dev
@@ -10,4 +10,4 @@ echo "ruff check" && ruff check .
 echo "ruff format" && ruff format --check --quiet .
 echo "mypy" && mypy
 # Two files at a time: much of a test is waiting for the processes that it started.
-python -m pytest --numprocesses 2 --dist loadfile "$@"
+python -m pytest --numprocesses 2 --dist loadfile -m "not long" "$@"

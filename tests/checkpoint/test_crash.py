@@ -220,6 +220,7 @@ def saving_for_ever(world: World, place: Path, latest: int) -> tuple[int, int]:
         select.select([end], [], [], 30.0)
         return child, end
     try:
+        torch.set_num_threads(1)  # the threads of torch are not in a forked process, which would wait for them
         os.write(begun, b"x")
         while True:
             latest += 1

@@ -22,6 +22,8 @@ from megatron_distopt.checkpoint.exchange import convert
 from tests.support.mini_fork import Iteration, MiniFork, core_folder
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 RANKS, ITERATIONS = 2, 4
 #: Of all trainings.
 FLAGS = ("--clip-grad", "0", "--train-iters", str(ITERATIONS))

@@ -20,6 +20,8 @@ from megatron_distopt.errors import CheckpointError
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 CASES = {
     # Several buckets, the work of saving shared by the ranks: the file lists params in the order of neither.

@@ -22,6 +22,8 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 ZERO = {"stage": 1, "contiguous_gradients": True}
 CASES: dict[str, dict[str, Any]] = {

@@ -854,6 +854,8 @@ import pretrain as script
 from megatron.training import pretrain
 from megatron_distopt.checkpoint import disk, is_checkpoint
 
+pytestmark = pytest.mark.long
+
 sync = disk.sync
 
 

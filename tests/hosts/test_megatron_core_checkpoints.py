@@ -30,6 +30,8 @@ from megatron_distopt.layout import Span
 from tests.support.cases import Case, Step
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 RANKS, STEPS, MORE_STEPS = 4, 2, 2
 LR_AT_SAVE, SKIPPED_AT_SAVE = 2e-3, 5
 

@@ -1,0 +1,178 @@
+"""How long saving and loading the optimizer state takes, beside what a user would use instead.
+
+    python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--json FILE] [--folder DIR]
+
+Sizes are millions of elements: bf16 params, an fp32 main param and two moments each. All contestants hold the same
+state and run one after the other in the same processes, round after round. benchmarks/README.md says how every
+figure is read, and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
+# Of the ranks, too. Warnings of the peers are about the CPU and about their own imports.
+os.environ.update(PYTHONWARNINGS="ignore", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import torch  # noqa: E402 - DeepSpeed reads its variable when it is imported
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from peers.measuring import Reading, read  # noqa: E402
+from peers.report import lines_of, result_of  # noqa: E402
+from peers.state import Setting  # noqa: E402
+
+#: 12 * HIDDEN**2 + 13 * HIDDEN elements a layer.
+HIDDEN, HIDDEN_QUICK, HIDDEN_WARM_UP = 1024, 512, 128
+TIME_LIMIT = timedelta(hours=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the ranks do.
+
+    Args:
+        layers: of each size.
+        hidden: width of the model.
+        rounds: of each size.
+        names: of the contestants.
+        folder: where to write.
+        log: a line for every reading, so that a rank that is killed takes nothing with it.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    rounds: tuple[int, ...]
+    names: tuple[str, ...]
+    folder: Path
+    log: Path
+
+
+def main() -> None:
+    args = parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
+        log, failures = Path(scratch) / "readings.jsonl", []
+        log.touch()
+        for ranks in args.ranks:
+            folder = Path(scratch) / f"{ranks}_ranks"
+            folder.mkdir()
+            try:
+                # Not daemons: megatron-core writes in processes of its own.
+                mp.spawn(run, (ranks, plan_of(args, folder, log)), nprocs=ranks, daemon=False)
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                failures.append(f"{ranks} ranks: {error}")
+                print(failures[-1], file=sys.stderr)
+        readings = [Reading(**json.loads(line)) for line in log.read_text().splitlines()]
+        result = {**about(args, time.monotonic() - start), "failures": failures, **result_of(readings)}
+    for line in lines_of(result):
+        print(line)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        from peers.plot import draw
+
+        draw(result, args.plot)
+
+
+def plan_of(args: argparse.Namespace, folder: Path, log: Path) -> Plan:
+    hidden = HIDDEN_QUICK if args.quick else HIDDEN
+    per_layer = 12 * hidden**2 + 13 * hidden
+    layers = tuple(max(round(size * 1e6 / per_layer), 1) for size in args.sizes)
+    rounds = tuple(args.rounds) * len(layers) if len(args.rounds) == 1 else tuple(args.rounds)
+    return Plan(layers, hidden, rounds, tuple(args.contestants), folder, log)
+
+
+def run(rank: int, size: int, plan: Plan) -> None:
+    """On every rank: a warm-up of every contestant, then rounds over them, size by size."""
+    import peers.table  # in the ranks alone: it imports all peers
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    store = dist.FileStore(str(plan.folder.with_suffix(".store")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIME_LIMIT)
+    entries = [entry for entry in peers.table.ENTRIES if not plan.names or entry.name in plan.names]
+    for entry in entries:
+        read(entry, Setting(2, HIDDEN_WARM_UP, rank, size), plan.folder, -1)
+    for layers, rounds in zip(plan.layers, plan.rounds, strict=True):
+        for number in range(rounds):
+            for entry in entries:
+                log(read(entry, Setting(layers, plan.hidden, rank, size), plan.folder, number), plan.log)
+    dist.destroy_process_group()
+
+
+def log(reading: Reading, path: Path) -> None:
+    if dist.get_rank() == 0:
+        with path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(reading)) + "\n")
+        seconds = " ".join(
+            "     -" if value is None else f"{value:6.2f}"
+            for value in (reading.save_seconds, reading.disk_seconds, reading.load_seconds)
+        )
+        line = f"{reading.ranks} ranks {reading.numel / 1e6:4.0f} M  round {reading.round}  {reading.contestant:32}"
+        print(f"{line} {seconds}  {reading.why_not}", file=sys.stderr, flush=True)
+
+
+def about(args: argparse.Namespace, seconds: float) -> dict[str, object]:
+    """Hardware, versions and command."""
+    packages = ("torch", "megatron-core", "deepspeed", "megatron-distopt")
+    return {
+        "command": "python benchmarks/checkpoint.py " + " ".join(sys.argv[1:]),
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "kernel": platform.release(),
+            "file_system": file_system(args.folder or Path(tempfile.gettempdir())),
+        },
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "load_before": [round(value, 2) for value in args.load_before],
+        "seconds": round(seconds, 1),
+    }
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def file_system(folder: Path) -> str:
+    """Device and type of the mount that holds a folder."""
+    mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    device, _, kind = max(inside, key=lambda mount: len(mount[1]))
+    return f"{kind} on {device}"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[50, 150, 500], help="millions of elements")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 3, 1], help="of each size, or of all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
+    parser.add_argument("--contestants", nargs="+", default=[], help="names; all where left out")
+    parser.add_argument("--quick", action="store_true", help="6 million elements, 2 ranks, 2 rounds")
+    parser.add_argument("--folder", type=Path, help="where to write; the system's folder for temporary files")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--plot", type=Path, help="where to draw it")
+    args = parser.parse_args()
+    args.load_before = os.getloadavg()
+    if args.quick:
+        args.sizes, args.rounds, args.ranks = [6], [2], [2]
+    if len(args.rounds) not in (1, len(args.sizes)):
+        parser.error(f"Invalid --rounds: {len(args.rounds)} numbers. Must be 1 or {len(args.sizes)}, as --sizes.")
+    return args
+
+
+if __name__ == "__main__":
+    main()

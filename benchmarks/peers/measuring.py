@@ -1,0 +1,243 @@
+"""One reading of one contestant: seconds, memory and bytes of a save and a load, on all ranks at once.
+
+How each figure is read is said in benchmarks/README.md; whoever changes it here changes it there.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from peers.contestant import Contestant, Entry
+from peers.state import Setting, checksum
+
+__all__ = ["Reading", "read"]
+
+#: Left to the page cache, to Python and to the libraries when it is decided what fits.
+_RESERVE_NBYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one contestant took. None where it was not run; `why_not` says why.
+
+    Args:
+        contestant: its name.
+        numel: elements of the model.
+        ranks: data-parallel ranks.
+        round: repeats are rounds over all contestants.
+        save_seconds: until the call has returned on all ranks; in the background the stall, in the steady state.
+        first_save_seconds: the same of the first save, where there are two.
+        disk_seconds: until all files are on the disk, counted from the same moment.
+        load_seconds: until the call has returned on all ranks.
+        save_cpu_seconds: of processor time until all files are on the disk, of all ranks and what they started; of the
+            last save.
+        load_cpu_seconds: the same of the load.
+        save_nbytes: host memory beyond that of the state, at its peak, on the rank that needed most.
+        load_nbytes: the same for the load.
+        total_save_nbytes: the same, the peaks of all ranks added up.
+        disk_nbytes: of all files.
+        why_not: the reason, where a part was not run.
+    """
+
+    contestant: str
+    numel: int
+    ranks: int
+    round: int
+    save_seconds: float | None = None
+    first_save_seconds: float | None = None
+    disk_seconds: float | None = None
+    load_seconds: float | None = None
+    save_cpu_seconds: float | None = None
+    load_cpu_seconds: float | None = None
+    save_nbytes: int | None = None
+    load_nbytes: int | None = None
+    total_save_nbytes: int | None = None
+    disk_nbytes: int | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    seconds: list[float]
+    disk_seconds: float
+    cpu_seconds: float
+    nbytes: list[int]
+    folder: Path
+
+
+def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
+    """Collective: builds a contestant, saves, loads, checks and drops it.
+
+    Args:
+        entry: of the contestant.
+        setting: what to build.
+        folder: where to write; it is empty again afterwards.
+        number: of the round.
+    """
+    about: dict[str, Any] = {"contestant": entry.name, "numel": setting.numel}
+    about |= {"ranks": setting.size, "round": number}
+    needed = entry.memory(setting.numel, setting.size)
+    free = _from_first(_available_nbytes()) - _RESERVE_NBYTES
+    if needed.save > free:
+        return Reading(**about, why_not=f"not run: {_needs(needed.save, free)}")
+    contestant = entry.build(setting)
+    try:
+        before = _exchange(checksum(contestant.tensors()))
+        saved = _save(contestant, folder)
+        about |= {
+            "save_seconds": saved.seconds[-1],
+            "first_save_seconds": saved.seconds[0] if len(saved.seconds) > 1 else None,
+            "disk_seconds": saved.disk_seconds,
+            "save_cpu_seconds": saved.cpu_seconds,
+            "save_nbytes": max(saved.nbytes),
+            "total_save_nbytes": sum(saved.nbytes),
+            "disk_nbytes": sum(path.stat().st_size for path in _files(saved.folder)),
+        }
+        if needed.load > free:
+            return Reading(**about, why_not=f"load not run: {_needs(needed.load, free)}")
+        return _load(contestant, saved.folder, before, about)
+    finally:
+        contestant.close()
+        gc.collect()
+        _remove(folder)
+
+
+def _save(contestant: Contestant, folder: Path) -> _Saved:
+    seconds, end, cpu = [], 0.0, 0.0
+    memory = _Memory()
+    for number in range(contestant.saves):
+        target = folder / f"save{number}"
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True)
+            os.sync()
+        start, cpu_before = _now(), _cpu_seconds()
+        contestant.save(target)
+        seconds.append(_now() - start)
+        contestant.finish()
+        _sync_files(target)
+        end, cpu = _now() - start, _cpu_seconds() - cpu_before
+    return _Saved(seconds, end, sum(_exchange(cpu)), _exchange(memory.extra_nbytes()), target)
+
+
+def _load(contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]) -> Reading:
+    contestant.forget()
+    for path in _files(folder):
+        _drop_from_cache(path)
+    memory = _Memory()
+    start, cpu_before = _now(), _cpu_seconds()
+    error = _failure(lambda: contestant.load(folder))
+    seconds, cpu = _now() - start, sum(_exchange(_cpu_seconds() - cpu_before))
+    nbytes = max(_exchange(memory.extra_nbytes()))
+    errors = [text for text in _exchange(error) if text]
+    if errors:
+        return Reading(**about, why_not=f"load failed: {errors[0]}")
+    after = checksum(contestant.tensors())
+    if not all(_exchange(after == (before[dist.get_rank()] or before[0]))):
+        return Reading(**about, why_not="load failed: the state is not what was saved")
+    return Reading(**about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes)
+
+
+def _failure(act: Callable[[], None]) -> str:
+    """What it raised, which must be the same on all ranks: a peer's limits are a result, too."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - reported with the result
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return ""
+
+
+class _Memory:
+    """Peak of this process's resident memory from now on (clear_refs 5 resets the high-water mark)."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start = _status("VmRSS")
+
+    def extra_nbytes(self) -> int:
+        return _status("VmHWM") - self._start
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def _needs(needed: int, free: int) -> str:
+    return f"it needs about {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+def _now() -> float:
+    """Collective: the time once all ranks are here."""
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _sync_files(folder: Path) -> None:
+    """Collective: what was written is on the disk afterwards; the ranks share the files."""
+    for path in _files(folder)[dist.get_rank() :: dist.get_world_size()]:
+        _sync(path)
+    for path in {path.parent for path in _files(folder)}:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _drop_from_cache(path: Path) -> None:
+    """So that a load reads from the disk, as after a restart."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _remove(folder: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+    dist.barrier()
+
+
+def _exchange(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _from_first(value: Any) -> Any:
+    return _exchange(value)[0]
