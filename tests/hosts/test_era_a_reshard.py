@@ -38,6 +38,8 @@ from tests.support.fork_worlds import ForkInWorlds, Refused, held, raised, refus
 from tests.support.mini_fork import FOLDER, Iteration, TrainingRun, core_folder, launch
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 RANKS, SAVED_AT, ITERATIONS = 6, 2, 4
 FLAG = "--use-distributed-optimizer"
 
@@ -112,7 +114,7 @@ SAVED: dict[str, Saved] = {
     "fp32 norms": Saved(Layout(2), ("--bf16", "--fp32-norms")),
     "fp16": Saved(Layout(2), FP16, is_exact=False),
     "fp16 with fp32 grads": Saved(Layout(3), ("--fp16", "--accumulate-allreduce-grads-in-fp32")),
-    "sgd": Saved(Layout(2), ("--bf16", "--optimizer", "sgd"), is_exact=False),
+    "sgd": Saved(Layout(2), ("--bf16", "--optimizer", "sgd"), batch=4),
     "experts": Saved(Layout(2), ("--bf16", "--experts")),
     "experts apart": Saved(Layout(2), APART, batch=4),
     "experts of four": Saved(Layout(4), APART, batch=4),
@@ -161,10 +163,9 @@ class Pair:
 
 
 #: Gradients are added up in another order, or computed by other parts of a matrix: some of the 7,744 params round to
-#: their other neighbour. A run without its moments is 1e-2 away.
+#: their other neighbour. A run that has lost its moments is 6e-3 and more away (of six layers 3e-4).
 ROUNDED = 1e-3
-#: Of a loss of 4 the last bit is 4.8e-7. Another order of sums moves it by a few of them; a step count that is lost by
-#: 1e-3.
+#: Of a loss of 4 the last bit is 4.8e-7. Another order of sums moves it by a few of them; lost moments move it by 8e-3.
 ROUNDED_FP32 = 1e-5
 
 PAIRS = [
@@ -181,7 +182,7 @@ PAIRS = [
     Pair("fp32 norms", Layout(3)),
     Pair("fp16", Layout(3), ROUNDED),
     Pair("fp16 with fp32 grads", Layout(1)),
-    Pair("sgd", Layout(3), ROUNDED),
+    Pair("sgd", Layout(4)),
     Pair("experts", Layout(3)),
     Pair("experts apart", Layout(4)),
     Pair("experts of four", Layout(2)),
@@ -690,7 +691,9 @@ def test_save_when_in_the_background_and_one_disk_fails_then_the_next_save_raise
     assert second[0] == "CheckpointError"
     assert second[1].startswith(f"Invalid file {_folder_in(_saved_at(found.folder / 'failed', 2))}/")
     assert "[Errno 28] No space left on device" in second[1]
-    assert first == ("RanksDisagreeError", _told(1, second[1], 2, "save"))
+    # The first rank hears it from the second, or has read it in the folder before.
+    read = f"Invalid save: rank 1 failed with «{second[1]}». Must pass on all 2 ranks. Mend what that rank reports."
+    assert first in (("RanksDisagreeError", _told(1, second[1], 2, "save")), ("CheckpointError", read))
     assert _files_in(found.folder / "failed") == {"iter_0000001": [OURS], "iter_0000002": [], "iter_0000003": []}
     assert [path.name for path in _folder_in(_saved_at(found.folder / "failed", 2)).iterdir()] == ["saving.lock"]
 
@@ -854,8 +857,6 @@ import pretrain as script
 from megatron.training import pretrain
 from megatron_distopt.checkpoint import disk, is_checkpoint
 
-pytestmark = pytest.mark.long
-
 sync = disk.sync
 
 
@@ -867,7 +868,7 @@ def slow(file):
 disk.sync = slow
 pretrain(script.train_data, script.model_provider, None, script.forward_step)
 saved = Path(sys.argv[sys.argv.index("--save") + 1], "iter_0000004", "distrib_optim.distopt")
-print("there at the end of the script:", is_checkpoint(saved), flush=True)
+sys.stdout.write(f"there at the end of the script: {is_checkpoint(saved)}\\n")  # in one piece: ranks write at once
 """
 
 
