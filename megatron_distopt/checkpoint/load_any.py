@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_distopt.checkpoint.exchange import open_any
+from megatron_distopt.checkpoint.exchange import check_step, open_any
 from megatron_distopt.checkpoint.folder import is_checkpoint
 from megatron_distopt.checkpoint.load import install
 from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, check_names, plan_load
@@ -46,6 +46,7 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
 
 def _opened(path: Path, model: WholeModel, names: set[str], resume_step: int | None) -> tuple[Source, LoadPlan]:
     source = open_any(path, resume_step=resume_step)
+    check_step(source, path)
     manifest = _as_manifest(source)
     check_names(manifest, str(path), model, names)
     plan = plan_load(manifest, str(path), model)

@@ -618,10 +618,18 @@ def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: P
     assert _same(_tensors(open_any(folder)), Fork().tensors)
 
 
-def test_open_any_when_the_count_is_lost_then_it_says_what_to_give(tmp_path: Path) -> None:
+def test_open_any_when_the_count_is_lost_then_the_rest_can_be_looked_at(tmp_path: Path) -> None:
+    source = open_any(Fork(step=None).write(tmp_path / "iter"))
+    assert {group.step for group in source.head.groups} == {None}, "it invents an update count"
+    assert _same(_tensors(source), Fork().tensors)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_convert_when_the_count_is_lost_then_it_says_what_to_give(to: str, tmp_path: Path) -> None:
     folder = Fork(step=None).write(tmp_path / "iter")
     with pytest.raises(CheckpointError) as error:
-        open_any(folder)
+        convert(folder, tmp_path / "new", to)
+    assert not (tmp_path / "new").exists(), "something was written all the same"
     rest = "none: torch's Adam keeps it where this file layout does not save it. Must be there for Adam. "
     remedy = "Convert it with --resume-step N, the number of updates so far (iterations without skipped ones)."
     _ends_with(error, f"update count in {folder}", rest + remedy)

@@ -39,6 +39,7 @@ import multiprocessing
 import sys
 
 import pretrain as script
+import torch
 from megatron.training import pretrain
 
 
@@ -54,6 +55,7 @@ def data(iteration):
 
 if __name__ == "__main__":
     pretrain(data, script.model_provider, None, script.forward_step)
+    torch.distributed.destroy_process_group()
 """
 #: A user's script with a call of its own, with options that no variable says.
 _WITH_INSTALL = """

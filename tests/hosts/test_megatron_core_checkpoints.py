@@ -99,6 +99,7 @@ SAVED: dict[str, Run] = {
     "sgd not begun": SGD.at(dp=4, begun=False),
     "dp4": FP32.at(dp=4, batch=12),
     "experts ep2": EXPERTS.at(tp=2, dp=2, experts=(2, 1)),
+    "experts all": EXPERTS.at(tp=2, dp=2, experts=(1, 1)),
 }
 
 
@@ -150,6 +151,8 @@ PAIRS: dict[str, Pair] = {
     "sgd not begun": Pair("sgd not begun", SGD.at(tp=2, dp=2), ("host",), IN_FP32),
     "experts ep 2 to 4": Pair("experts ep2", EXPERTS.at(dp=4, experts=(4, 1)), ("host",), None),
     "experts ep 2 to tp 2": Pair("experts ep2", EXPERTS.at(tp=2, dp=2, experts=(1, 2)), ("own", "host"), None),
+    "experts ep 2 to all ranks": Pair("experts ep2", EXPERTS.at(tp=2, dp=2, experts=(1, 1)), ("own", "host"), None),
+    "experts all ranks to tp 2": Pair("experts all", EXPERTS.at(tp=2, dp=2, experts=(1, 2)), ("own",), None),
     "dp 4 to 3": Pair("dp4", FP32.at(dp=3, batch=12), ("own", "host"), IN_FP32),
 }
 WAYS = [(name, way) for name, pair in PAIRS.items() for way in pair.ways]

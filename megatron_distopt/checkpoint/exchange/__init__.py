@@ -5,5 +5,6 @@ Nothing that a file says is executed, see safe.py.
 """
 
 from megatron_distopt.checkpoint.exchange.convert import TARGETS, Converted, convert, open_any
+from megatron_distopt.checkpoint.exchange.part import check_step
 
-__all__ = ["TARGETS", "Converted", "convert", "open_any"]
+__all__ = ["TARGETS", "Converted", "check_step", "convert", "open_any"]

@@ -18,7 +18,7 @@ from megatron_distopt.checkpoint.exchange.groups import Kept, kept_in
 from megatron_distopt.checkpoint.exchange.model_file import MODEL, ModelFile, open_model_files
 from megatron_distopt.checkpoint.exchange.native_a1 import is_a1, read_a1, write_a1
 from megatron_distopt.checkpoint.exchange.native_a2 import head_a2, is_a2, read_a2, write_a2
-from megatron_distopt.checkpoint.exchange.part import Part, whole_of
+from megatron_distopt.checkpoint.exchange.part import Part, check_step, whole_of
 from megatron_distopt.checkpoint.exchange.plain import is_plain, read_plain, write_plain
 from megatron_distopt.checkpoint.exchange.safe import save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices, check_all_written
@@ -181,6 +181,7 @@ def convert(
         remedy = "Name a folder or file that is not there"
         raise CheckpointError(refusal(f"target {dst}", "it is there already", "be new", remedy))
     opened = _open(src, resume_step)
+    check_step(opened.source, src)
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)

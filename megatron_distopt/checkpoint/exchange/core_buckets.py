@@ -28,7 +28,7 @@ _BUCKET = re.compile(
 )
 _OBJECT = re.compile(_PLACE + r"(?P<what>\w+)(?:/.*)?")
 _WRITER = re.compile(r"(__\d+)_\d+\.distcp")
-_RESAVE = "Load it with megatron-core, and save it again with --dist-ckpt-optim-fully-reshardable"
+_RESAVE = "Load it with megatron-core 0.15 or newer, and save it again in its default format (dp_reshardable)"
 #: Of a buffer: tensor-parallel rank and stage together, optimizer of a chain, number.
 _Buffer = tuple[int, str, int]
 

@@ -115,7 +115,7 @@ def _in_shape(tensor: NamedTensor, name: str, param: NamedTensor | None, folder:
             f"of shape {list(tensor.shape)}",
             f"have the shape {list(param.shape)} of the param, or of its parts",
         )
-        remedy = "Load it with megatron-core, and save it again with --dist-ckpt-optim-fully-reshardable"
+        remedy = "Load it with megatron-core 0.15 or newer, and save it again in its default format (dp_reshardable)"
         raise CheckpointError(refusal(f"state of {name!r} in {folder.folder}", got, rule, remedy))
     return replace(param, dtype=tensor.dtype, read=lambda box: _unfold(tensor.whole(), param.shape)[box.as_slices()])
 

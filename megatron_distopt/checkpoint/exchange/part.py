@@ -16,9 +16,11 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Span
 
-__all__ = ["Part", "check_rounds", "whole_of"]
+__all__ = ["Part", "check_rounds", "check_step", "whole_of"]
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
+#: What a source of another software calls its inner optimizer.
+_IS_ADAM = "adam"
 _NAMES_OF_SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 #: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own size.
 _LARGEST_DRIFT = 0.1
@@ -88,7 +90,7 @@ def whole_of(parts: Sequence[Part], resume_step: int | None, written_as: str) ->
         written_as: name of the format.
 
     Raises:
-        CheckpointError: the files disagree, or the update count is unknown; `read` raises it where values do not fit.
+        CheckpointError: the files disagree; `read` raises it where values do not fit.
     """
     kinds, homes = dict(parts[0].kinds), _homes_of(parts)
     for part in parts:
@@ -104,6 +106,18 @@ def whole_of(parts: Sequence[Part], resume_step: int | None, written_as: str) ->
     head = _head(parts[0], kinds, written_as)
     groups = join([replace(head, groups=tuple(_records(part, step))) for part in parts]).groups
     return Source(replace(head, groups=groups), infos, lambda key: _read(homes[name_of(key)], kind_of(key), infos[key]))
+
+
+def check_step(source: Source, where: object) -> None:
+    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any.
+
+    Raises:
+        CheckpointError: the state is Adam's, and nobody knows how many updates it has seen.
+    """
+    if source.head.inner == _IS_ADAM and any(group.step is None for group in source.head.groups):
+        got = "none: torch's Adam keeps it where this file layout does not save it"
+        remedy = "Convert it with --resume-step N, the number of updates so far (iterations without skipped ones)"
+        raise CheckpointError(refusal(f"update count in {where}", got, "be there for Adam", remedy))
 
 
 def _homes_of(parts: Sequence[Part]) -> dict[str, _Home]:
@@ -131,16 +145,11 @@ def _known_step(parts: Sequence[Part], resume_step: int | None) -> int | None:
         raise CheckpointError(
             refusal(f"update count in {where}", known, f"be the {resume_step} of --resume-step", remedy)
         )
-    step = known if known is not None else resume_step
-    if step is None and parts[0].kinds.keys() >= _ADAM:
-        got = "none: torch's Adam keeps it where this file layout does not save it"
-        remedy = "Convert it with --resume-step N, the number of updates so far (iterations without skipped ones)"
-        raise CheckpointError(refusal(f"update count in {where}", got, "be there for Adam", remedy))
-    return step
+    return known if known is not None else resume_step
 
 
 def _head(part: Part, kinds: Mapping[str, torch.dtype], written_as: str) -> Manifest:
-    inner = "adam" if kinds.keys() >= _ADAM else "torch_sgd" if "momentum_buffer" in kinds else "unknown"
+    inner = _IS_ADAM if kinds.keys() >= _ADAM else "torch_sgd" if "momentum_buffer" in kinds else "unknown"
     saved = part.kept.grad_scaler or {}
     scale = {name: float(saved[key]) for key, name in _NAMES_OF_SCALE.items() if key in saved}
     sizes = {"tensor_parallel": part.file.tensor[1], "pipeline_parallel": part.file.stage[1]}

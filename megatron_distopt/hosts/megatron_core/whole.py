@@ -33,7 +33,7 @@ def whole_model_of(optimizers: Sequence[DistributedOptimizer]) -> WholeModel:
 
 def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
     placements = {
-        name: placement_of(names[param], param, ranks, is_expert=not getattr(param, "allreduce", True))
+        name: placement_of(names[param], param, ranks, is_expert=_is_expert(names[param], param))
         for name, param in optimizer.named.items()
     }
     # Further instances of the optimizer hold copies of the same shards.
@@ -41,12 +41,19 @@ def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], r
     return Share(optimizer.sharded, placements, lambda name: is_first and _is_writer(optimizer, name, ranks))
 
 
+def _is_expert(name: str, param: Parameter) -> bool:
+    """The host marks experts where they are spread over ranks; their tensor-parallel group is another one anyway."""
+    return not getattr(param, "allreduce", True) or "experts" in name.split(".")
+
+
 def _is_writer(optimizer: DistributedOptimizer, name: str, ranks: ModelRanks) -> bool:
     """Who counts a param writes it. Of experts the host counts biases by the tensor-parallel group of all the others,
     over whose ranks they may be spread."""
     param = optimizer.named[name]
     if getattr(param, "allreduce", True):
-        return optimizer.sharded.plan.counted(name)
+        # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
+        is_copy = _is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
+        return not is_copy and optimizer.sharded.plan.counted(name)
     return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
 
 

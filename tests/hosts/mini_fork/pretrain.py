@@ -61,3 +61,5 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     pretrain(train_data, model_provider, ModelType.encoder_or_decoder, forward_step)
+    # Or a thread of gloo that asks for the interpreter while it goes down takes the process with it (SIGABRT).
+    torch.distributed.destroy_process_group()
