@@ -8,6 +8,8 @@ ranks, and said at the end of the process.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,8 @@ __all__ = ["BackgroundSaver"]
 _log = logging.getLogger("megatron_distopt")
 #: How long the end of the process waits for the files of other ranks, which write for about as long as this one.
 _SECONDS_AT_EXIT = 600.0
+#: A tenth of the processor time that a thread of training gets where both want the same core.
+_NICE = 10
 
 
 @dataclass(eq=False)
@@ -84,17 +88,12 @@ class BackgroundSaver:
             RanksDisagreeError: on the others, with that rank's text.
         """
         self.finish()
-        saving = begin(folder, self._everyone)
-        try:
-            contribution = raise_together(lambda: self._prepared(model, saving.save_id), self._everyone, "save")
-        except BaseException:
-            saving.abandon()
-            saving.release()
-            raise
-        self._start(_Task(saving), contribution, then)
+        prepared: list[Contribution] = []
+        saving = begin(folder, self._everyone, lambda: prepared.append(self._prepared(model)))
+        self._start(_Task(saving), prepared[0], then)
 
-    def _prepared(self, model: WholeModel, save_id: str) -> Contribution:
-        contribution = contribution_of(model, save_id)
+    def _prepared(self, model: WholeModel) -> Contribution:
+        contribution = contribution_of(model)
         tensors = list(contribution.tensors)
         wanted = min(room_for(tensors), self._most_nbytes)
         if self._staging is None or self._staging.nbytes < wanted:
@@ -150,6 +149,13 @@ class BackgroundSaver:
             _log.error("checkpoint %s was not saved: %s", task.saving.folder, what)
 
 
+def _step_back() -> None:
+    """Training comes first. On Linux a thread has a priority of its own; elsewhere it is that of the whole process."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 def _raise(task: _Task) -> None:
     if task.error is not None:
         raise task.error
@@ -157,6 +163,7 @@ def _raise(task: _Task) -> None:
 
 def _write(task: _Task, contribution: Contribution, staging: Staging, then: Callable[[], None]) -> None:
     """In the thread: this rank's file, and on the first rank the commit once all ranks have written."""
+    _step_back()
     try:
         task.saving.write(replace(contribution, tensors=staging.drain()))
     except BaseException as error:  # noqa: BLE001 - raised by the next call, or said at the end of the process

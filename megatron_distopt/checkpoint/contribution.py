@@ -50,7 +50,7 @@ class Contribution:
     """What one rank writes.
 
     Args:
-        head: its manifest without files and tensors.
+        head: its manifest without files and tensors, and until it is written without an id.
         tensors: in the order of the file; gone through once.
     """
 
@@ -58,7 +58,7 @@ class Contribution:
     tensors: Iterable[Written]
 
 
-def contribution_of(model: WholeModel, save_id: str) -> Contribution:
+def contribution_of(model: WholeModel) -> Contribution:
     """Views of the live state: write them, or copy them, before the next step.
 
     Raises:
@@ -72,7 +72,7 @@ def contribution_of(model: WholeModel, save_id: str) -> Contribution:
     )
     first = model.shares[0].optimizer
     head = Manifest(
-        save_id,
+        save_id="",
         files=(),
         tensors={},
         groups=tuple(group for share in model.shares for group in _groups_of(share)),
@@ -84,16 +84,16 @@ def contribution_of(model: WholeModel, save_id: str) -> Contribution:
     return Contribution(head, tensors)
 
 
-def write_contribution(folder: Path, contribution: Contribution, rank: int) -> Manifest:
+def write_contribution(folder: Path, contribution: Contribution, save_id: str, rank: int) -> Manifest:
     """Writes this rank's file, tensor by tensor, and then its part of the manifest; both are on the disk afterwards.
 
     Raises:
         CheckpointError: the disk is full, or fails; what was written is removed again.
     """
-    path = data_file(folder, contribution.head.save_id, rank)
+    path = data_file(folder, save_id, rank)
     try:
         with disk.written(path) as file:
-            part = _write(TensorWriter(path, file), contribution)
+            part = _write(TensorWriter(path, file), contribution, save_id)
         write_part(folder, part, rank)
     except OSError as error:
         remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
@@ -101,7 +101,7 @@ def write_contribution(folder: Path, contribution: Contribution, rank: int) -> M
     return part
 
 
-def _write(writer: TensorWriter, contribution: Contribution) -> Manifest:
+def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Manifest:
     tensors: dict[str, TensorRecord] = {}
     for each in contribution.tensors:
         stretch = writer.append(each.key, each.tensor)
@@ -110,7 +110,7 @@ def _write(writer: TensorWriter, contribution: Contribution) -> Manifest:
         tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
     head = contribution.head
     about = (head.groups, head.inner, head.loss_scale, head.num_skipped, head.about)
-    return Manifest(head.save_id, (writer.record(),), tensors, *about)
+    return Manifest(save_id, (writer.record(),), tensors, *about)
 
 
 def _groups_of(share: Share) -> Iterable[GroupRecord]:

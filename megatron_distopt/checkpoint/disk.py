@@ -11,7 +11,19 @@ from typing import BinaryIO
 
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["create", "lock", "make_folder", "remove", "replace", "sync", "sync_folder", "unlock", "write", "written"]
+__all__ = [
+    "begin_sync",
+    "create",
+    "lock",
+    "make_folder",
+    "remove",
+    "replace",
+    "sync",
+    "sync_folder",
+    "unlock",
+    "write",
+    "written",
+]
 
 try:
     import fcntl
@@ -19,7 +31,7 @@ except ImportError:  # not a POSIX system: nobody is kept from saving to the sam
     fcntl = None  # type: ignore[assignment]
 
 #: Large writes go past it, small ones (the framing of a tensor) are joined.
-_BUFFER_NBYTES = 1 << 20
+_BUFFER_NBYTES = 1 << 16
 #: With which some network file systems refuse `fsync` of a folder; they need it not.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
@@ -40,6 +52,16 @@ def create(path: Path) -> BinaryIO:
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
     """Appends."""
     file.write(data)
+
+
+def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
+    """Lets the disk begin with bytes that were written, so that `sync` does not wait for all of them at the end.
+
+    The kernel begins to write what it is told that nobody needs, and leaves it in memory until it is written.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # a hint, which some file systems do not take
+            os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def sync(file: BinaryIO) -> None:

@@ -20,7 +20,7 @@ from megatron_distopt.checkpoint.folder import (
     write_failure,
 )
 from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 
 __all__ = ["Saving", "begin", "should_have_appeared"]
@@ -53,7 +53,7 @@ class Saving:
         Raises:
             CheckpointError: the disk is full, or fails.
         """
-        return write_contribution(self.folder, contribution, self.rank)
+        return write_contribution(self.folder, contribution, self.save_id, self.rank)
 
     def commit(self, is_hopeless: Callable[[], bool] | None = None) -> None:
         """Makes it the checkpoint, on the first rank; nothing on the others.
@@ -112,21 +112,36 @@ def should_have_appeared(written_at: float) -> bool:
     return time.monotonic() >= written_at + _SECONDS_TO_APPEAR
 
 
-def begin(folder: Path, everyone: Group) -> Saving:
+def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
     """Collective: the first rank makes the folder and keeps others from it.
+
+    Args:
+        folder: of the checkpoint; made where it is missing.
+        everyone: all ranks that save.
+        prepare: what a rank does before, which may raise: one exchange tells all of both.
 
     Raises:
         CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.
         RanksDisagreeError: on the others.
     """
-    save_id = exchange(new_save_id(), everyone)[0]
-    lock = raise_together(lambda: _claim(folder, everyone), everyone, "save")
-    return Saving(folder, save_id, everyone.rank, everyone.size, lock)
+    locks: list[int | None] = []
+
+    def claim() -> str:
+        prepare()
+        if everyone.rank == 0:
+            locks.append(_claim(folder))
+        return new_save_id()
+
+    try:
+        save_id = exchange_together(claim, everyone, "save")[0]
+    except BaseException:
+        for lock in locks:
+            disk.unlock(lock)
+        raise
+    return Saving(folder, save_id, everyone.rank, everyone.size, *(locks or (None,)))
 
 
-def _claim(folder: Path, everyone: Group) -> int | None:
-    if everyone.rank != 0:
-        return None
+def _claim(folder: Path) -> int | None:
     try:
         disk.make_folder(folder)
         return disk.lock(lock_file(folder))

@@ -2,6 +2,10 @@
 checkpoints (DCP) are made of, so torch alone can read them.
 
 Reading goes through `torch.load(weights_only=True)`, which executes nothing that a file says.
+
+[Note: one checksum] `torch.save` writes a zip archive. It computes the CRC-32 of each part, writes the part, and behind
+it a descriptor that begins with that CRC. The CRC of the file is put together from them: to compute it from the bytes a
+second time would take as long as to write them. Where torch was told to leave CRCs out, they are computed here.
 """
 
 from __future__ import annotations
@@ -20,13 +24,19 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.crc import joined
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord
 from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = ["Stretch", "TensorReader", "TensorWriter", "crc_of_file"]
 
-#: Small enough that a piece is still in the processor's cache when it is written after its checksum.
-_PIECE_NBYTES = 1 << 20
+#: As much as is written before the disk is told to begin.
+_PIECE_NBYTES = 8 << 20
+#: Small enough that it is still in the processor's cache when its checksum is computed after it was read.
+_CACHED_NBYTES = 1 << 20
+#: Parts from here on are not read for their checksum, see [Note: one checksum].
+_LARGE_NBYTES = 1 << 20
+_DESCRIPTOR = b"PK\x07\x08"
 #: What `torch.save` writes begins with it. torch's older formats are never opened: before 2.6 one of them could execute
 #: code in spite of `weights_only`.
 _MAGIC = b"PK\x03\x04"
@@ -50,7 +60,8 @@ class TensorWriter:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
-        self._nbytes = self._crc32 = 0
+        self._nbytes = self._begun_nbytes = self._crc32 = 0
+        self._large: memoryview | None = None
         self._error: OSError | None = None
 
     def append(self, key: str, tensor: Tensor) -> Stretch:
@@ -75,16 +86,35 @@ class TensorWriter:
     def write(self, data: bytes | memoryview) -> int:
         """For `torch.save`."""
         view = memoryview(data).cast("B")
+        self._settle(view)
         for start in range(0, len(view), _PIECE_NBYTES):
-            piece = view[start : start + _PIECE_NBYTES]
-            self._crc32 = zlib.crc32(piece, self._crc32)
-            try:
-                disk.write(self._file, piece)
-            except OSError as error:
-                self._error = error
-                raise
-        self._nbytes += len(view)
+            self._write(view[start : start + _PIECE_NBYTES])
+        if len(view) >= _LARGE_NBYTES:
+            self._large = view
+        else:
+            self._crc32 = zlib.crc32(view, self._crc32)
         return len(view)
+
+    def _write(self, piece: memoryview) -> None:
+        try:
+            disk.write(self._file, piece)
+        except OSError as error:
+            self._error = error
+            raise
+        self._nbytes += len(piece)
+        if self._nbytes - self._begun_nbytes >= _PIECE_NBYTES:
+            disk.begin_sync(self._file, self._begun_nbytes, self._nbytes - self._begun_nbytes)
+            self._begun_nbytes = self._nbytes
+
+    def _settle(self, following: memoryview) -> None:
+        """Takes a large part into the checksum, once it is known what follows, see [Note: one checksum]."""
+        large, self._large = self._large, None
+        if large is None:
+            return
+        if following[:4] == _DESCRIPTOR and _has_checksums():
+            self._crc32 = joined(self._crc32, int.from_bytes(following[4:8], "little"), len(large))
+        else:
+            self._crc32 = zlib.crc32(large, self._crc32)
 
     def flush(self) -> None:
         """For `torch.save`; `disk.written` flushes once at the end."""
@@ -92,6 +122,11 @@ class TensorWriter:
     def record(self) -> FileRecord:
         """Of what was written so far."""
         return FileRecord(self._path.name, self._nbytes, self._crc32)
+
+
+def _has_checksums() -> bool:
+    """Whether `torch.save` computes them; releases before 2.6 always do."""
+    return bool(getattr(torch.serialization, "get_crc32_options", lambda: True)())
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -198,7 +233,7 @@ def crc_of_file(path: Path) -> int:
         OSError
     """
     crc32 = 0
-    piece = memoryview(bytearray(_PIECE_NBYTES))
+    piece = memoryview(bytearray(_CACHED_NBYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
             crc32 = zlib.crc32(piece[:count], crc32)

@@ -31,7 +31,7 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """
     saving = begin(folder, everyone)
     try:
-        raise_together(lambda: saving.write(contribution_of(model, saving.save_id)), everyone, "save")
+        raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
         raise_together(saving.commit, everyone, "save")
     except BaseException:
         saving.abandon()

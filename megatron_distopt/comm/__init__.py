@@ -1,6 +1,6 @@
 """Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
 
-from megatron_distopt.comm.agree import Field, compare, exchange, meet, raise_together
+from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
 from megatron_distopt.comm.collectives import gather_to_first, scatter_from_first, sum_over
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
@@ -12,6 +12,7 @@ __all__ = [
     "ProcessGroup",
     "compare",
     "exchange",
+    "exchange_together",
     "gather_params",
     "gather_to_first",
     "is_initialized",

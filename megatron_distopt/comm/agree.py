@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
-__all__ = ["Field", "compare", "exchange", "meet", "raise_together"]
+__all__ = ["Field", "compare", "exchange", "exchange_together", "meet", "raise_together"]
 
 T = TypeVar("T")
 
@@ -108,22 +108,45 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
         Exception: this rank's own, as it was, or
         RanksDisagreeError: another rank's, with its number and text.
     """
-    error: Exception | None = None
-    value: T | None = None
+    value, error = _tried(check)
+    _raise_first(exchange(_text_of(error), group), error, group, what)
+    return value  # type: ignore[return-value]  # there is one where nothing was raised
+
+
+def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
+    """Collective: what `check` returned on every rank, by rank of the group, if it passed on all of them.
+
+    Args: as of `raise_together`; what `check` returns travels.
+
+    Raises: as of `raise_together`.
+    """
+    value, error = _tried(check)
+    records = exchange((_text_of(error), value), group)
+    _raise_first([text for text, _ in records], error, group, what)
+    return [each for _, each in records]  # type: ignore[misc]  # as above
+
+
+def _tried(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        value = check()
-    except Exception as caught:  # noqa: BLE001 - raised again below, once the others know
-        error = caught
-    texts = exchange("" if error is None else str(error) or type(error).__name__, group)
-    if error is not None:
-        raise error
+        return check(), None
+    except Exception as error:  # noqa: BLE001 - raised once the others know
+        return None, error
+
+
+def _text_of(error: Exception | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def _raise_first(texts: Sequence[str], own: Exception | None, group: Group, what: str) -> None:
+    """This rank's own error, or that of another rank."""
+    if own is not None:
+        raise own
     for rank, text in enumerate(texts):
         if text:
             rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
             raise RanksDisagreeError(
                 refusal(what, f"rank {group.global_rank(rank)} refused with «{text}»", rule, remedy)
             )
-    return value  # type: ignore[return-value]
 
 
 def compare(fields: Sequence[Field], group: Group) -> None:

@@ -171,7 +171,7 @@ def test_rank_when_killed_while_it_writes_then_the_old_checkpoint_stays(
     four.become(2)
     by_rank = savings(four.world, tmp_path, new_save_id())
     for each in by_rank:
-        contribution = contribution_of(four.world.ranks[each.rank].model, each.save_id)
+        contribution = contribution_of(four.world.ranks[each.rank].model)
         if each.rank == rank:
             assert os.WIFSIGNALED(killed(lambda each=each, what=contribution: each.write(what), 30))
         else:
@@ -412,9 +412,9 @@ def test_save_when_its_id_was_there_before_then_the_old_checkpoint_stays(
     four = Numbered(World.of(TINY, dp=4)).become(2)
     by_rank = savings(four.world, tmp_path, save_id)
     for rank in (3, 2):
-        by_rank[rank].write(contribution_of(four.world.ranks[rank].model, save_id))
+        by_rank[rank].write(contribution_of(four.world.ranks[rank].model))
     with pytest.raises(CheckpointError) as caught:
-        by_rank[0].write(contribution_of(four.world.ranks[0].model, save_id))
+        by_rank[0].write(contribution_of(four.world.ranks[0].model))
     file = tmp_path / f"{save_id}-00000.distcp"
     assert str(caught.value) == (
         f"Invalid file {file}: [Errno 17] File exists: '{file}'. Must be writable. "
@@ -456,7 +456,7 @@ def test_commit_when_the_folder_was_removed_and_taken_by_another_run_then_that_o
     place, one = tmp_path / "checkpoint", Numbered(World.of(TINY)).become(1)
     disk.make_folder(place)
     first = savings(one.world, place, new_save_id(), disk.lock(lock_file(place)))[0]
-    part = first.write(contribution_of(one.world.ranks[0].model, first.save_id))
+    part = first.write(contribution_of(one.world.ranks[0].model))
     for path in place.iterdir():
         path.unlink()
     place.rmdir()
@@ -478,7 +478,7 @@ def test_commit_when_a_file_was_cut_off_meanwhile_then_it_is_named_and_the_old_c
     one = Numbered(World.of(TINY))
     one.save(tmp_path, 1)
     saver = savings(one.become(2).world, tmp_path, new_save_id())[0]
-    file = saver.write(contribution_of(one.world.ranks[0].model, saver.save_id)).files[0]
+    file = saver.write(contribution_of(one.world.ranks[0].model)).files[0]
     os.truncate(tmp_path / file.name, 100)
     with pytest.raises(CheckpointError) as caught:
         saver.commit()
@@ -495,7 +495,7 @@ def test_commit_when_ranks_wrote_the_same_elements_then_it_is_refused(tmp_path: 
     """Also where as many are missing as are there twice."""
     two = Numbered(World.of((Param("w", (4, 3)),), dp=2))
     by_rank = savings(two.world, tmp_path, new_save_id())
-    parts = [each.write(contribution_of(two.world.ranks[each.rank].model, each.save_id)) for each in by_rank]
+    parts = [each.write(contribution_of(two.world.ranks[each.rank].model)) for each in by_rank]
     wrong = [parts[0], parts[1], parts[1]] if twice else [parts[0], parts[0]]
     with pytest.raises(CheckpointError) as caught:
         folder.commit(tmp_path, wrong)
@@ -519,7 +519,7 @@ def test_saves_when_the_file_system_has_no_locks_then_the_first_to_commit_stays(
     both = []
     for number in (1, 2):
         saver = savings(one.become(number).world, tmp_path, new_save_id())[0]
-        saver.write(contribution_of(one.world.ranks[0].model, saver.save_id))
+        saver.write(contribution_of(one.world.ranks[0].model))
         both.append(saver)
     both[1].commit()
     monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)

@@ -183,7 +183,7 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
     two = Numbered(World.of(TINY, dp=2)).become(2)
     by_rank = savings(two.world, folder, new_save_id())
     for each, rank in zip(by_rank, two.world.ranks, strict=True):
-        each.write(contribution_of(rank.model, each.save_id))
+        each.write(contribution_of(rank.model))
     part = folder / f"{by_rank[0].save_id}-00001.part"
     part.write_bytes(pickle.dumps(Evil(marker), protocol=protocol))
     with pytest.raises(CheckpointError) as caught:

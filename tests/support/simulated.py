@@ -132,7 +132,7 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         save_id = new_save_id()
         parts = [
-            write_contribution(folder, contribution_of(each.model, save_id), rank)
+            write_contribution(folder, contribution_of(each.model), save_id, rank)
             for rank, each in enumerate(self.ranks)
         ]
         return commit(folder, parts)

@@ -62,7 +62,7 @@ def save(world: World, folder: Path) -> None:
     by_rank = savings(world, folder, new_save_id(), disk.lock(lock_file(folder)))
     try:
         for saving, rank in zip(by_rank, world.ranks, strict=True):
-            saving.write(contribution_of(rank.model, saving.save_id))
+            saving.write(contribution_of(rank.model))
         by_rank[0].commit()
     except BaseException:
         by_rank[0].abandon()

@@ -62,7 +62,7 @@ def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
         CheckpointError: the inner optimizer keeps something that cannot be saved by param, or a param has no writer.
         RanksDisagreeError: on the ranks that could save theirs, where another could not.
     """
-    contribution = raise_together(lambda: contribution_of(model, save_id=""), everyone, "save")
+    contribution = raise_together(lambda: contribution_of(model), everyone, "save")
     written = tuple(contribution.tensors)
     records = {each.key: TensorRecord(each.shape, dtype_name(each.tensor.dtype), ()) for each in written}
     head = join(exchange(replace(contribution.head, tensors=records), everyone))
