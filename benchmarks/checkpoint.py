@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -43,17 +44,17 @@ class Plan:
     """What the ranks do.
 
     Args:
-        layers: of each size.
-        hidden: width of the model.
-        rounds: of each size.
+        layers: of the model.
+        hidden: its width.
+        rounds: over all contestants.
         names: of the contestants.
         folder: where to write.
         log: a line for every reading, so that a rank that is killed takes nothing with it.
     """
 
-    layers: tuple[int, ...]
+    layers: int
     hidden: int
-    rounds: tuple[int, ...]
+    rounds: int
     names: tuple[str, ...]
     folder: Path
     log: Path
@@ -65,14 +66,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
         log, failures = Path(scratch) / "readings.jsonl", []
         log.touch()
-        for ranks in args.ranks:
-            folder = Path(scratch) / f"{ranks}_ranks"
+        for ranks, number in itertools.product(args.ranks, range(len(args.sizes))):
+            folder = Path(scratch) / f"{ranks}_ranks_{number}"
             folder.mkdir()
             try:
-                # Not daemons: megatron-core writes in processes of its own.
-                mp.spawn(run, (ranks, plan_of(args, folder, log)), nprocs=ranks, daemon=False)
+                # New processes for every size: peers leave memory behind. Not daemons: megatron-core starts more.
+                mp.spawn(run, (ranks, plan_of(args, number, folder, log)), nprocs=ranks, daemon=False)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                failures.append(f"{ranks} ranks: {error}")
+                failures.append(f"{ranks} ranks, {args.sizes[number]} M: {error}")
                 print(failures[-1], file=sys.stderr)
         readings = [Reading(**json.loads(line)) for line in log.read_text().splitlines()]
         result = {**about(args, time.monotonic() - start), "failures": failures, **result_of(readings)}
@@ -86,16 +87,16 @@ def main() -> None:
         draw(result, args.plot)
 
 
-def plan_of(args: argparse.Namespace, folder: Path, log: Path) -> Plan:
+def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> Plan:
+    """Of one of the sizes."""
     hidden = HIDDEN_QUICK if args.quick else HIDDEN
-    per_layer = 12 * hidden**2 + 13 * hidden
-    layers = tuple(max(round(size * 1e6 / per_layer), 1) for size in args.sizes)
-    rounds = tuple(args.rounds) * len(layers) if len(args.rounds) == 1 else tuple(args.rounds)
+    layers = max(round(args.sizes[number] * 1e6 / (12 * hidden**2 + 13 * hidden)), 1)
+    rounds = args.rounds[0 if len(args.rounds) == 1 else number]
     return Plan(layers, hidden, rounds, tuple(args.contestants), folder, log)
 
 
 def run(rank: int, size: int, plan: Plan) -> None:
-    """On every rank: a warm-up of every contestant, then rounds over them, size by size."""
+    """On every rank: a warm-up of every contestant, then rounds over them."""
     import peers.table  # in the ranks alone: it imports all peers
 
     torch.set_num_threads(1)
@@ -105,10 +106,9 @@ def run(rank: int, size: int, plan: Plan) -> None:
     entries = [entry for entry in peers.table.ENTRIES if not plan.names or entry.name in plan.names]
     for entry in entries:
         read(entry, Setting(2, HIDDEN_WARM_UP, rank, size), plan.folder, -1)
-    for layers, rounds in zip(plan.layers, plan.rounds, strict=True):
-        for number in range(rounds):
-            for entry in entries:
-                log(read(entry, Setting(layers, plan.hidden, rank, size), plan.folder, number), plan.log)
+    for number in range(plan.rounds):
+        for entry in entries:
+            log(read(entry, Setting(plan.layers, plan.hidden, rank, size), plan.folder, number), plan.log)
     dist.destroy_process_group()
 
 

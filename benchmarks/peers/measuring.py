@@ -5,6 +5,7 @@ How each figure is read is said in benchmarks/README.md; whoever changes it here
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -108,7 +109,15 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
     finally:
         contestant.close()
         gc.collect()
+        _give_back()
         _remove(folder)
+
+
+def _give_back() -> None:
+    """Memory that the C library keeps for later is not there for the next contestant."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _save(contestant: Contestant, folder: Path) -> _Saved:
