@@ -96,7 +96,7 @@ def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> P
 
 
 def run(rank: int, size: int, plan: Plan) -> None:
-    """On every rank: a warm-up of every contestant, then rounds over them."""
+    """On every rank: a warm-up of every contestant, then rounds over them, each begun by another one."""
     import peers.table  # in the ranks alone: it imports all peers
 
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def run(rank: int, size: int, plan: Plan) -> None:
     for entry in entries:
         read(entry, Setting(2, HIDDEN_WARM_UP, rank, size), plan.folder, -1)
     for number in range(plan.rounds):
-        for entry in entries:
+        for entry in (*entries[number % len(entries) :], *entries[: number % len(entries)]):
             log(read(entry, Setting(plan.layers, plan.hidden, rank, size), plan.folder, number), plan.log)
     dist.destroy_process_group()
 

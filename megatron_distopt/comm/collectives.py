@@ -1,18 +1,78 @@
-"""The collectives, each in place: a shard is a view of its bucket."""
+"""The collectives, each in place: a shard is a view of its bucket.
+
+[Note: whose collective] A backend's own, but for tensors on the CPU over gloo, whose own are slow: those go from pair
+to pair (pairwise.py) from `PAIRWISE_FROM_NBYTES` on, below which latency counts and not bandwidth.
+"""
 
 from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.groups import Group
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-__all__ = ["all_gather", "broadcast", "gather_to_first", "reduce_scatter", "scatter_from_first", "sum_over"]
+__all__ = [
+    "PAIRWISE_FROM_NBYTES",
+    "Pending",
+    "all_gather",
+    "begin_reduce_scatter",
+    "broadcast",
+    "carrier_of",
+    "gather_to_first",
+    "reduce_scatter",
+    "scatter_from_first",
+    "sum_over",
+]
+
+#: Of a bucket; see [Note: whose collective] and benchmarks/collectives.py.
+PAIRWISE_FROM_NBYTES = 1 << 18
+
+
+class Pending(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> object:
+        """Until what it writes is there; raises what went wrong in it."""
+
+
+class _InThread:
+    """One that the thread of this process carries out."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class _Done:
+    """One that there was no need for."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def is_pairwise(tensor: Tensor, group: Group) -> bool:
+    """See [Note: whose collective]; the same on all ranks, which have the same sizes."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes >= PAIRWISE_FROM_NBYTES and carrier_of(tensor.device, group) == "gloo"
+
+
+def carrier_of(device: torch.device, group: Group) -> str:
+    """The backend that moves tensors of a device in a group."""
+    config = dist.get_backend_config(group.handle)
+    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return by_device.get(device.type, config)
 
 
 def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -22,8 +82,33 @@ def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
         bucket: 1-D; outside `shard` it holds nothing of meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
     """
-    if group.size > 1:
+    if group.size == 1:
+        return
+    if is_pairwise(bucket, group):
+        pairwise.reduce_scatter(bucket, shard, group)
+    else:
         _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle)
+
+
+def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
+    """Collective: `reduce_scatter` beside what the caller does next; in the order in which they are begun.
+
+    Args: as of `reduce_scatter`; nobody touches `bucket` until it is waited for.
+    """
+    if group.size == 1:
+        return _Done()
+    if carrier_of(bucket.device, group) == "gloo":
+        # Never gloo's own: those match each other by order alone, and the caller goes on with some of its own.
+        return _InThread(_thread().submit(pairwise.reduce_scatter, bucket, shard, group))
+    work: Pending = _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+    return work
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """One, so that collectives keep their order."""
+    num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
+    return ThreadPoolExecutor(1, "megatron_distopt collectives", lambda: torch.set_num_threads(num_threads))
 
 
 def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -33,7 +118,11 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
         bucket: 1-D.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
     """
-    if group.size > 1:
+    if group.size == 1:
+        return
+    if is_pairwise(bucket, group):
+        pairwise.all_gather(bucket, shard, group)
+    else:
         _all_gather(bucket, shard, group=group.handle)
 
 
