@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from megatron_distopt.checkpoint.collector import no_collection
 from megatron_distopt.checkpoint.contribution import Contribution, contribution_of
 from megatron_distopt.checkpoint.saving import Saving, begin, should_have_appeared
 from megatron_distopt.checkpoint.staging import Staging, room_for
@@ -75,6 +76,7 @@ class BackgroundSaver:
         # Not `atexit`, which processes that `multiprocessing` has started do not run.
         Finalize(None, self._at_exit, exitpriority=0)
 
+    @no_collection()
     def save(self, folder: Path, model: WholeModel, then: Callable[[], None]) -> None:
         """Collective: copies the state and returns; the checkpoint is there some time later.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_distopt.checkpoint.collector import no_collection
 from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load import load_planned, verify_files
@@ -17,6 +18,7 @@ from megatron_distopt.errors import CheckpointError, refusal
 __all__ = ["load_checkpoint", "names_of_all", "save_checkpoint"]
 
 
+@no_collection()
 def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or still the old one.
 
@@ -40,6 +42,7 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
         saving.release()
 
 
+@no_collection()
 def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards, whatever the layout they were saved in; the params are not gathered yet.
 
