@@ -99,6 +99,8 @@ class DistOptConfig:
         async_save: train on while a copy of the state is written.
         async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
         keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
+        overlap_grad_reduce: reduce buckets beside backward, where the host leaves that to us; all but the last backward
+            of a step then belong into `no_sync()`.
 
     Raises:
         ConfigError: for every value that cannot work.
@@ -131,6 +133,7 @@ class DistOptConfig:
     async_save: bool = False
     async_buffer_mb: int = 4096
     keep_last: int | None = None
+    overlap_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))

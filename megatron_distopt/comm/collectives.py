@@ -1,7 +1,7 @@
 """The collectives, each in place: a shard is a view of its bucket.
 
 [Note: whose collective] A backend's own, but for tensors on the CPU over gloo, whose own are slow: those go from pair
-to pair (pairwise.py) from `PAIRWISE_FROM_NBYTES` on, below which latency counts and not bandwidth.
+to pair (pairwise.py). They do so at every size, so that a gradient is added up in the same order in every bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = [
-    "PAIRWISE_FROM_NBYTES",
     "Pending",
     "all_gather",
     "begin_reduce_scatter",
@@ -33,9 +32,6 @@ __all__ = [
     "scatter_from_first",
     "sum_over",
 ]
-
-#: Of a bucket; see [Note: whose collective] and benchmarks/collectives.py.
-PAIRWISE_FROM_NBYTES = 1 << 18
 
 
 class Pending(Protocol):
@@ -63,9 +59,8 @@ class _Done:
 
 
 def is_pairwise(tensor: Tensor, group: Group) -> bool:
-    """See [Note: whose collective]; the same on all ranks, which have the same sizes."""
-    nbytes = tensor.numel() * tensor.element_size()
-    return nbytes >= PAIRWISE_FROM_NBYTES and carrier_of(tensor.device, group) == "gloo"
+    """See [Note: whose collective]; the same on all ranks."""
+    return carrier_of(tensor.device, group) == "gloo"
 
 
 def carrier_of(device: torch.device, group: Group) -> str:
@@ -97,7 +92,7 @@ def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> Pending
     """
     if group.size == 1:
         return _Done()
-    if carrier_of(bucket.device, group) == "gloo":
+    if is_pairwise(bucket, group):
         # Never gloo's own: those match each other by order alone, and the caller goes on with some of its own.
         return _InThread(_thread().submit(pairwise.reduce_scatter, bucket, shard, group))
     work: Pending = _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)

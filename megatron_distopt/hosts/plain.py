@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +42,6 @@ from megatron_distopt.comm import (
     ProcessGroup,
     gather_params,
     raise_together,
-    reduce_grads,
     share_initial,
 )
 from megatron_distopt.config import DistOptConfig, config_from_environment
@@ -55,8 +55,9 @@ from megatron_distopt.hosts.base import (
     plan_groups,
     spec_of,
 )
+from megatron_distopt.hosts.overlap import GradSync
 from megatron_distopt.hosts.saver import Saver
-from megatron_distopt.layout import BufferLayout, Placement, lay_out
+from megatron_distopt.layout import BufferLayout, Placement, default_bucket_numel, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
     Memory,
@@ -162,7 +163,8 @@ def distribute(
     buffers = [_allocate(part, data) for part in plan.parts]
     share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)
     placements = {name: placement(name, param) for name, param in plan.named.items()}
-    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements)
+    grads = GradSync(buffers, data, plan.named, overlapped=plan.config.overlap_grad_reduce)
+    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements, grads)
 
 
 def _plan(request: _Request, data: Group) -> _Plan:
@@ -203,7 +205,10 @@ def _plan_parts(named: Mapping[str, Parameter], config: DistOptConfig, num_shard
     parts = []
     for dtype, members in by_dtype.items():
         specs = [spec_of(name, param) for name, param in members.items()]
-        layout = lay_out(specs, num_shards=num_shards, bucket_numel=config.bucket_numel)
+        bucket_numel = config.bucket_numel
+        if bucket_numel is None and config.overlap_grad_reduce:
+            bucket_numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
+        layout = lay_out(specs, num_shards=num_shards, bucket_numel=bucket_numel)
         parts.append(_Part(members, layout, torch.float32 if config.grads_in_fp32 else dtype))
     return tuple(parts)
 
@@ -229,11 +234,15 @@ class PlainOptimizer(Optimizer):
         sharded: updates what this rank owns.
         data: the data-parallel group.
         placements: of the params in the whole model, by name.
+        grads: reduces them.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, data: Group, placements: Mapping[str, Placement]) -> None:
+    def __init__(
+        self, sharded: ShardedOptimizer, data: Group, placements: Mapping[str, Placement], grads: GradSync
+    ) -> None:
         # The constructor of torch's class would build groups and state of its own.
         self.sharded = sharded
+        self._grads = grads
         self.data = data
         self.defaults = sharded.inner.defaults
         everyone = sharded.plan.stats_group()
@@ -262,9 +271,15 @@ class PlainOptimizer(Optimizer):
         raise LayoutError(refusal("add_param_group", "called", "happen before distribute(...)", remedy))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the grad buffers; they stay allocated, whatever `set_to_none` says."""
-        for buffer in self.sharded.buffers:
-            buffer.grad.zero_()
+        """Zeroes the grad buffers; they stay allocated, whatever `set_to_none` says.
+
+        Collective with `overlap_grad_reduce`, where backward ran and no step followed.
+        """
+        self._grads.drop()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With `overlap_grad_reduce` all but the last backward of a step belong inside: buckets wait for the last."""
+        return self._grads.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is scaled."""
@@ -277,8 +292,7 @@ class PlainOptimizer(Optimizer):
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
         """
-        for buffer in self.sharded.buffers:
-            reduce_grads(buffer, self.data)
+        self._grads.finish()
         result = self.sharded.step()
         if result.updated:
             self._gather()

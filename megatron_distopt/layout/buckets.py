@@ -15,7 +15,12 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.params import ParamSlot, ParamSpec
 from megatron_distopt.layout.span import Span
 
-__all__ = ["Bucket", "BufferLayout", "adopt", "lay_out"]
+__all__ = ["Bucket", "BufferLayout", "adopt", "default_bucket_numel", "lay_out"]
+
+#: Buckets of a buffer, where neither bound below counts.
+_USUAL_BUCKETS = 8
+#: Each rank's part of a bucket is worth a message, and a bucket is not so large that its last one is waited for.
+_LEAST_SHARD_NUMEL, _MOST_BUCKET_NUMEL = 1 << 17, 40_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,20 @@ def lay_out(
             buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
             bucket_start = cursor = stop
     return BufferLayout(tuple(slots), tuple(buckets), num_shards)
+
+
+def default_bucket_numel(numel: int, num_shards: int) -> int:
+    """Elements of a bucket that is reduced while others are still computed.
+
+    Args:
+        numel: of the buffer.
+        num_shards: size of the data-parallel group.
+
+    >>> default_bucket_numel(100_000_000, 4), default_bucket_numel(1000, 4), default_bucket_numel(10**10, 4)
+    (12500000, 524288, 40000000)
+    """
+    least = _LEAST_SHARD_NUMEL * num_shards
+    return max(min(-(-numel // _USUAL_BUCKETS), _MOST_BUCKET_NUMEL), least)
 
 
 def _check_numbers(**numbers: int | None) -> None:

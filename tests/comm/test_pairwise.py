@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm import Group, collectives, pairwise
-from megatron_distopt.comm.collectives import PAIRWISE_FROM_NBYTES, begin_reduce_scatter, carrier_of, is_pairwise
+from megatron_distopt.comm.collectives import begin_reduce_scatter, carrier_of
 from tests.support.spawn import run_ranks
 
 RANKS = 4
@@ -77,8 +77,8 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     pairwise.SCRATCH_NBYTES = 16 << 20
     found["beside"] = _beside(Group.of(), rank)
     found["carrier"] = carrier_of(torch.device("cpu"), Group.of())
-    found["pairwise"] = [
-        is_pairwise(torch.empty(nbytes // 4), Group.of()) for nbytes in (PAIRWISE_FROM_NBYTES, PAIRWISE_FROM_NBYTES - 4)
+    found["chosen"] = [
+        _reduced(Group.of(), MEMBERS[4], numel, torch.float32, collectives.reduce_scatter) for numel in (1, 999)
     ]
     found["refused"] = _refused(Group.of())
     return found
@@ -126,9 +126,9 @@ def test_begin_when_several_are_under_way_then_each_is_right(found: list[dict[st
     assert [each["beside"] for each in found] == [True] * RANKS
 
 
-def test_choice_when_a_bucket_is_large_over_gloo_then_it_goes_from_pair_to_pair(found: list[dict[str, Any]]) -> None:
+def test_choice_when_gloo_carries_a_bucket_then_it_is_added_up_in_order(found: list[dict[str, Any]]) -> None:
     assert [each["carrier"] for each in found] == ["gloo"] * RANKS
-    assert [each["pairwise"] for each in found] == [[True, False]] * RANKS
+    assert [each["chosen"] for each in found] == [[True, True]] * RANKS
 
 
 def test_begin_when_it_fails_then_waiting_raises_it(found: list[dict[str, Any]]) -> None:

@@ -1,0 +1,234 @@
+"""Buckets that are reduced beside backward: the same bits as without, whatever gradients come, and in which order.
+
+One spawn of three ranks runs every training twice, with `overlap_grad_reduce` and without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, ModuleList
+from torch.utils.checkpoint import checkpoint
+
+from megatron_distopt import DistOptConfig, distribute
+from tests.support.spawn import run_ranks
+
+RANKS, STEPS, WIDTH, LAYERS = 3, 5, 16, 4
+#: A bucket a layer: a weight and a bias.
+BUCKET = WIDTH * WIDTH + WIDTH
+
+
+class Net(Module):
+    """Layers one after the other; which of them, and how, is said at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, hidden: Tensor, order: list[int], recompute: str) -> Tensor:
+        for number in order:
+            if recompute:
+                run = partial(checkpoint, self.layers[number], use_reentrant=recompute == "reentrant")
+                hidden = run(hidden).tanh()
+            else:
+                hidden = self.layers[number](hidden).tanh()
+        return hidden.float().square().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        order: by step and rank, which layers are used, one after the other.
+        recompute: "", "reentrant" or "not reentrant".
+        microbatches: of each step.
+        dtype: of the params.
+    """
+
+    order: Callable[[int, int], list[int]]
+    recompute: str = ""
+    microbatches: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+def _usual(step: int, rank: int) -> list[int]:
+    return list(range(LAYERS))
+
+
+def _backwards(step: int, rank: int) -> list[int]:
+    """Backward meets the layers in the order of registration, which is not that of the buffer."""
+    return list(reversed(range(LAYERS)))
+
+
+def _twice(step: int, rank: int) -> list[int]:
+    return [0, 1, 2, 1, 3]
+
+
+def _never(step: int, rank: int) -> list[int]:
+    return [0, 1, 3]
+
+
+def _branch(step: int, rank: int) -> list[int]:
+    """Rank 1 leaves a layer out at every other step."""
+    return [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]
+
+
+def _late_branch(step: int, rank: int) -> list[int]:
+    """Nobody uses a layer in the first two steps, and then one rank does."""
+    return [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]
+
+
+CASES = {
+    "usual": Case(_usual),
+    "order is not that of registration": Case(_backwards),
+    "several microbatches": Case(_usual, microbatches=3),
+    "module used twice": Case(_twice),
+    "module used twice, recomputed": Case(_twice, recompute="reentrant"),
+    "recomputed": Case(_usual, recompute="not reentrant"),
+    "recomputed in every microbatch": Case(_twice, recompute="reentrant", microbatches=2),
+    "param without gradient": Case(_never),
+    "branch of one rank": Case(_branch),
+    "branch that comes later": Case(_late_branch),
+    "bf16": Case(_usual, dtype=torch.bfloat16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Params at the end, and by step how many of the buckets were under way before the step."""
+
+    params: list[Tensor]
+    early: list[int]
+
+
+def _train(case: Case, rank: int, *, overlap: bool) -> Result:
+    torch.manual_seed(0)
+    model = Net().to(case.dtype)
+    # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
+    config = DistOptConfig(adam="torch_foreach", clip_grad=1.0, bucket_numel=BUCKET, overlap_grad_reduce=overlap)
+    optimizer = distribute(model, config)
+    early = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(case.microbatches):
+            is_last = number == case.microbatches - 1
+            generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+            data = torch.randn(4, WIDTH, generator=generator).to(case.dtype).requires_grad_()
+            with contextlib.nullcontext() if is_last else optimizer.no_sync():
+                model(data, case.order(step, rank), case.recompute).backward()
+        early.append(_num_begun(optimizer))
+        optimizer.step()
+    return Result([param.detach().clone() for param in model.parameters()], early)
+
+
+def _num_begun(optimizer: Any) -> int:
+    overlap = optimizer._grads._overlap
+    return 0 if overlap is None else overlap.num_begun
+
+
+def _late() -> str:
+    """Two backward passes without no_sync: the second one comes too late."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+    for passes in (1, 2):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            try:
+                model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
+            except Exception as error:  # noqa: BLE001 - the test says which one it must be
+                text = f"{type(error).__name__}: {error}"
+                optimizer.zero_grad()  # all ranks are here: what is under way ends
+                return text
+        optimizer.step()
+    return "nothing"
+
+
+def _dropped(rank: int) -> bool:
+    """Backward without a step, then a step: the first gradient is gone."""
+    found = []
+    for is_dropped in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+        for step in range(3):
+            if is_dropped:
+                model(torch.full((4, WIDTH), 9.0 + rank), _usual(0, 0), "").backward()
+            optimizer.zero_grad()
+            model(torch.full((4, WIDTH), 1.0 + step + rank), _usual(0, 0), "").backward()
+            optimizer.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def _collect(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
+        same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
+        found[name] = same, with_it.early
+    return {**found, "late": _late(), "dropped": _dropped(rank)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(_collect, RANKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_when_compared_with_none_then_every_bit_is_the_same(name: str, found: list[dict[str, Any]]) -> None:
+    assert [each[name][0] for each in found] == [True] * RANKS
+
+
+#: By step, on every rank: in the first one nothing is known yet.
+ALL_EARLY = [0, *[LAYERS] * (STEPS - 1)]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("param without", "branch"))])
+def test_overlap_when_the_first_step_is_over_then_all_buckets_go_before_the_step(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    assert [each[name][1] for each in found] == [ALL_EARLY] * RANKS
+
+
+ALL_BUT_ONE = [0, *[LAYERS - 1] * (STEPS - 1)]
+
+
+def test_overlap_when_a_gradient_never_comes_then_the_other_buckets_go_early(found: list[dict[str, Any]]) -> None:
+    assert [each["param without gradient"][1] for each in found] == [ALL_BUT_ONE] * RANKS
+
+
+def test_overlap_when_a_gradient_comes_for_the_first_time_then_its_bucket_goes_early_from_the_next_step_on(
+    found: list[dict[str, Any]],
+) -> None:
+    of_rank_2 = [0, 3, 3, 4, 4]
+    assert [each["branch that comes later"][1] for each in found] == [ALL_BUT_ONE, ALL_BUT_ONE, of_rank_2]
+
+
+def test_overlap_when_a_rank_takes_another_branch_then_it_alone_is_later(found: list[dict[str, Any]]) -> None:
+    # Layer 2 is the second of four in backward: at odd steps rank 1 has one bucket under way and waits for its turn.
+    assert [each["branch of one rank"][1] for each in found] == [
+        [0, 4, 4, 4, 4],
+        [0, 1, 4, 1, 4],
+        [0, 4, 4, 4, 4],
+    ]
+
+
+def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
+    assert {each["late"] for each in found} == {
+        "LayoutError: Invalid gradient of 'layers.3.bias': arrived after its bucket was reduced. Must arrive as often "
+        "in every step as in the first. Call all but the last backward of a step inside no_sync(), or write "
+        "overlap_grad_reduce=False."
+    }
+
+
+def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
+    assert [each["dropped"] for each in found] == [True] * RANKS
