@@ -1,7 +1,7 @@
 """Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
-from megatron_distopt.comm.collectives import gather_to_first, scatter_from_first, sum_over
+from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, sum_over
 from megatron_distopt.comm.grad_overlap import GradOverlap, Reduced
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
@@ -14,6 +14,7 @@ __all__ = [
     "ProcessGroup",
     "Reduced",
     "compare",
+    "described",
     "exchange",
     "exchange_together",
     "gather_params",

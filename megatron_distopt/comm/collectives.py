@@ -27,11 +27,15 @@ __all__ = [
     "begin_reduce_scatter",
     "broadcast",
     "carrier_of",
+    "described",
     "gather_to_first",
     "reduce_scatter",
     "scatter_from_first",
     "sum_over",
 ]
+
+
+_PAIRWISE_OVER = "gloo"
 
 
 class Pending(Protocol):
@@ -60,7 +64,13 @@ class _Done:
 
 def is_pairwise(tensor: Tensor, group: Group) -> bool:
     """See [Note: whose collective]; the same on all ranks."""
-    return carrier_of(tensor.device, group) == "gloo"
+    return carrier_of(tensor.device, group) == _PAIRWISE_OVER
+
+
+def described(device: torch.device, group: Group) -> str:
+    """How buckets on a device travel in a group, for a person."""
+    carrier = carrier_of(device, group)
+    return f"{carrier} from pair to pair" if carrier == _PAIRWISE_OVER else carrier
 
 
 def carrier_of(device: torch.device, group: Group) -> str:

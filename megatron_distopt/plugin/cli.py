@@ -1,4 +1,4 @@
-"""The command `megatron-distopt`: doctor, hosts, patch, and those on checkpoints."""
+"""The command `megatron-distopt`: doctor, hosts, patch, plan, and those on checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
     parser.set_defaults(refused=1)
-    names = "doctor|hosts|patch|inspect|verify|diff|convert"
+    names = "doctor|hosts|patch|inspect|verify|diff|convert|plan"
     commands = parser.add_subparsers(title="commands", metavar=names, required=True)
     _add_doctor(commands)
     _add_hosts(commands)

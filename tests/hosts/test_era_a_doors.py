@@ -375,7 +375,7 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
         "  inner      torch_fused",
         "  decay      decoupled",
         "  nonfinite  skip",
-        "  groups     2 ranks, optimizer sharded over 2",
+        "  groups     2 ranks, optimizer sharded over 2 by gloo from pair to pair",
         f"  files      {kinds[files]}",
         "  buffer     params bfloat16, grads float32, 28 params of 7,744 elements in 1 bucket(s), 1/2 a rank",
         "  bytes      params 15.1 KiB, grads 30.2 KiB, main params 15.1 KiB, moments 30.2 KiB",

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Group, gather_params, raise_together, reduce_grads
+from megatron_distopt.comm import Group, described, gather_params, raise_together, reduce_grads
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.era_a.buffers import take_over
@@ -111,7 +111,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
     def _announce(self) -> None:
         kind = f"A2, {_FILES[self.sharded.config.checkpoint_format]}" if self.gathers_state else f"A1, {_A1_FILES}"
-        groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {self.start.data.size}"
+        data = self.start.data
+        carrier = f" by {described(self.start.device, data)}" if data.size > 1 else ""
+        groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {data.size}{carrier}"
         more = (groups, f"files      {kind}")
         announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))
 

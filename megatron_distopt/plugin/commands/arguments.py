@@ -1,5 +1,5 @@
-"""The command lines of `inspect`, `verify`, `diff` and `convert`. Imports nothing heavy: the commands themselves need
-torch, and are imported when they run."""
+"""The command lines of `inspect`, `verify`, `diff`, `convert` and `plan`. Imports nothing heavy: the commands
+themselves need torch, and are imported when they run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_distopt.errors import refusal
+from megatron_distopt.plugin.commands import plan_arguments
 
 __all__ = ["FORMATS", "add_commands"]
 
@@ -57,7 +58,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     diff.add_argument("first", type=Path, metavar="A", help="a checkpoint")
     diff.add_argument("second", type=Path, metavar="B", help="another")
     diff.set_defaults(refused=2)
-    return [inspect, verify, diff, _add_convert(commands)]
+    plan = _command(commands, "plan", "what would a choice of parallel sizes cost?", plan_arguments.DESCRIPTION)
+    plan_arguments.add_arguments(plan, _count)
+    return [inspect, verify, diff, _add_convert(commands), plan]
 
 
 def _command(

@@ -1,0 +1,185 @@
+"""Builds what training would build on one rank, by the same code, on tensors that have no memory.
+
+Building asks no other rank, so a group of any size is a rank and a number. The moments come with the first update.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn import Parameter
+
+from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, move_into_buffer
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.layout import BufferLayout, lay_out
+from megatron_distopt.optimizer import (
+    Memory,
+    ParamGroup,
+    ShardedOptimizer,
+    StepPlan,
+    choose_inner,
+    make_loss_scale,
+    measure_memory,
+)
+from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan, plan_stage
+from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
+from megatron_distopt.plugin.commands.plan_stage import StageParam
+
+__all__ = ["Built", "Seconds", "build", "silent_group"]
+
+_META = torch.device("meta")
+#: Other sources of Adam have kernels for real devices alone; it holds what the fused one holds.
+_CONFIG = DistOptConfig(adam="torch_foreach", accelerator="torch")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What each took.
+
+    Args:
+        params: making the params of the rank, which in training the model does.
+        layout: putting them into buffers and buckets.
+        optimizer: buffers, runs, main params and the inner optimizer.
+        update: its first step, which makes the moments.
+    """
+
+    params: float
+    layout: float
+    optimizer: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.params + self.layout + self.optimizer + self.update
+
+
+@dataclass(frozen=True)
+class Built:
+    """One rank.
+
+    Args:
+        num_params: tensors that the model registers.
+        numel: elements in them.
+        num_runs: tensors that the inner optimizer updates.
+        seconds: that it took.
+        process_nbytes: by which building raised the peak of this process.
+        param_nbytes, grad_nbytes, main_nbytes, moment_nbytes: read off the tensors that were built.
+    """
+
+    num_params: int
+    numel: int
+    num_runs: int
+    seconds: Seconds
+    process_nbytes: int
+    param_nbytes: int
+    grad_nbytes: int
+    main_nbytes: int
+    moment_nbytes: int
+
+    @property
+    def lasting_nbytes(self) -> int:
+        """All kinds."""
+        return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes
+
+
+def silent_group(part: Part) -> Group:
+    """A group that cannot communicate."""
+    return Group(None, part.rank, part.layout.num_shards)
+
+
+def build(
+    plan: StagePlan, group_of: Callable[[Part], Group] = silent_group, clock: Callable[[], float] = time.perf_counter
+) -> Built:
+    """Builds the rank that was planned, and lets go of it.
+
+    Args:
+        plan: of the rank.
+        group_of: the data-parallel group of each buffer, for instance one of torch's fake process group.
+        clock: seconds since any moment.
+    """
+    _warm_up()
+    return _build(plan, group_of, clock)
+
+
+def _build(plan: StagePlan, group_of: Callable[[Part], Group], clock: Callable[[], float]) -> Built:
+    before = _peak_nbytes()
+    marks = [clock()]
+    named = [{param.spec.name: _meta_param(param) for param in part.params} for part in plan.parts]
+    marks.append(clock())
+    layouts = [_lay_out(part, plan.choice) for part in plan.parts]
+    marks.append(clock())
+    buffers = [_buffer(*each, plan.choice) for each in zip(map(group_of, plan.parts), named, layouts, strict=True)]
+    pairs = zip(plan.parts, buffers, strict=True)
+    optimizers = [ShardedOptimizer([buffer], _step_plan(part, group_of(part))) for part, buffer in pairs]
+    marks.append(clock())
+    for optimizer in optimizers:
+        optimizer.attach_grads()
+        optimizer.update(1.0)
+    marks.append(clock())
+    seconds = Seconds(*(stop - start for start, stop in itertools.pairwise(marks)))
+    return _built(plan, optimizers, seconds, _peak_nbytes() - before)
+
+
+@cache
+def _warm_up() -> None:
+    """torch imports a good part of itself when the first optimizer is made, which takes more than a second."""
+    _build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=1)), 0), silent_group, time.perf_counter)
+
+
+def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Seconds, process_nbytes: int) -> Built:
+    held: list[Memory] = [measure_memory(optimizer) for optimizer in optimizers]
+    return Built(
+        num_params=len(plan.params),
+        numel=plan.numel,
+        num_runs=sum(len(optimizer.runs) for optimizer in optimizers),
+        seconds=seconds,
+        process_nbytes=process_nbytes,
+        param_nbytes=sum(each.param_nbytes for each in held),
+        grad_nbytes=sum(each.grad_nbytes for each in held),
+        main_nbytes=sum(each.main_nbytes for each in held),
+        moment_nbytes=sum(each.moment_nbytes for each in held),
+    )
+
+
+def _buffer(data: Group, params: dict[str, Parameter], layout: BufferLayout, choice: Choice) -> ShardedBuffer:
+    grad_dtype = torch.float32 if choice.has_fp32_grads else next(iter(params.values())).dtype
+    param = move_into_buffer(params, layout)
+    grad = accumulate_into_buffer(params, layout, grad_dtype)
+    return ShardedBuffer(layout, data.rank, grad, param)
+
+
+def _step_plan(part: Part, data: Group) -> StepPlan:
+    choice, scale = choose_inner(_CONFIG, _META.type), make_loss_scale(_CONFIG, _META)
+    return StepPlan(_groups(part.params), choice, _CONFIG, scale, lambda: data, data.size)
+
+
+def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:
+    """As Megatron has them: matrices decay."""
+    decayed = ParamGroup({}, tuple(param.spec.name for param in params if param.decays))
+    others = ParamGroup({"weight_decay": 0.0}, tuple(param.spec.name for param in params if not param.decays))
+    return decayed, others
+
+
+def _meta_param(param: StageParam) -> Parameter:
+    dtype: torch.dtype = getattr(torch, param.spec.dtype)
+    return Parameter(torch.empty(param.spec.shape, dtype=dtype, device=_META))
+
+
+def _lay_out(part: Part, choice: Choice) -> BufferLayout:
+    specs = [param.spec for param in reversed(part.params)]
+    return lay_out(specs, num_shards=part.layout.num_shards, bucket_numel=choice.bucket_numel)
+
+
+def _peak_nbytes() -> int:
+    """Of this process since it began. Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

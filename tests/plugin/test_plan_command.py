@@ -1,0 +1,704 @@
+"""`plan` against what real runs allocate, send and register; its arithmetic, its texts and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import util
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import Group
+from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
+from megatron_distopt.plugin import cli
+from megatron_distopt.plugin.commands import plan_build
+from megatron_distopt.plugin.commands.plan_choice import Choice, StagePlan, plan_choice, plan_stage
+from megatron_distopt.plugin.commands.plan_config import sizes_in_mapping
+from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
+from megatron_distopt.plugin.commands.plan_stage import stage_params
+from megatron_distopt.plugin.commands.plan_timeline import Assumed, Lane, times_of
+from tests.support.cases import Case
+from tests.support.spawn import run_ranks
+
+Output = pytest.CaptureFixture[str]
+
+#: The model of the real runs, as a config of Megatron names it.
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 40,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 128,
+    "max_position_embeddings": 16,
+    "ffn_hidden_size": 160,
+}
+GPT = GptSizes(**sizes_in_mapping(CONFIG))
+BUCKET = 30_000
+#: Real runs on 2 ranks: flags of `plan`, dtype of the params, fp32 grads.
+RUNS: dict[str, tuple[list[str], torch.dtype, bool]] = {
+    "bf16": (["--bucket-size", str(BUCKET)], torch.bfloat16, True),
+    "bf16 with bf16 grads": (["--bucket-size", str(BUCKET), "--grad-dtype", "param"], torch.bfloat16, False),
+    "fp32": (["--bucket-size", str(BUCKET), "--dtype", "fp32"], torch.float32, True),
+    "one bucket": ([], torch.bfloat16, True),
+}
+#: Real models on 2 ranks: their sizes and how they are cut.
+SHAPES = {
+    "tp 2": (GPT, Cut(dp=1, tp=2)),
+    "pp 2, tied": (GPT, Cut(dp=1, pp=2)),
+    "pp 2, untied": (replace(GPT, is_tied=False), Cut(dp=1, pp=2)),
+    "as llama": (
+        replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, positions=0),
+        Cut(dp=1, tp=2),
+    ),
+    "as qwen": (replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, positions=0), Cut(dp=2)),
+    "experts": (replace(GPT, experts=4, expert_ffn=48), Cut(dp=2)),
+    "experts, tp 2": (replace(GPT, experts=4, has_bias=False), Cut(dp=1, tp=2)),
+    "experts, ep 2": (replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False), Cut(dp=2, ep=2)),
+}
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a real step held and sent on one rank, in bytes."""
+
+    param_nbytes: int
+    grad_nbytes: int
+    main_nbytes: int
+    moment_nbytes: int
+    sent: Mapping[str, int]
+    counts: Mapping[str, int]
+
+
+class WireCounter(TorchDispatchMode):
+    """Counts what each rank sends: every operation of torch.distributed passes through the dispatcher."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.sent: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self.sent[name] += self._sent_by(name, args)
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def _sent_by(self, name: str, args: Sequence[Any]) -> int:
+        share = self.size - 1
+        if name == "c10d::send":
+            return sum(map(nbytes_of, args[0]))
+        if name == "c10d::recv_":
+            return 0
+        if name == "c10d::allreduce_":
+            return 2 * sum(map(nbytes_of, args[0])) * share // self.size
+        whole = {"c10d::_reduce_scatter_base_": 1, "c10d::_allgather_base_": 0}[name]  # any other one is not expected
+        return nbytes_of(args[whole]) * share // self.size
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def held_by(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages behind them, each counted once."""
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def real_model(gpt: GptSizes, cut: Cut) -> torch.nn.Module:
+    """Of megatron-core, on this rank."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from tests.support import gpt as training
+
+    training.enter_layout(Case("distopt", tp=cut.tp, pp=cut.pp, dp=dist.get_world_size() // (cut.tp * cut.pp)))
+    if cut.ep > 1:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=cut.ep)
+    tensor_parallel.model_parallel_cuda_manual_seed(training.SEED)
+    normalization = "RMSNorm" if gpt.is_rms else "LayerNorm"
+    config = TransformerConfig(
+        num_layers=gpt.layers,
+        hidden_size=gpt.hidden,
+        ffn_hidden_size=gpt.ffn_width,
+        num_attention_heads=gpt.heads,
+        num_query_groups=gpt.kv_heads,
+        tensor_model_parallel_size=cut.tp,
+        pipeline_model_parallel_size=cut.pp,
+        pipeline_dtype=torch.float32,
+        gated_linear_unit=gpt.is_gated,
+        add_bias_linear=gpt.has_bias,
+        add_qkv_bias=gpt.has_qkv_bias,
+        normalization=normalization,
+        num_moe_experts=gpt.experts or None,
+        moe_ffn_hidden_size=gpt.expert_ffn,
+        expert_model_parallel_size=cut.ep,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(gpt.experts or None, normalization=normalization),
+        vocab_size=gpt.padded_vocab(cut.tp),
+        max_sequence_length=gpt.seq,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=gpt.is_tied,
+        position_embedding_type="learned_absolute" if gpt.num_positions else "rope",
+    )
+
+
+def used_by(dtype: torch.dtype, grads_in_fp32: bool, bucket_numel: int | None, size: int) -> Used:
+    """Collective: a real optimizer of a real model takes two steps."""
+    model = real_model(GPT, Cut(dp=size)).to(dtype)
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.ndim > 1]},
+        {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    config = DistOptConfig(accelerator="torch", grads_in_fp32=grads_in_fp32, bucket_numel=bucket_numel)
+    optimizer = distribute(model, config, param_groups=groups)
+    for _ in range(2):
+        with WireCounter(size) as wire:
+            optimizer.step()
+    mains = [main for group in optimizer.param_groups for main in group["params"]]
+    moments = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    main_grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
+    is_fp32 = dtype is torch.float32
+    return Used(
+        held_by(params), held_by(main_grads), 0 if is_fp32 else held_by(mains), held_by(moments), wire.sent, wire.counts
+    )
+
+
+def on_ranks(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (flags, dtype, grads_in_fp32) in RUNS.items():
+        found[name] = used_by(dtype, grads_in_fp32, BUCKET if "--bucket-size" in flags else None, size)
+    for name, (gpt, cut) in SHAPES.items():
+        named = real_model(gpt, cut).named_parameters()
+        found[name] = [
+            (param_name, tuple(param.shape), not getattr(param, "allreduce", True)) for param_name, param in named
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[str, Any]]:
+    return run_ranks(on_ranks, 2)
+
+
+def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:
+    """Exit status, lines of stdout, stderr."""
+    status = cli.main(["plan", *map(str, words)])
+    out, err = capsys.readouterr()
+    return status, out.splitlines(), err
+
+
+def document(capsys: Output, *words: object) -> dict[str, Any]:
+    status, lines, err = run(capsys, *words, "--json")
+    assert (status, err) == (0, "")
+    found: dict[str, Any] = json.loads("\n".join(lines))
+    return found
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_plan_when_compared_with_a_real_run_then_its_bytes_are_those(
+    name: str, real: list[dict[str, Any]], config: Path, capsys: Output
+) -> None:
+    """The goal is 2 %; what is counted is counted exactly, so the difference is zero."""
+    (choice,) = document(capsys, "--config", config, "--dp", 2, *RUNS[name][0])["choices"]
+    (stage,) = choice["stages"]
+    used: Used = real[0][name]
+    for kind in ("param_nbytes", "grad_nbytes", "main_nbytes", "moment_nbytes"):
+        assert stage["bytes"][kind] == getattr(used, kind), kind
+    assert stage["sent_nbytes"] == sum(used.sent.values())
+    assert (used.param_nbytes > 0, used.moment_nbytes > 0, sum(used.sent.values()) > 0) == (True, True, True)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_plan_when_compared_with_a_real_run_then_its_collectives_are_those(
+    name: str, real: list[dict[str, Any]], config: Path, capsys: Output
+) -> None:
+    (choice,) = document(capsys, "--config", config, "--dp", 2, *RUNS[name][0])["choices"]
+    planned = choice["stages"][0]["collectives"]
+    used: Used = real[0][name]
+    assert used.counts["c10d::allreduce_"] == planned["all-reduce"]["count"] == 1
+    assert used.sent["c10d::allreduce_"] == planned["all-reduce"]["sent_nbytes"]
+    # Either collectives of torch's or messages, which carry the same: one each where a bucket fits into one message.
+    others = sum(number for op, number in used.counts.items() if op not in ("c10d::allreduce_", "c10d::recv_"))
+    assert others == planned["reduce-scatter"]["count"] + planned["all-gather"]["count"]
+    assert choice["stages"][0]["buckets"] == planned["all-gather"]["count"] == (1 if name == "one bucket" else 3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_stage_when_compared_with_megatron_core_then_names_shapes_and_order_are_its(
+    name: str, real: list[dict[str, Any]]
+) -> None:
+    gpt, cut = SHAPES[name]
+    for rank in range(2):
+        params = stage_params(gpt, cut, cut.place_of(rank)[0], "float32")
+        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in params] == real[rank][name]
+
+
+TRILLION = GptSizes(layers=128, hidden=25600, heads=160, vocab=50257)
+MIXTURE = replace(GPT, experts=8, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("gpt", "choice", "rank"),
+    [
+        (GPT, Choice(Cut(dp=2)), 0),
+        (GPT, Choice(Cut(dp=3, tp=2, pp=2), "fp16", has_fp32_grads=False, bucket_numel=BUCKET), 11),
+        (GPT, Choice(Cut(dp=5), "fp32", bucket_numel=BUCKET), 4),
+        (MIXTURE, Choice(Cut(dp=8, tp=2, ep=4), bucket_numel=BUCKET), 13),
+        (TRILLION, Choice(Cut(dp=4096), bucket_numel=40_000_000), 4095),
+        (TRILLION, Choice(Cut(dp=32, tp=8, pp=16)), 1234),
+    ],
+)
+def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes, choice: Choice, rank: int) -> None:
+    stage, data_rank = choice.cut.place_of(rank)
+    plan = plan_stage(gpt, choice, stage, data_rank)
+    built = plan_build.build(plan)
+    for kind in ("param_nbytes", "grad_nbytes", "main_nbytes", "moment_nbytes", "num_runs"):
+        assert getattr(built, kind) == getattr(plan.footprint, kind), kind
+    assert built.numel == plan.numel
+    assert built.process_nbytes < built.lasting_nbytes or built.lasting_nbytes < 1 << 30
+
+
+def test_build_when_all_ranks_are_built_then_together_they_own_everything_once() -> None:
+    size, choice = 7, Choice(Cut(dp=7), bucket_numel=BUCKET)
+    plans = [plan_stage(GPT, choice, 0, rank) for rank in range(size)]
+    owned = sum(plan.footprint.main_nbytes for plan in plans) // 4
+    assert plans[0].numel <= owned <= plans[0].parts[0].layout.numel
+
+
+@pytest.fixture
+def fake_group() -> Iterator[Group]:
+    """Rank 1234 of 4,096, of torch's process group that does not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1234, world_size=4096, store=FakeStore())
+    yield Group.of()
+    dist.destroy_process_group()
+
+
+def test_build_when_torchs_fake_group_has_4096_ranks_then_rank_1234_is_built(fake_group: Group) -> None:
+    plan = plan_stage(TRILLION, Choice(Cut(dp=fake_group.size)), 0, fake_group.rank)
+    asked: list[int] = []
+    built = plan_build.build(plan, lambda part: asked.append(part.layout.num_shards) or fake_group)
+    assert set(asked) == {4096}
+    assert built.numel > 10**12
+    assert (built.main_nbytes, built.num_runs) == (plan.footprint.main_nbytes, plan.footprint.num_runs)
+
+
+def calls_of(gpt: GptSizes, dp: int) -> int:
+    """Python and C functions that planning calls: a measure of work that no other process disturbs."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    choice = Choice(Cut(dp=dp), bucket_numel=10**6)
+    sys.setprofile(count)
+    try:
+        times_of(plan_choice(gpt, choice).fullest, Assumed(1e9, backward_seconds=1.0))
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_plan_when_there_are_more_ranks_then_it_costs_no_more() -> None:
+    gpt = GptSizes(layers=24, hidden=1024, vocab=50257)
+    assert calls_of(gpt, 8192) <= calls_of(gpt, 2)
+
+
+def test_plan_when_there_are_more_params_then_the_cost_grows_as_they_do() -> None:
+    few, many = (calls_of(GptSizes(layers=layers, hidden=1024, vocab=50257), 64) for layers in (24, 96))
+    assert 3 < many / few < 4.2  # four times the layers; the embedding is there once
+
+
+def small_plan(dp: int = 4, bucket_numel: int | None = BUCKET, **sizes: Any) -> StagePlan:
+    return plan_choice(replace(GPT, **sizes), Choice(Cut(dp=dp), bucket_numel=bucket_numel)).fullest
+
+
+def test_times_when_there_is_one_bucket_then_nothing_is_hidden() -> None:
+    times = times_of(small_plan(bucket_numel=None), Assumed(1e6, backward_seconds=10.0))
+    assert times.timeline is not None
+    assert times.timeline.exposed_scatter_seconds == pytest.approx(times.scatter_seconds)
+    assert times.timeline.exposed_gather_seconds == pytest.approx(times.gather_seconds)
+    assert times.exposed_seconds == pytest.approx(times.seconds)
+
+
+def test_times_when_backward_takes_no_time_then_nothing_is_hidden() -> None:
+    times = times_of(small_plan(), Assumed(1e6, backward_seconds=0.0))
+    assert times.exposed_seconds == pytest.approx(times.seconds)
+
+
+def test_times_when_backward_is_long_then_one_bucket_at_each_end_is_left() -> None:
+    """Untied, so that a bucket that backward finishes early is first, and no bucket waits for a tied embedding."""
+    plan = small_plan(is_tied=False)
+    assumed = Assumed(1e6, backward_seconds=1e3)
+    seconds = [assumed.seconds_of(each) for _, each in plan.collectives if each.kind is Kind.REDUCE_SCATTER]
+    gathers = [assumed.seconds_of(each) for _, each in plan.collectives if each.kind is Kind.ALL_GATHER]
+    times = times_of(plan, assumed)
+    assert times.timeline is not None
+    assert len(seconds) > 2
+    assert times.timeline.exposed_scatter_seconds == pytest.approx(seconds[-1])
+    assert times.timeline.exposed_gather_seconds == pytest.approx(gathers[-1])
+
+
+def test_times_when_nobody_says_how_long_backward_is_then_no_timeline() -> None:
+    times = times_of(small_plan(), Assumed(1e6))
+    assert (times.timeline, times.exposed_seconds) == (None, None)
+    assert times.seconds == pytest.approx(sum(each.sent_nbytes for _, each in small_plan().collectives) / 1e6)
+
+
+@pytest.mark.parametrize("backward", [0.01, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("sizes", [{}, {"is_tied": False}, {"experts": 4, "layers": 8}])
+def test_timeline_when_drawn_then_no_lane_is_busy_twice_and_the_waits_are_those_told(
+    backward: float, sizes: dict[str, Any]
+) -> None:
+    assumed = Assumed(1e6, hop_seconds=1e-4, backward_seconds=backward, update_seconds=0.01)
+    times = times_of(small_plan(**sizes), assumed)
+    assert times.timeline is not None
+    ends = {}
+    for lane in Lane:
+        spans = sorted((each.start, each.stop) for each in times.timeline.intervals if each.lane is lane)
+        assert all(left[1] <= right[0] + 1e-12 for left, right in pairwise(spans))
+        ends[lane] = spans[-1][1]
+    computing = backward * 1.5 + assumed.update_seconds
+    assert ends[Lane.COMPUTE] == pytest.approx(computing + (times.exposed_seconds or 0.0))
+    assert max(times.seconds - backward * 1.5, 0.0) <= (times.exposed_seconds or 0.0) + 1e-9
+    assert (times.exposed_seconds or 0.0) <= times.seconds + 1e-9
+
+
+def test_collective_when_ranks_are_many_then_hops_and_bytes_are_those_of_a_ring() -> None:
+    ring = Collective(Kind.REDUCE_SCATTER, 4096 * 100, 4096)
+    assert (ring.sent_nbytes, ring.num_hops) == (4095 * 100, 4095)
+    (stats,) = stats_collective(4096)
+    assert (stats.nbytes, stats.num_hops) == (24, 24)
+    assert list(stats_collective(1)) == []
+    assert Assumed(1e6, 1e-6).seconds_of(ring) == pytest.approx(0.4095 + 0.004095)
+
+
+def test_plan_when_one_choice_is_asked_for_then_everything_in_one_look(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_width", lambda: 110)
+    words = ("--dp", 2, "--bucket-size", BUCKET, "--bandwidth", 0.01, "--backward-ms", 500, "--update-ms", 2)
+    status, lines, err = run(capsys, "--config", config, *words)
+    assert (status, err) == (0, "")
+    assert lines == [
+        "model",
+        "  gpt         4 layers, hidden 40, 4 heads",
+        "  mlp         160",
+        "  vocabulary  128; tied",
+        "  the rest    16 learned positions, biases, LayerNorm",
+        "",
+        "assumed",
+        "  link      0.01 Gbit/s a rank, and 0 a message",
+        "  backward  500 ms a microbatch, forward 250 ms, update 2 ms",
+        "",
+        "choices; bytes of a rank of the fullest stage, between two steps",
+        "  dp  tp  pp  dtype  grads  bucket     params      grads       main    moments        all       sent  exposed",
+        "   2   1   1   bf16   fp32  30,000  167.0 KiB  334.0 KiB  166.2 KiB  332.6 KiB  999.8 KiB  250.5 KiB  46.1 ms",
+        "",
+        "pipeline stages",
+        "  stages  tensors  elements     params      grads       main    moments        all  buckets       sent",
+        "       0       52    84,720  167.0 KiB  334.0 KiB  166.2 KiB  332.6 KiB  999.8 KiB        3  250.5 KiB",
+        "",
+        "one step of the fullest stage",
+        "  reduce-scatter  3 that send 167.0 KiB in 137 ms; backward can hide 106 ms (78%)",
+        "  all-gather      3 that send 83.5 KiB in 68.4 ms; the next forward can hide 53 ms (78%)",
+        "  all-reduce      1 that send 24 B in 19.2 us",
+        "  for a moment    12.5 KiB in backward: the largest gradient, before it is added up",
+        "  updated         18 flat tensors by the inner optimizer",
+    ]
+
+
+def test_plan_when_the_terminal_is_narrow_then_no_line_is_wider(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_width", lambda: 80)
+    for sizes in ((2,), (2, 64)):
+        words = ("--dp", *sizes, "--bucket-size", BUCKET, "--backward-ms", 500, "--rank", 0)
+        _, lines, _ = run(capsys, "--config", config, *words)
+        assert max(map(len, lines)) <= 80
+        assert "exposed" in "\n".join(lines)
+
+
+def test_plan_when_flags_have_several_values_then_all_combinations(config: Path, capsys: Output) -> None:
+    found = document(capsys, "--config", config, "--ranks", 16, 32, "--tp", 1, 2, "--dtype", "bf16", "fp32")
+    rows = [(each["ranks"], each["dp"], each["tp"], each["dtype"]) for each in found["choices"]]
+    assert rows == [
+        (ranks, ranks // tp, tp, dtype) for ranks in (16, 32) for tp in (1, 2) for dtype in ("bf16", "fp32")
+    ]
+
+
+def test_plan_when_sizes_are_given_then_they_override_the_config(config: Path, capsys: Output) -> None:
+    found = document(capsys, "--config", config, "--hidden", 80, "--vocab", 1000, "--gated", "--rotary")
+    model = found["model"]
+    assert (model["hidden"], model["vocab"], model["vocab_multiple"]) == (80, 1000, 128)
+    assert (model["is_gated"], model["positions"], model["layers"]) == (True, 0, 4)
+
+
+def test_plan_when_stages_differ_then_each_kind_is_told_once(config: Path, capsys: Output) -> None:
+    (choice,) = document(capsys, "--config", config, "--pp", 4)["choices"]
+    assert [stage["stages"] for stage in choice["stages"]] == [[0], [1, 2], [3]]
+    embedding, layer = 128 * 40, stage_params(GPT, Cut(dp=1, pp=4), 1, "float32")
+    numels = [stage["numel"] for stage in choice["stages"]]
+    middle = sum(param.spec.numel for param in layer)
+    assert numels == [middle + embedding + 16 * 40, middle, middle + 2 * 40 + embedding]
+
+
+def test_plan_when_tokens_per_second_are_given_then_two_thirds_are_backward(config: Path, capsys: Output) -> None:
+    words = ("--tokens-per-second", 1000, "--seq", 300, "--micro-batch", 2)
+    assert document(capsys, "--config", config, *words)["assumed"]["backward_seconds"] == pytest.approx(0.4)
+
+
+def test_plan_when_a_rank_is_built_then_it_says_where_and_that_all_is_as_planned(config: Path, capsys: Output) -> None:
+    words = ("--config", config, "--dp", 4, "--tp", 2, "--pp", 2, "--rank", 13)
+    _, lines, _ = run(capsys, *words)
+    assert "built without memory: rank 13 of 16 (stage 1, data-parallel rank 2 of 4)" in lines
+    assert sum(line.endswith(": as planned") for line in lines) == 4
+    (built,) = document(capsys, *words)["built"]
+    assert built["built"]["main_nbytes"] == built["planned"]["main_nbytes"] > 0
+
+
+def test_plan_when_it_builds_nothing_then_torch_is_not_imported() -> None:
+    probe = (
+        "import sys; from megatron_distopt.plugin.cli import main; "
+        "assert main(['plan', '--layers', '2', '--hidden', '64', '--vocab', '128']) == 0; "
+        "sys.exit(str([name for name in ('torch', 'matplotlib') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == "[]\n"
+
+
+def test_plot_when_asked_for_then_a_picture_of_every_choice(config: Path, tmp_path: Path, capsys: Output) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = []
+    for number, choices in enumerate(((2,), (2, 4, 8))):
+        file = tmp_path / f"{number}.png"
+        words = ("--dp", *choices, "--bucket-size", BUCKET, "--bandwidth", 0.1, "--backward-ms", 20, "--plot", file)
+        assert run(capsys, "--config", config, *words)[0] == 0
+        data = file.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        sizes.append(int.from_bytes(data[20:24], "big"))  # height in pixels
+    assert sizes[1] > sizes[0]
+
+
+def refused(capsys: Output, *words: object) -> str:
+    status, lines, err = run(capsys, *words)
+    assert (status, lines) == (1, [])
+    return err.removeprefix("megatron-distopt: ").rstrip("\n")
+
+
+SIZES = ("--layers", 4, "--hidden", 64, "--vocab", 128)
+REFUSALS: list[tuple[tuple[object, ...], str]] = [
+    (
+        ("--layers", 4, "--vocab", 128),
+        "Invalid model: no hidden. Must have layers, hidden and vocab. Write --hidden N, or --config FILE with it.",
+    ),
+    (
+        (*SIZES, "--pp", 3),
+        "Invalid number of layers: 4. Must be divisible by --pp 3. Write a --pp that divides 4.",
+    ),
+    (
+        (*SIZES, "--heads", 4, "--tp", 8),
+        "Invalid number of heads: 4. Must be divisible by --tp 8. Write a --tp that divides 4.",
+    ),
+    (
+        (*SIZES, "--heads", 3, "--kv-heads", 1),
+        "Invalid hidden size: 64 over 3 heads. Must divide evenly. Write --heads N, or give kv_channels in the config.",
+    ),
+    (
+        (*SIZES, "--ep", 2, "--dp", 2),
+        "Invalid --ep: 2. Must be 1 for a model without experts. Write --experts N, or leave --ep out.",
+    ),
+    (
+        (*SIZES, "--ranks", 12, "--tp", 8),
+        "Invalid --ranks: 12. Must be a multiple of tp 8 times pp 1. Write another number, or --dp N in its place.",
+    ),
+    (
+        (*SIZES, "--dp", 64, "--bucket-size", 63),
+        "Invalid bucket size: 63 elements. Must be at least one element for each of 64 ranks. "
+        "Write --bucket-size 40000000.",
+    ),
+    (
+        (*SIZES, "--dp", 4, "--rank", 4),
+        "Invalid --rank: 4. Must be below the 4 ranks of dp 4, tp 1 and pp 1. Write --rank 0 for the first one.",
+    ),
+    (
+        (*SIZES, "--plot", "x.png"),
+        "Invalid --plot: no time of backward. Must have the length of backward. "
+        "Write --backward-ms MS or --tokens-per-second N beside it.",
+    ),
+    (
+        ("--config", "/nowhere/config.json"),
+        "Invalid config: /nowhere/config.json ([Errno 2] No such file or directory: '/nowhere/config.json'). "
+        "Must be a JSON file. Give a JSON file such as a HuggingFace config.json.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), REFUSALS)
+def test_plan_when_something_does_not_fit_then_one_line_says_what_to_write(
+    words: tuple[object, ...], text: str, capsys: Output
+) -> None:
+    assert refused(capsys, *words) == text
+
+
+def test_plot_when_matplotlib_is_missing_then_says_what_to_install(
+    config: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_distopt.plugin.commands.plan_plot.find_spec", lambda name: None)
+    text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.png")
+    assert text == (
+        "Invalid --plot: matplotlib is not installed. Must have matplotlib to draw with. Run pip install matplotlib."
+    )
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_plot_when_the_format_is_unknown_then_refused(config: Path, tmp_path: Path, capsys: Output) -> None:
+    pytest.importorskip("matplotlib")
+    text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.nonsense")
+    assert text.startswith(f"Invalid --plot: {tmp_path / 'x.nonsense'} (Format 'nonsense' is not supported")
+    assert text.endswith("Must be a file that can be written, of a known format. Write --plot plan.png.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--bucket-size", "0"), ("--bucket-size", "-5"), ("--bandwidth", "0"), ("--rank", "-1"), ("--latency-us", "nan")],
+)
+def test_plan_when_a_number_cannot_be_then_status_2(words: tuple[str, str], capsys: Output) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", *map(str, SIZES), *words])
+    assert stop.value.code == 2
+    assert f"{words[0]}: Invalid " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            "[1]",
+            "Invalid config: FILE with a list. Must be a JSON object of names and values. "
+            "Give a JSON file such as a HuggingFace config.json.",
+        ),
+        (
+            '{"num_layers": 2.5}',
+            "Invalid key 'num_layers' of the config: 2.5. Must be a whole number of at least 0. "
+            "Correct it, or give the flag beside --config.",
+        ),
+        (
+            '{"num_layers": 2, "kv_lora_rank": 512}',
+            "Invalid key 'kv_lora_rank' of the config: 512. Must leave out what is not counted here. "
+            "Take the key out to plan the rest of the model.",
+        ),
+    ],
+)
+def test_config_when_it_cannot_be_used_then_says_why(content: str, text: str, tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content, encoding="utf-8")
+    assert refused(capsys, "--config", file) == text.replace("FILE", str(file))
+
+
+def test_config_when_it_is_huggingfaces_then_llama_has_the_params_that_it_has() -> None:
+    """Llama 3 8B has 8,030,261,248 params (the sum of the shapes that its model card's files hold)."""
+    given = {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+        "attention_bias": False,
+        "bos_token_id": 128000,
+    }
+    assert plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(Cut(dp=1))).fullest.numel == 8_030_261_248
+
+
+def test_config_when_it_is_gpt2s_then_it_has_the_params_that_it_has() -> None:
+    """GPT-2 has 124,439,808 params with a vocabulary of 50,257, which Megatron pads to 50,304 of 768."""
+    given = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+    found = plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(Cut(dp=1))).fullest.numel
+    assert found == 124_439_808 + (50304 - 50257) * 768
+
+
+def test_config_when_it_is_megatrons_arguments_then_switches_are_read() -> None:
+    given = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "padded_vocab_size": 128,
+        "untie_embeddings_and_output_weights": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "seq_length": 512,
+        "max_position_embeddings": 1024,
+        "mtp_num_layers": None,
+    }
+    gpt = GptSizes(**sizes_in_mapping(given))
+    assert asdict(gpt) == asdict(
+        GptSizes(
+            layers=2,
+            hidden=64,
+            vocab=128,
+            vocab_multiple=0,
+            seq=512,
+            positions=0,
+            is_gated=True,
+            is_tied=False,
+            has_bias=False,
+            is_rms=True,
+        )
+    )
+
+
+def test_sizes_when_experts_are_spread_then_a_rank_has_its_share() -> None:
+    whole, spread = (stage_params(MIXTURE, Cut(dp=8, ep=ep), 0, "float32") for ep in (1, 4))
+    of_experts = [param for param in spread if param.is_expert]
+    assert not any(param.is_expert for param in whole)
+    assert sum(param.spec.numel for param in of_experts) * 4 == sum(
+        param.spec.numel for param in whole if ".experts." in param.spec.name
+    )
+    assert math.isclose(sum(param.work for param in whole), sum(param.work for param in spread))
