@@ -35,9 +35,9 @@ from peers.report import lines_of, result_of  # noqa: E402
 from peers.state import Setting  # noqa: E402
 
 #: 12 * HIDDEN**2 + 13 * HIDDEN elements a layer.
-HIDDEN, HIDDEN_QUICK, HIDDEN_WARM_UP = 1024, 512, 128
+HIDDEN, HIDDEN_QUICK = 1024, 512
 #: Many times the state of the quick form.
-TOUCHED_QUICK_NBYTES = 2 << 30
+TOUCHED_QUICK_NBYTES = 1 << 29
 TIME_LIMIT = timedelta(hours=1)
 
 
@@ -99,7 +99,7 @@ def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> P
 
 
 def run(rank: int, size: int, plan: Plan) -> None:
-    """On every rank: a warm-up of every contestant, then rounds over them, each begun by another one."""
+    """On every rank: a round that is not counted, then rounds over all contestants, each begun by another one."""
     import peers.table  # in the ranks alone: it imports all peers
 
     torch.set_num_threads(1)
@@ -107,11 +107,12 @@ def run(rank: int, size: int, plan: Plan) -> None:
     store = dist.FileStore(str(plan.folder.with_suffix(".store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIME_LIMIT)
     entries = [entry for entry in peers.table.ENTRIES if not plan.names or entry.name in plan.names]
+    setting = Setting(plan.layers, plan.hidden, rank, size)
     for entry in entries:
-        read(entry, Setting(2, HIDDEN_WARM_UP, rank, size), plan.folder, -1)
+        read(entry, setting, plan.folder, -1)
     for number in range(plan.rounds):
         for entry in (*entries[number % len(entries) :], *entries[: number % len(entries)]):
-            log(read(entry, Setting(plan.layers, plan.hidden, rank, size), plan.folder, number), plan.log)
+            log(read(entry, setting, plan.folder, number), plan.log)
     dist.destroy_process_group()
 
 

@@ -25,6 +25,8 @@ __all__ = ["Reading", "read", "touch_free_memory"]
 
 #: Left to the page cache, to Python and to the libraries when it is decided what fits.
 _RESERVE_NBYTES = 2 << 30
+#: Of an element in the largest file, with room to spare: what a save takes from free memory.
+_FILE_NBYTES = 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
     contestant = entry.build(setting)
     try:
         before = _exchange(checksum(contestant.tensors()))
-        saved = _save(contestant, folder)
+        saved = _save(contestant, folder, setting.numel)
         about |= {
             "save_seconds": saved.seconds[-1],
             "first_save_seconds": saved.seconds[0] if len(saved.seconds) > 1 else None,
@@ -121,8 +123,10 @@ def _give_back() -> None:
         trim(0)
 
 
-def _save(contestant: Contestant, folder: Path) -> _Saved:
+def _save(contestant: Contestant, folder: Path, numel: int) -> _Saved:
     seconds, end, cpu = [], 0.0, 0.0
+    if dist.get_rank() == 0:
+        touch_free_memory(_FILE_NBYTES * numel)
     memory = _Memory()
     for number in range(contestant.saves):
         target = folder / f"save{number}"
