@@ -1,134 +1,140 @@
-"""How long an optimizer step takes without communication, beside an undistributed one made of torch's own parts.
+"""How long an optimizer step takes without communication, beside what a user would use instead.
 
-    python benchmarks/step.py [--numel 32000000] [--repeats 7] [--quick] [--json FILE]
+    python benchmarks/step.py [--sizes 1 8 32 100 300] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
 
-Both update the same bf16 params from the same fp32 grads, clip by the global norm and round back to bf16, in one
-process of one thread. "torch" is what a careful user writes: foreach norm, clip, AdamW(fused=True) on fp32 copies, a
-copy back for each param. Repeats are interleaved; medians and ratios are printed, beside the bandwidth of a copy.
+Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the global norm, update
+fp32 main params by AdamW and round to bf16, in one process of one thread. Round after round each contestant is built,
+warmed up, timed and dropped. benchmarks/README.md says how every figure is read, and what came out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import peers.environment  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
+from peers.machine import MemoryRates, about, memory_rates
+from peers.ratios import Spread, over, spread
+from peers.script import parser_of, pick, settings_of, table, write
+from peers.step_contestants import StepEntry, step_entries
+from peers.step_reading import TOLERANCE, StepReading, read
+from peers.steppers import StepSetting
 from torch import Tensor
-from torch.nn import Module, Parameter, ParameterList
 
-from megatron_distopt import DistOptConfig, distribute
-
-#: See [Note: bytes of a step] in megatron_distopt/optimizer/sharded.py.
-NBYTES_AN_ELEMENT = 42
-WIDTH = 1024
+#: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
+FLOOR_NBYTES = 30
+#: Least elements of a model and its width.
+WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.0, 256))
 
 
 def main() -> None:
     args = parse_args()
+    start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    numel = 4_000_000 if args.quick else args.numel
-    steps = {"ours": ours(make_model(numel)), "torch": torch_parts(make_model(numel))}
-    medians = measure(steps, repeats=3 if args.quick else args.repeats)
-    copy = copy_bandwidth(numel)
-    result = {
-        "numel": numel,
-        "torch_version": torch.__version__,
-        "seconds": medians,
-        "ours_gigabytes_per_second": NBYTES_AN_ELEMENT * numel / medians["ours"] / 1e9,
-        "copy_gigabytes_per_second": copy / 1e9,
-        "torch_over_ours": medians["torch"] / medians["ours"],
-    }
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
-    print(f"ours is {result['torch_over_ours']:.2f} times as fast as torch's parts")
+    entries = pick(step_entries(may_compile=not args.quick), args.contestants)
+    readings, rates = run(entries, args)
     dist.destroy_process_group()
+    settings = list(dict.fromkeys(reading.numel for reading in readings))
+    found = [summary(numel, readings, rates[numel]) for numel in settings]
+    about_it = about(args.load_before, time.monotonic() - start)
+    write({**about_it, "settings": settings_of(args), "sizes": found, "readings": readings}, args.json)
+    for line in lines(found):
+        print(line)
 
 
-def make_model(numel: int) -> Module:
-    """Matrices with a bias each, as a transformer has them."""
-    params = [Parameter(torch.randn(WIDTH, WIDTH).bfloat16()) for _ in range(numel // (WIDTH * WIDTH))]
-    params += [Parameter(torch.randn(WIDTH).bfloat16()) for _ in params]
-    return ParameterList(params)
+def run(
+    entries: Sequence[StepEntry], args: argparse.Namespace
+) -> tuple[list[StepReading], dict[int, list[MemoryRates]]]:
+    """All readings, and what memory did in each round, by elements."""
+    readings: list[StepReading] = []
+    rates: dict[int, list[MemoryRates]] = {}
+    for size in args.sizes:
+        setting = setting_of(size, args.loss_scale)
+        reference: list[Tensor] = []
+        rates[setting.numel] = []
+        for number in range(args.rounds):
+            rates[setting.numel].append(memory_rates(FLOOR_NBYTES * setting.numel))
+            readings += [read(entry, setting, number, args.repeats, reference) for entry in entries]
+    return readings, rates
 
 
-def groups_of(params: list[Parameter]) -> list[dict[str, object]]:
-    """Weight decay for matrices only."""
-    matrices = [param for param in params if param.ndim > 1]
-    return [{"params": matrices}, {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
+def setting_of(size: float, loss_scale: float | None) -> StepSetting:
+    """Whole layers of about `size` million elements."""
+    hidden = next(width for least, width in WIDTHS if size * 1e6 >= least)
+    return StepSetting(max(round(size * 1e6 / (12 * hidden**2 + 13 * hidden)), 1), hidden, 0, 1, loss_scale)
 
 
-def ours(model: Module) -> Callable[[], None]:
-    """The sharded step on one rank, which owns everything."""
-    config = DistOptConfig(accelerator="torch", clip_grad=1.0)
-    optimizer = distribute(model, config, param_groups=groups_of(list(model.parameters())))
-    fill = [buffer.grad.normal_() for buffer in optimizer.sharded.buffers]
-    assert fill, "the model has params"
-    return lambda: _discard(optimizer.sharded.step())
+def summary(numel: int, readings: Sequence[StepReading], rates: list[MemoryRates]) -> dict[str, Any]:
+    """Ratios first."""
+    mine = [reading for reading in readings if reading.numel == numel]
+    names = list(dict.fromkeys(reading.contestant for reading in mine))
+    rounds = {name: [r for r in mine if r.contestant == name] for name in names}
+    medians = {name: [spread(r.seconds).median for r in found if r.seconds] for name, found in rounds.items()}
+    copies = [rate.copy for rate in rates]
+    return {
+        "numel": numel,
+        "peer / ours": {name: over(medians[name], medians["ours"]) for name in names if name != "ours"},
+        "share of the copy bandwidth": {
+            name: spread([FLOOR_NBYTES * numel / s / c for s, c in zip(medians[name], copies, strict=False)])
+            for name in names
+        },
+        "copy_bytes_per_second": spread(copies),
+        "in_place_bytes_per_second": spread([rate.in_place for rate in rates]),
+        "seconds": {name: spread([s for r in rounds[name] for s in r.seconds]) for name in names},
+        "deviation": {name: rounds[name][0].deviation for name in names},
+        "why_not": {name: rounds[name][0].why_not for name in names if rounds[name][0].why_not},
+    }
 
 
-def torch_parts(model: Module) -> Callable[[], None]:
-    """The same, undistributed, from torch's own functions."""
-    params = list(model.parameters())
-    mains = [Parameter(param.detach().float()) for param in params]
-    grads = [torch.randn_like(main) for main in mains]
-    groups = groups_of(mains)
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01, fused=True)
-
-    def step() -> None:
-        for main_param, grad in zip(mains, grads, strict=True):
-            main_param.grad = grad
-        torch.nn.utils.clip_grad_norm_(mains, 1.0, foreach=True)
-        optimizer.step()
-        with torch.no_grad():
-            for param, main_param in zip(params, mains, strict=True):
-                param.copy_(main_param)
-
-    return step
+def lines(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for size in sizes:
+        yield ""
+        copy, in_place = (size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second"))
+        yield f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place {in_place}"
+        header = ("", "peer / ours", "ms", "GB/s", "of copy", "apart", "")
+        yield from table(header, [row(name, size) for name in size["seconds"]])
+    yield ""
+    yield "; ".join(last_words(size) for size in sizes)
 
 
-def measure(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, repeats interleaved, after one warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def row(name: str, size: dict[str, Any]) -> tuple[str, ...]:
+    seconds: Spread | None = size["seconds"][name]
+    if seconds is None:
+        return (name, "-", "-", "-", "-", "-", size["why_not"][name])
+    off = size["deviation"][name]
+    note = "" if off <= TOLERANCE else f"NOT THE SAME WORK: params differ by more than {TOLERANCE:.1%} of their change"
+    rate = FLOOR_NBYTES * size["numel"] / seconds.median / 1e9
+    share = size["share of the copy bandwidth"][name].median
+    ratio = "" if name == "ours" else str(size["peer / ours"][name])
+    return (name, ratio, str(seconds.times(1e3)), f"{rate:.1f}", f"{share:.0%}", f"{off:.1e}", note)
 
 
-def copy_bandwidth(numel: int) -> float:
-    """Bytes read and written a second by a plain copy."""
-    source, target = torch.ones(numel), torch.empty(numel)
-    best = min(_timed(target, source) for _ in range(5))
-    return 2 * source.numel() * source.element_size() / best
-
-
-def _timed(target: Tensor, source: Tensor) -> float:
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
-
-
-def _discard(result: object) -> None:
-    del result
+def last_words(size: dict[str, Any]) -> str:
+    ratios = {name: ratio.median for name, ratio in size["peer / ours"].items() if ratio}
+    others = {name: ratio for name, ratio in ratios.items() if not name.startswith("A2")}
+    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith("A2")]
+    if others:
+        best = min(others, key=lambda name: others[name])
+        parts.append(f"best peer ({best})/ours {others[best]:.2f}")
+    parts.append(f"ours at {size['share of the copy bandwidth']['ours'].median:.0%} of a copy's bandwidth")
+    return f"{size['numel'] / 1e6:.0f} M: " + ", ".join(parts)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=32_000_000, help="elements of the model")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="4 million elements, 3 repeats")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    return parser.parse_args()
+    parser = parser_of(__doc__, "4 million elements, 3 rounds; DeepSpeed's ops are not compiled")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 8, 32, 100, 300], help="millions of elements")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps in a round")
+    parser.add_argument("--loss-scale", type=float, help="that all grads are multiplied with; none where left out")
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds, args.repeats = [4], 3, 5
+    return args
 
 
 if __name__ == "__main__":

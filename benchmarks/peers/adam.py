@@ -1,0 +1,75 @@
+"""The same AdamW for all: its numbers, and who implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = [
+    "ADAM",
+    "CLIP_GRAD",
+    "AdamBuilder",
+    "apex",
+    "deepspeed_cpu",
+    "deepspeed_fused",
+    "torch_adam",
+    "transformer_engine",
+]
+
+#: Decoupled weight decay in all of them; params of one dimension have none.
+ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+#: Largest norm of the gradient.
+CLIP_GRAD = 1.0
+
+#: From param groups of fp32 main params.
+AdamBuilder = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def torch_adam(**implementation: bool) -> AdamBuilder:
+    """torch's AdamW, for-loop, `foreach=True` or `fused=True`."""
+    return partial(torch.optim.AdamW, **ADAM, **implementation)
+
+
+def deepspeed_cpu(groups: list[dict[str, Any]], *, may_compile: bool = True) -> Optimizer:
+    """DeepSpeed's Adam for the CPU."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    _check_compiled("cpu_adam", may_compile)
+    optimizer: Optimizer = DeepSpeedCPUAdam(groups, **ADAM)
+    return optimizer
+
+
+def deepspeed_fused(groups: list[dict[str, Any]], *, may_compile: bool = True) -> Optimizer:
+    """DeepSpeed's Adam for its accelerator, which here is the CPU."""
+    from deepspeed.ops.adam import FusedAdam
+
+    _check_compiled("fused_adam", may_compile)
+    optimizer: Optimizer = FusedAdam(groups, **ADAM)
+    return optimizer
+
+
+def apex(groups: list[dict[str, Any]]) -> Optimizer:
+    from apex.optimizers import FusedAdam
+
+    optimizer: Optimizer = FusedAdam(groups, **ADAM)
+    return optimizer
+
+
+def transformer_engine(groups: list[dict[str, Any]]) -> Optimizer:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    optimizer: Optimizer = FusedAdam(groups, **ADAM)
+    return optimizer
+
+
+def _check_compiled(op: str, may_compile: bool) -> None:
+    """Compiling one op takes longer than all of a quick run."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    if not may_compile and not (Path(_get_build_directory(op, verbose=False)) / f"{op}.so").exists():
+        raise RuntimeError(f"DeepSpeed's op {op} is not compiled yet, which a run without --quick does")

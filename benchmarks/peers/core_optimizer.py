@@ -1,0 +1,72 @@
+"""megatron-core's DistributedDataParallel and distributed optimizer around any module, on a CPU."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch.nn import Module
+
+from peers.adam import ADAM, CLIP_GRAD
+
+__all__ = ["CoreOptimizer"]
+
+
+class CoreOptimizer:
+    """With both of its overlaps: reduce-scatter under backward, all-gather under the next forward.
+
+    What examples/megatron_on_cpu.py changes in torch is put back by `close`, so that others do not run with it.
+
+    Args:
+        module: bf16.
+        bucket_numel: elements of a bucket.
+        loss_scale: constant; None for none.
+    """
+
+    def __init__(self, module: Module, *, bucket_numel: int, loss_scale: float | None = None) -> None:
+        import megatron_on_cpu
+
+        with ExitStack() as undo:
+            undo.enter_context(megatron_on_cpu.install())
+            undo.enter_context(megatron_on_cpu.map_type_strings())
+            self._build(module, bucket_numel, loss_scale)
+            self._undo = undo.pop_all()
+
+    def _build(self, module: Module, bucket_numel: int, loss_scale: float | None) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            bucket_size=bucket_numel,
+        )
+        self.model = DistributedDataParallel(TransformerConfig(**shape, bf16=True), ddp, module)
+        (beta1, beta2), rates = ADAM["betas"], {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"]}
+        adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": ADAM["eps"], **rates}
+        config = OptimizerConfig(
+            optimizer="adam",
+            bf16=True,
+            use_distributed_optimizer=True,
+            clip_grad=CLIP_GRAD,
+            loss_scale=loss_scale,
+            **adam,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.model])
+        for group in self.optimizer.param_groups:
+            # Its scheduler does it at every step.
+            group["weight_decay"] = ADAM["weight_decay"] * group["wd_mult"]
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self._undo.close()
+        del self.optimizer, self.model

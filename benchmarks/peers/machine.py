@@ -1,0 +1,91 @@
+"""The machine that a benchmark ran on, and how fast its memory is while it runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+__all__ = ["MemoryRates", "about", "available_nbytes", "memory_rates", "processor"]
+
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "megatron-distopt", "numpy")
+#: More than any cache holds; a smaller copy is as large as what it is compared with.
+_MOST_NBYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class MemoryRates:
+    """Bytes read and written a second.
+
+    Args:
+        copy: of one tensor to another.
+        in_place: of a product written where its factor was, which most of a step resembles.
+    """
+
+    copy: float
+    in_place: float
+
+
+def about(load_before: tuple[float, float, float], seconds: float) -> dict[str, object]:
+    """Hardware, versions, command, and how busy the machine was."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "kernel": platform.release(),
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "load_before": [round(value, 2) for value in load_before],
+        "load_after": [round(value, 2) for value in os.getloadavg()],
+        "seconds": round(seconds, 1),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def available_nbytes() -> int:
+    """Host memory that can be had."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def memory_rates(nbytes: int, repeats: int = 5) -> MemoryRates:
+    """By one thread; of each the fastest repeat counts.
+
+    Args:
+        nbytes: read and written in one go, together; what is more than any cache holds is cut off.
+        repeats: of each.
+    """
+    numel = min(nbytes // 2, _MOST_NBYTES) // 4
+    source, target = torch.ones(numel), torch.zeros(numel)
+    moved = 2 * 4 * numel
+    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(repeats))
+    in_place = min(_seconds(lambda: target.mul_(1.5)) for _ in range(repeats))
+    return MemoryRates(moved / copy, moved / in_place)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start

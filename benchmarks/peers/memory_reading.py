@@ -1,0 +1,101 @@
+"""One reading of one contestant of memory.py, on all ranks at once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from peers.ranks import exchange
+from peers.ratios import failure
+from peers.trainers import TrainEntry, Trainer
+from peers.transformer import TrainSetting, batch
+
+__all__ = ["MemoryReading", "read"]
+
+#: Steps before the one that is measured: moments and what a first step leaves behind are there then.
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of one rank beyond what it had before the contestant was built; the rank that needed most.
+
+    Args:
+        contestant: its name.
+        ranks: data-parallel ranks.
+        numel: elements of the model.
+        held: in tensors between two steps, each storage once.
+        step_peak: resident memory at its highest during a step.
+        build_peak: the same while it was built and made its first steps.
+        why_not: the reason, where it was not run.
+    """
+
+    contestant: str
+    ranks: int
+    numel: int
+    held: int = 0
+    step_peak: int = 0
+    build_peak: int = 0
+    why_not: str = ""
+
+
+def read(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
+    """Collective: builds a contestant, trains with it and drops it."""
+    measured: list[MemoryReading] = []
+    texts = exchange(failure(lambda: measured.append(_measure(entry, setting))))
+    gc.collect()
+    why_not = next((text for text in texts if text), "")
+    if why_not:
+        return MemoryReading(entry.name, setting.size, setting.numel, why_not=why_not)
+    return measured[0]
+
+
+def _measure(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
+    storages, before = _storages(), _reset_peak()
+    trainer = entry.build(setting)
+    try:
+        for step in range(_WARM_UP):
+            trainer.train(batch(setting, step))
+        build_peak = _status("VmHWM") - before
+        step_peak = _peak_of_step(trainer, setting) - before
+        held = sum(nbytes for address, nbytes in _storages().items() if address not in storages)
+    finally:
+        trainer.close()
+    most = (max(exchange(nbytes)) for nbytes in (held, step_peak, build_peak))
+    return MemoryReading(entry.name, setting.size, setting.numel, *most)
+
+
+def _peak_of_step(trainer: Trainer, setting: TrainSetting) -> int:
+    _reset_peak()
+    trainer.train(batch(setting, _WARM_UP))
+    trainer.finish()
+    return _status("VmHWM")
+
+
+def _storages() -> dict[int, int]:
+    gc.collect()
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in _PLAIN]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+#: A subclass (FSDP2's DTensor) is a wrapper; what it wraps is one of these.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _reset_peak() -> int:
+    """Resident memory once all that is free was given back, from which the high-water mark now counts."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

@@ -1,0 +1,46 @@
+"""Repeats: median, smallest, largest; and a peer's repeats over ours."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Spread", "failure", "over", "spread"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several repeats."""
+
+    median: float
+    least: float
+    most: float
+
+    def times(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.least * factor, self.most * factor)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.least:.3g} to {self.most:.3g}]"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None for no repeat."""
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def over(peer: Sequence[float], ours: Sequence[float]) -> Spread | None:
+    """Each repeat of a peer over the repeat of ours in the same round."""
+    return spread([one / other for one, other in zip(peer, ours, strict=False) if other])
+
+
+def failure(act: Callable[[], object]) -> str:
+    """What it raised, in a line; empty where it went well. That a peer cannot run is a result, too."""
+    try:
+        act()
+    except ModuleNotFoundError as error:
+        return f"not installed ({error})"
+    except Exception as error:  # noqa: BLE001 - reported with the result
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:200]}"
+    return ""

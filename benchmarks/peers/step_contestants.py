@@ -1,0 +1,60 @@
+"""All contestants of step.py, in the order in which a round runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from peers import adam
+from peers.adam import torch_adam
+from peers.core_optimizer import CoreOptimizer
+from peers.steppers import A2Stepper, Ours, Stepper, StepSetting, Undistributed
+
+__all__ = ["StepEntry", "step_entries"]
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """A contestant before it is built.
+
+    Args:
+        name: in results; this package is "ours".
+        build: it, from the setting; imports what it needs.
+    """
+
+    name: str
+    build: Callable[[StepSetting], Stepper]
+
+
+class Core(Stepper):
+    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of its step."""
+
+    def __init__(self, setting: StepSetting) -> None:
+        super().__init__(setting)
+        self._core = CoreOptimizer(self.model, bucket_numel=setting.numel, loss_scale=setting.loss_scale)
+
+    def step(self) -> None:
+        self._core.optimizer.step()
+
+    def close(self) -> None:
+        self._core.close()
+
+
+def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
+    """What `may_compile` allows is DeepSpeed's ops, which take minutes, once."""
+    forloop, foreach, fused = torch_adam(foreach=False), torch_adam(foreach=True), torch_adam(fused=True)
+    deepspeed = {"may_compile": may_compile}
+    return (
+        StepEntry("ours", Ours),
+        StepEntry("A2", partial(A2Stepper, adam=forloop)),
+        StepEntry("A2, fused Adam", partial(A2Stepper, adam=fused)),
+        StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False)),
+        StepEntry("torch foreach", partial(Undistributed, adam=foreach)),
+        StepEntry("torch fused", partial(Undistributed, adam=fused)),
+        StepEntry("DeepSpeed CPUAdam", partial(Undistributed, adam=partial(adam.deepspeed_cpu, **deepspeed))),
+        StepEntry("DeepSpeed FusedAdam", partial(Undistributed, adam=partial(adam.deepspeed_fused, **deepspeed))),
+        StepEntry("megatron-core", Core),
+        StepEntry("apex FusedAdam", partial(Undistributed, adam=adam.apex)),
+        StepEntry("TransformerEngine FusedAdam", partial(Undistributed, adam=adam.transformer_engine)),
+    )

@@ -1,0 +1,149 @@
+"""Optimizer steps of one rank without communication: this package, the A2 algorithm, and optimizers of torch's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from peers.a2_step import A2
+from peers.adam import ADAM, CLIP_GRAD, AdamBuilder
+from peers.state import Setting, Weights, fill, groups_of
+
+__all__ = ["A2Stepper", "Ours", "StepSetting", "Stepper", "Undistributed", "set_grads"]
+
+#: Standard deviation of the params, so that an update of bf16 params is not rounded away.
+_PARAM_SIZE = 0.02
+
+
+@dataclass(frozen=True)
+class StepSetting(Setting):
+    """A size of model on one rank.
+
+    Args:
+        loss_scale: that gradients were multiplied with; None for none.
+    """
+
+    loss_scale: float | None = None
+
+
+class Stepper:
+    """A bf16 model with fp32 grads and its optimizer.
+
+    Args:
+        setting: of the model.
+    """
+
+    def __init__(self, setting: StepSetting) -> None:
+        self.setting = setting
+        self.model: Module = weights(setting)
+
+    @property
+    def params(self) -> list[Parameter]:
+        """bf16, in the same order for all."""
+        return list(self.model.parameters())
+
+    def grads(self) -> Sequence[Tensor]:
+        """fp32, by param: where the gradients are found by `step`."""
+        return [param.main_grad for param in self.params]  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """From gradients to new bf16 params: unscale, norm, clip, update, round."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of all memory, and of what was changed elsewhere."""
+
+
+def weights(setting: Setting) -> Module:
+    """The same values for all."""
+    module = Weights(setting)
+    with torch.no_grad():
+        for param in module.parameters():
+            fill(param).mul_(_PARAM_SIZE)
+    return module
+
+
+def set_grads(stepper: Stepper, norm: float) -> None:
+    """The same gradients for all, of a given norm."""
+    factor = norm * (stepper.setting.loss_scale or 1.0) / stepper.setting.numel**0.5
+    for grad in stepper.grads():
+        fill(grad).mul_(factor)
+
+
+class Ours(Stepper):
+    """This package through its documented calls; reduce and gather do nothing on one rank."""
+
+    def __init__(self, setting: StepSetting) -> None:
+        from megatron_distopt import DistOptConfig, distribute
+
+        super().__init__(setting)
+        config = DistOptConfig(accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **ADAM)
+        self._optimizer = distribute(self.model, config, param_groups=groups_of(self.model))
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+
+class A2Stepper(Stepper):
+    """The forks' step, and the copies after their all-gather, without which the model has no new values."""
+
+    def __init__(self, setting: StepSetting, adam: AdamBuilder) -> None:
+        super().__init__(setting)
+        self._optimizer = A2(self.model, adam, clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale)
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.gather()
+
+
+@torch.no_grad()
+def copy_one_by_one(params: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
+    for param, main in zip(params, mains, strict=True):
+        param.copy_(main)
+
+
+@torch.no_grad()
+def copy_together(params: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(params), list(mains))
+
+
+class Undistributed(Stepper):
+    """What a careful user writes around an optimizer: fp32 main params by param, torch's clipping, a copy back.
+
+    Args:
+        setting: of the model.
+        adam: the optimizer over the main params.
+        foreach: of `clip_grad_norm_`, as its documentation has it; and whether the copy back is one call.
+    """
+
+    def __init__(self, setting: StepSetting, adam: AdamBuilder, *, foreach: bool = True) -> None:
+        super().__init__(setting)
+        self._foreach = foreach
+        self._mains = [Parameter(param.detach().float()) for param in self.params]
+        self._grads = [torch.zeros_like(main) for main in self._mains]
+        main_of = dict(zip(self.params, self._mains, strict=True))
+        groups = groups_of(self.model)
+        mains = [[main_of[param] for param in group["params"]] for group in groups]  # type: ignore[attr-defined]
+        self._optimizer = adam([{**group, "params": found} for group, found in zip(groups, mains, strict=True)])
+        self._copy: Callable[..., None] = copy_together if foreach else copy_one_by_one
+
+    def grads(self) -> Sequence[Tensor]:
+        return self._grads
+
+    def step(self) -> None:
+        for main, grad in zip(self._mains, self._grads, strict=True):
+            main.grad = grad
+        if self.setting.loss_scale is not None and self._unscale(self.setting.loss_scale):
+            return
+        torch.nn.utils.clip_grad_norm_(self._mains, CLIP_GRAD, foreach=self._foreach)
+        self._optimizer.step()
+        self._copy(self.params, self._mains)
+
+    def _unscale(self, loss_scale: float) -> bool:
+        found_inf = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(self._grads, found_inf, torch.tensor(1.0 / loss_scale))
+        return bool(found_inf.item() > 0)

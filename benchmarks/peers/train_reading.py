@@ -1,0 +1,126 @@
+"""One reading of one contestant of train.py, on all ranks at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peers.ranks import exchange, now
+from peers.ratios import failure
+from peers.trainers import TrainEntry, Trainer
+from peers.transformer import TrainSetting, batch
+from peers.wire import sent_nbytes
+
+__all__ = ["Pace", "TrainReading", "read"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is run for a reading.
+
+    Args:
+        warm_up: steps that are not timed.
+        blocks: of timed steps.
+        steps: of a block.
+    """
+
+    warm_up: int
+    blocks: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class TrainReading:
+    """What one contestant took in one round.
+
+    Args:
+        contestant: its name.
+        ranks: data-parallel ranks.
+        numel: elements of the model.
+        round: repeats are rounds over all contestants.
+        seconds: of a step, by block.
+        cpu_seconds: of processor time of all ranks for a step.
+        sent_nbytes: to other ranks in a step, the mean of the ranks.
+        losses: by step, the mean of the ranks.
+        why_not: the reason, where it was not run.
+    """
+
+    contestant: str
+    ranks: int
+    numel: int
+    round: int
+    seconds: tuple[float, ...] = ()
+    cpu_seconds: float = 0.0
+    sent_nbytes: float = 0.0
+    losses: tuple[float, ...] = ()
+    why_not: str = ""
+
+
+def read(entry: TrainEntry, setting: TrainSetting, pace: Pace, number: int) -> TrainReading:
+    """Collective: builds a contestant, trains with it and drops it.
+
+    Args:
+        entry: of the contestant.
+        setting: of model, data and ranks.
+        pace: how much.
+        number: of the round.
+    """
+    built: list[Trainer] = []
+    measured: list[TrainReading] = []
+    why_not = _first(exchange(failure(lambda: built.append(entry.build(setting)))))
+    if not why_not:
+        run = _Run(built[0], setting, pace)
+        why_not = _first(exchange(failure(lambda: measured.append(run.measure(entry.name, number)))))
+        built.pop().close()
+        del run
+    gc.collect()
+    if why_not:
+        return TrainReading(entry.name, setting.size, setting.numel, number, why_not=why_not)
+    return measured[0]
+
+
+def _first(texts: list[str]) -> str:
+    return next((text for text in texts if text), "")
+
+
+class _Run:
+    def __init__(self, trainer: Trainer, setting: TrainSetting, pace: Pace) -> None:
+        self._trainer, self._setting, self._pace = trainer, setting, pace
+        self._losses: list[Tensor] = []
+
+    def measure(self, name: str, number: int) -> TrainReading:
+        self._train(self._pace.warm_up)
+        self._trainer.finish()
+        sent, cpu = sent_nbytes(), _cpu_seconds()
+        seconds = [self._timed() for _ in range(self._pace.blocks)]
+        steps = self._pace.blocks * self._pace.steps
+        return TrainReading(
+            name,
+            self._setting.size,
+            self._setting.numel,
+            number,
+            tuple(seconds),
+            sum(exchange(_cpu_seconds() - cpu)) / steps,
+            statistics.mean(exchange(sent_nbytes() - sent)) / steps,
+            tuple(map(statistics.mean, zip(*exchange(torch.stack(self._losses).tolist()), strict=True))),
+        )
+
+    def _timed(self) -> float:
+        """What a block leaves for the next step is waited for inside it: every step pays for all of its work."""
+        start = now()
+        self._train(self._pace.steps)
+        self._trainer.finish()
+        return (now() - start) / self._pace.steps
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            self._losses.append(self._trainer.train(batch(self._setting, len(self._losses))))
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:2])
