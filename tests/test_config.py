@@ -239,6 +239,7 @@ OTHER_VALUES: dict[str, Any] = {
     "async_save": True,
     "async_buffer_mb": 64,
     "keep_last": 3,
+    "overlap_grad_reduce": True,
 }
 
 

@@ -3,7 +3,7 @@
 A CRC is the remainder of the bytes, as a polynomial over {0, 1}, by a fixed one. To append n bytes multiplies what was
 before by x**(8n), so the CRC of the whole follows from those of its parts without a look at the bytes.
 
-Adapted from the idea of zlib's `crc32_combine`; bit 31 of a number here is the coefficient of x**0, as in zlib.
+zlib's `crc32_combine` gives the same numbers; bit 31 of one is the coefficient of x**0.
 """
 
 from __future__ import annotations

@@ -81,10 +81,12 @@ class GradOverlap:
         self._order = list(range(len(self._units)))
         #: Arrivals of each gradient in a microbatch; nothing before the first step has ended.
         self._in_microbatch: dict[str, int] = {}
+        self._is_agreed = False
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._arrived: Counter[str] = Counter()
+        self._num_arrived = 0
         #: By bucket, when the last gradient so far came in, counted in arrivals.
         self._last: dict[int, int] = {}
         self._missing = [set(unit.names) for unit in self._units]
@@ -110,7 +112,8 @@ class GradOverlap:
         if number in self._begun:
             raise _late(name)
         self._arrived[name] += 1
-        self._last[number] = self._arrived.total()
+        self._num_arrived += 1
+        self._last[number] = self._num_arrived
         if self._arrived[name] == self._in_microbatch.get(name, 0) * self._microbatches():
             self._missing[number].discard(name)
             self._begin_complete()
@@ -133,12 +136,13 @@ class GradOverlap:
 
     def _learn(self) -> None:
         """Collective after the first step, in which the order is agreed upon."""
-        microbatches, is_first = self._microbatches(), not self._in_microbatch
+        microbatches = self._microbatches()
         for name, count in self._arrived.items():
             if count % microbatches == 0:
                 self._in_microbatch[name] = max(count // microbatches, self._in_microbatch.get(name, 0))
-        if is_first and self._in_microbatch:
+        if not self._is_agreed:  # on every rank, whatever has come in there
             self._order = exchange(sorted(self._order, key=self._turn), self._everyone)[0]
+            self._is_agreed = True
 
     def _turn(self, number: int) -> tuple[bool, int, int]:
         """Buckets that cannot be launched early come last, so that none waits for them."""

@@ -3,8 +3,8 @@
 gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` reach a quarter of what the same link carries
 (`benchmarks/collectives.py`). Here every rank sends every other rank its part at once, and adds up what it gets.
 
-[Note: order of the sum] Rank after rank, from 0, whatever arrives first: the same in every run and on every rank. Sums
-of 16-bit values are rounded once, at the end.
+[Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its own part last, each
+sum rounded to the dtype: the same in every run, whatever arrives first, and bit for bit what gloo's own ring gives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Chunk:
 
     Args:
         own: 1-D, the part in place.
-        parts: [ranks - 1, elements], from the other ranks in their order.
+        parts: [ranks - 1, elements], from the other ranks, in the order of the sum.
         received: one a row of `parts`.
     """
 
@@ -58,9 +58,9 @@ def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
         sent += [_send(shares[rank][span.as_slice()], rank, _SUM_TAG + number, group) for rank in others]
         under_way.append(_Chunk(shard[span.as_slice()], parts, received))
         if len(under_way) == _NUM_HALVES:
-            _add_up(under_way.popleft(), group)
+            _add_up(under_way.popleft())
     for chunk in under_way:
-        _add_up(chunk, group)
+        _add_up(chunk)
     _wait(sent)
 
 
@@ -76,7 +76,8 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
 
 
 def _others(group: Group) -> list[int]:
-    return [rank for rank in range(group.size) if rank != group.rank]
+    """In the order of the sum."""
+    return [(group.rank - distance) % group.size for distance in range(1, group.size)]
 
 
 def _chunks(numel: int, nbytes_each: int) -> Iterator[Span]:
@@ -106,24 +107,10 @@ def _wait(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-def _add_up(chunk: _Chunk, group: Group) -> None:
+def _add_up(chunk: _Chunk) -> None:
     """See [Note: order of the sum]."""
     _wait(chunk.received)
-    before, after = chunk.parts[: group.rank], chunk.parts[group.rank :]
-    if group.size > 2 and chunk.own.element_size() < 4:
-        _add_up_in_fp32(chunk.own, [*before, chunk.own, *after])
-        return
-    if len(before):
-        total = before[0]
-        for part in before[1:]:
-            total.add_(part)
-        torch.add(total, chunk.own, out=chunk.own)
-    for part in after:
-        chunk.own.add_(part)
-
-
-def _add_up_in_fp32(own: Tensor, parts: Sequence[Tensor]) -> None:
-    total = parts[0].float()
-    for part in parts[1:]:
+    total = chunk.parts[0]
+    for part in chunk.parts[1:]:
         total.add_(part)
-    own.copy_(total)
+    torch.add(total, chunk.own, out=chunk.own)

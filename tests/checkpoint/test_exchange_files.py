@@ -362,9 +362,21 @@ class ModelType(Enum):
     encoder_or_decoder = 1
 
 
+def _by_name(member: Enum, _: int) -> tuple[Any, tuple[type[Enum], str]]:
+    """How Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    return getattr, (type(member), member.name)
+
+
+def _by_value(member: Enum, _: int) -> tuple[Any, tuple[Any]]:
+    """How every other one does."""
+    return type(member), (member.value,)
+
+
+@pytest.mark.parametrize("pickled", [_by_name, _by_value])
 def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pickled: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ModelType, "__reduce_ex__", pickled)
     fork = ModuleType("megatron.core.enums")
     monkeypatch.setattr(ModelType, "__module__", fork.__name__)
     fork.ModelType = ModelType  # type: ignore[attr-defined]
@@ -385,6 +397,21 @@ def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_ar
     args = torch.load(path, weights_only=False)["args"]
     assert args.model_type is ModelType.encoder_or_decoder
     assert args.both == [ModelType.encoder_or_decoder] * 2
+
+
+def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_gets_none(tmp_path: Path) -> None:
+    source = Fork().write(tmp_path / "iter")
+    with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
+        state["args"].asked = _Attribute()
+    with pytest.raises(CheckpointError, match="it asks for an attribute of what is no enum"):
+        convert(source, tmp_path / "plain", "plain")
+
+
+class _Attribute:
+    """Pickled, it asks for an attribute of a class that a file may name."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (Namespace, "__init__")
 
 
 def test_convert_when_numpys_random_state_is_saved_then_it_is_kept(tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ def _branch(step: int, rank: int) -> list[int]:
     return [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]
 
 
+def _idle(step: int, rank: int) -> list[int]:
+    """Rank 1 has nothing to compute in the first step."""
+    return [] if rank == 1 and step == 0 else [0, 1, 2, 3]
+
+
 def _late_branch(step: int, rank: int) -> list[int]:
     """Nobody uses a layer in the first two steps, and then one rank does."""
     return [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]
@@ -97,6 +102,7 @@ CASES = {
     "param without gradient": Case(_never),
     "branch of one rank": Case(_branch),
     "branch that comes later": Case(_late_branch),
+    "branch to nothing": Case(_idle),
     "bf16": Case(_usual, dtype=torch.bfloat16),
 }
 
@@ -204,6 +210,12 @@ ALL_BUT_ONE = [0, *[LAYERS - 1] * (STEPS - 1)]
 
 def test_overlap_when_a_gradient_never_comes_then_the_other_buckets_go_early(found: list[dict[str, Any]]) -> None:
     assert [each["param without gradient"][1] for each in found] == [ALL_BUT_ONE] * RANKS
+
+
+def test_overlap_when_a_rank_had_no_gradient_in_the_first_step_then_it_alone_begins_a_step_later(
+    found: list[dict[str, Any]],
+) -> None:
+    assert [each["branch to nothing"][1] for each in found] == [ALL_EARLY, [0, 0, 4, 4, 4], ALL_EARLY]
 
 
 def test_overlap_when_a_gradient_comes_for_the_first_time_then_its_bucket_goes_early_from_the_next_step_on(

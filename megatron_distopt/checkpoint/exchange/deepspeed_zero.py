@@ -36,6 +36,8 @@ __all__ = ["open_deepspeed_zero", "recognises"]
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LATEST = "latest"
+#: Of DeepSpeed's ZeroStageEnum, where a file says the name of a member.
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +147,8 @@ def _state_in(path: Path) -> Mapping[str, Any]:
 
 def _check_stage(state: Mapping[str, Any], folder: Path) -> None:
     stage = as_number(state.get("zero_stage", 1))
-    if stage > 2 or "fp32_flat_groups" in state:
+    stage = _STAGES.get(stage, stage)
+    if not isinstance(stage, int) or stage > 2 or "fp32_flat_groups" in state:
         got, rule = f"ZeRO stage {stage}", "be of stage 1 or 2"
         raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, convert_with_deepspeed(folder)))
 

@@ -23,6 +23,8 @@ __all__ = ["Inert", "as_number", "attribute", "load_bytes", "load_file", "load_m
 _REMEDY = "Give a file that the training wrote, unchanged"
 #: Classes below these names become an `Inert`, whatever the version of the software calls them.
 _PACKAGES = ("deepspeed.", "megatron.")
+#: What an `InertMember` stands for.
+_BY_NAME = "builtins.getattr"
 #: The same for single names: arguments of a run, random states, and how new pickles refer to devices and paths.
 _NAMES = frozenset(
     (
@@ -42,6 +44,7 @@ _NAMES = frozenset(
         "numpy.dtypes.Int64DType",
         "numpy.dtypes.Float64DType",
         "_codecs.encode",
+        _BY_NAME,
     )
 )
 #: What `.metadata` of a distributed checkpoint of torch consists of.
@@ -87,13 +90,22 @@ class Inert:
         self.__dict__.update(state if isinstance(state, Mapping) else {"state": state})
 
 
+class InertMember(Inert):
+    """A member of an enum whose pickle says its name and not its value, as that of Python 3.11.0 to 3.11.3 does: by
+    `getattr`, in whose place this is.
+    """
+
+    def __init__(self, of: Any, name: str) -> None:
+        super().__init__(name)
+
+
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
     """What the file says of an object; the default where it says nothing."""
     return vars(thing).get(name, default) if isinstance(thing, Inert) else default
 
 
 def as_number(thing: Any) -> Any:
-    """A number, from itself, from a tensor with one element, or from the member of an enum."""
+    """A number, from itself, a tensor with one element, or the member of an enum; of an `InertMember` its name."""
     if isinstance(thing, Inert):
         return next(iter(attribute(thing, "arguments", ())), None)
     return thing.item() if torch.is_tensor(thing) and thing.numel() == 1 else thing
@@ -171,7 +183,7 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 
 def _stand_ins(names: Iterable[str]) -> AbstractContextManager[None]:
-    allowed: list[Any] = [(Inert, name) for name in names]
+    allowed: list[Any] = [(InertMember if name == _BY_NAME else Inert, name) for name in names]
     manager: AbstractContextManager[None] = torch.serialization.safe_globals(allowed)
     return manager
 
@@ -183,6 +195,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Called for every name in a pickle."""
         if f"{module}.{name}" in _METADATA:
             return Inert
+        if f"{module}.{name}" == _BY_NAME:
+            return InertMember
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if (module, name) == ("collections", "OrderedDict"):

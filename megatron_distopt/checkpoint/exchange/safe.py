@@ -50,6 +50,26 @@ class EnumMember:
         return self.of, (self.value,)
 
 
+@dataclass(frozen=True)
+class NamedMember:
+    """A member of an enum of a fork of which a file says the name and not the value, as Python 3.11.0 to 3.11.3 does.
+
+    Args:
+        of: its class; anything else is what `getattr` must not be asked of.
+        name: of the member.
+    """
+
+    of: EnumClass
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, EnumClass) or not isinstance(self.name, str):
+            raise ValueError("it asks for an attribute of what is no enum")
+
+    def __reduce__(self) -> tuple[Any, tuple[EnumClass, str]]:
+        return getattr, (self.of, self.name)
+
+
 #: Enums in the arguments that a fork saves.
 _ENUMS = (
     EnumClass("megatron.core.enums", "ModelType"),  # args.model_type since 23.04
@@ -63,6 +83,7 @@ def _allowed() -> Iterator[tuple[Any, str]]:
     """What a file may name beside tensors, with the names; each only makes a value."""
     yield argparse.Namespace, "argparse.Namespace"  # the arguments of the run
     yield from ((each, f"{each.module}.{each.name}") for each in _ENUMS)
+    yield NamedMember, "builtins.getattr"
     try:
         numpy = import_module("numpy")
     except ImportError:  # then this run cannot have the arrays of numpy's random state, and says so
