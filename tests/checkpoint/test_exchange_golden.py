@@ -139,8 +139,9 @@ def test_convert_when_a_real_forks_file_goes_there_and_back_then_it_is_the_same(
     assert torch.equal(rng["torch_rng_state"], saved["torch_rng_state"])
 
 
-def test_open_any_when_a_real_fork_lost_torchs_count_then_it_asks_for_it() -> None:
+def test_convert_when_a_real_fork_lost_torchs_count_then_it_asks_for_it(tmp_path: Path) -> None:
     folder = _iteration("mds_distopt_fp32_torchadam")
+    assert {group.step for group in open_any(folder).head.groups} == {None}
     with pytest.raises(CheckpointError, match="Convert it with --resume-step N, the number of updates so far"):
-        open_any(folder)
+        convert(folder, tmp_path / "new", "distopt")
     assert {group.step for group in open_any(folder, resume_step=10).head.groups} == {10}
