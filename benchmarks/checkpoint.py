@@ -14,13 +14,12 @@ import dataclasses
 import itertools
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
@@ -30,6 +29,7 @@ os.environ.update(PYTHONWARNINGS="ignore", DS_ACCELERATOR="cpu", OMP_NUM_THREADS
 import torch  # noqa: E402 - DeepSpeed reads its variable when it is imported
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from peers import machine, ranks  # noqa: E402
 from peers.measuring import Reading, read, touch_free_memory  # noqa: E402
 from peers.report import lines_of, result_of  # noqa: E402
 from peers.state import Setting  # noqa: E402
@@ -69,14 +69,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
         log, failures = Path(scratch) / "readings.jsonl", []
         log.touch()
-        for ranks, number in itertools.product(args.ranks, range(len(args.sizes))):
-            folder = Path(scratch) / f"{ranks}_ranks_{number}"
+        for size, number in itertools.product(args.ranks, range(len(args.sizes))):
+            folder = Path(scratch) / f"{size}_ranks_{number}"
             folder.mkdir()
             try:
                 # New processes for every size: peers leave memory behind. Not daemons: megatron-core starts more.
-                mp.spawn(run, (ranks, plan_of(args, number, folder, log)), nprocs=ranks, daemon=False)
+                mp.spawn(run, (size, plan_of(args, number, folder, log)), nprocs=size, daemon=False)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                failures.append(f"{ranks} ranks, {args.sizes[number]} M: {error}")
+                failures.append(f"{size} ranks, {args.sizes[number]} M: {error}")
                 print(failures[-1], file=sys.stderr)
         readings = [Reading(**json.loads(line)) for line in log.read_text().splitlines()]
         result = {**about(args, time.monotonic() - start), "failures": failures, **result_of(readings)}
@@ -117,9 +117,8 @@ def run(rank: int, size: int, plan: Plan) -> None:
 
 
 def log(reading: Reading, path: Path) -> None:
+    ranks.log(reading, path)
     if dist.get_rank() == 0:
-        with path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(reading)) + "\n")
         seconds = " ".join(
             "     -" if value is None else f"{value:6.2f}"
             for value in (reading.save_seconds, reading.disk_seconds, reading.load_seconds)
@@ -128,27 +127,11 @@ def log(reading: Reading, path: Path) -> None:
         print(f"{line} {seconds}  {reading.why_not}", file=sys.stderr, flush=True)
 
 
-def about(args: argparse.Namespace, seconds: float) -> dict[str, object]:
+def about(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Hardware, versions and command."""
-    packages = ("torch", "megatron-core", "deepspeed", "megatron-distopt")
-    return {
-        "command": "python benchmarks/checkpoint.py " + " ".join(sys.argv[1:]),
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-            "kernel": platform.release(),
-            "file_system": file_system(args.folder or Path(tempfile.gettempdir())),
-        },
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "load_before": [round(value, 2) for value in args.load_before],
-        "seconds": round(seconds, 1),
-    }
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    known: dict[str, Any] = machine.about(args.load_before, seconds)
+    disk = file_system(args.folder or Path(tempfile.gettempdir()))
+    return {**known, "machine": {**known["machine"], "file_system": disk}}
 
 
 def file_system(folder: Path) -> str:

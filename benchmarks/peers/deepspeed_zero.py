@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peers.contestant import Contestant, Entry, Memory
-from peers.state import Setting, Weights, fill, groups_of, untouched_zeros
+from peers.state import Setting, Weights, fill_adam, groups_of, tensors_of_adam, untouched_zeros
 
 __all__ = ["ZERO_1"]
 
@@ -37,19 +37,11 @@ class DeepSpeedZero(Contestant):
             model = Weights(setting)
             adam = torch.optim.AdamW(groups_of(model), lr=1e-3)
             self._engine = deepspeed.initialize(model=model, optimizer=adam, config=_CONFIG)[0]
-        self._fill()
+        fill_adam(self._inner)
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
         return self._engine.optimizer.optimizer
-
-    @torch.no_grad()
-    def _fill(self) -> None:
-        for group in self._inner.param_groups:
-            for main in group["params"]:
-                moments = {"exp_avg": fill(torch.empty_like(main)), "exp_avg_sq": fill(torch.empty_like(main))}
-                self._inner.state[main] = {"step": torch.tensor(10.0), **moments}
-                fill(main)
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=_TAG)
@@ -58,10 +50,7 @@ class DeepSpeedZero(Contestant):
         self._engine.load_checkpoint(str(folder), tag=_TAG)
 
     def tensors(self) -> Iterator[Tensor]:
-        for group in self._inner.param_groups:
-            for main in group["params"]:
-                yield main
-                yield from (self._inner.state[main][kind] for kind in ("exp_avg", "exp_avg_sq"))
+        return tensors_of_adam(self._inner)
 
     def close(self) -> None:
         self._engine.destroy()

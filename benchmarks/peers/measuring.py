@@ -10,7 +10,6 @@ import gc
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from peers.contestant import Contestant, Entry
+from peers.machine import available_nbytes
+from peers.ranks import exchange, now
 from peers.state import Setting, checksum
 
 __all__ = ["Reading", "read", "touch_free_memory"]
@@ -90,12 +91,12 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
     about: dict[str, Any] = {"contestant": entry.name, "numel": setting.numel}
     about |= {"ranks": setting.size, "round": number}
     needed = entry.memory(setting.numel, setting.size)
-    free = _from_first(_available_nbytes()) - _RESERVE_NBYTES
+    free = exchange(available_nbytes())[0] - _RESERVE_NBYTES
     if needed.save > free:
         return Reading(**about, why_not=f"not run: {_needs(needed.save, free)}")
     contestant = entry.build(setting)
     try:
-        before = _exchange(checksum(contestant.tensors()))
+        before = exchange(checksum(contestant.tensors()))
         saved = _save(contestant, folder, setting.numel)
         about |= {
             "save_seconds": saved.seconds[-1],
@@ -133,13 +134,13 @@ def _save(contestant: Contestant, folder: Path, numel: int) -> _Saved:
         if dist.get_rank() == 0:
             target.mkdir(parents=True)
             os.sync()
-        start, cpu_before = _now(), _cpu_seconds()
+        start, cpu_before = now(), _cpu_seconds()
         contestant.save(target)
-        seconds.append(_now() - start)
+        seconds.append(now() - start)
         contestant.finish()
         _sync_files(target)
-        end, cpu = _now() - start, _cpu_seconds() - cpu_before
-    return _Saved(seconds, end, sum(_exchange(cpu)), _exchange(memory.extra_nbytes()), target)
+        end, cpu = now() - start, _cpu_seconds() - cpu_before
+    return _Saved(seconds, end, sum(exchange(cpu)), exchange(memory.extra_nbytes()), target)
 
 
 def touch_free_memory(most_nbytes: int) -> None:
@@ -151,7 +152,7 @@ def touch_free_memory(most_nbytes: int) -> None:
     Args:
         most_nbytes: less where less is free.
     """
-    nbytes = min(most_nbytes, max(_available_nbytes() - _RESERVE_NBYTES, 0))
+    nbytes = min(most_nbytes, max(available_nbytes() - _RESERVE_NBYTES, 0))
     if nbytes:
         with mmap.mmap(-1, nbytes) as memory:
             for start in range(0, nbytes, mmap.PAGESIZE):
@@ -163,15 +164,15 @@ def _load(contestant: Contestant, folder: Path, before: list[list[float]], about
     for path in _files(folder):
         _drop_from_cache(path)
     memory = _Memory()
-    start, cpu_before = _now(), _cpu_seconds()
+    start, cpu_before = now(), _cpu_seconds()
     error = _failure(lambda: contestant.load(folder))
-    seconds, cpu = _now() - start, sum(_exchange(_cpu_seconds() - cpu_before))
-    nbytes = max(_exchange(memory.extra_nbytes()))
-    errors = [text for text in _exchange(error) if text]
+    seconds, cpu = now() - start, sum(exchange(_cpu_seconds() - cpu_before))
+    nbytes = max(exchange(memory.extra_nbytes()))
+    errors = [text for text in exchange(error) if text]
     if errors:
         return Reading(**about, why_not=f"load failed: {errors[0]}")
     after = checksum(contestant.tensors())
-    if not all(_exchange(after == (before[dist.get_rank()] or before[0]))):
+    if not all(exchange(after == (before[dist.get_rank()] or before[0]))):
         return Reading(**about, why_not="load failed: the state is not what was saved")
     return Reading(**about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes)
 
@@ -204,13 +205,6 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
 def _needs(needed: int, free: int) -> str:
     return f"it needs about {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
 
@@ -218,12 +212,6 @@ def _needs(needed: int, free: int) -> str:
 def _cpu_seconds() -> float:
     """Of this process and of those that it started and that have ended."""
     return sum(os.times()[:4])
-
-
-def _now() -> float:
-    """Collective: the time once all ranks are here."""
-    dist.barrier()
-    return time.perf_counter()
 
 
 def _sync_files(folder: Path) -> None:
@@ -261,13 +249,3 @@ def _remove(folder: Path) -> None:
         for path in folder.iterdir():
             shutil.rmtree(path)
     dist.barrier()
-
-
-def _exchange(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_first(value: Any) -> Any:
-    return _exchange(value)[0]

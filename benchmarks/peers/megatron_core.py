@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from peers.contestant import Contestant, Entry, Memory
-from peers.state import Setting, Weights, fill, untouched_zeros
+from peers.state import Setting, Weights, fill_adam, tensors_of_adam, untouched_zeros
 
 __all__ = ["DP_RESHARDABLE", "FULLY_RESHARDABLE"]
 
@@ -47,19 +47,11 @@ class MegatronCore(Contestant):
             self._model = _wrapped(setting)
             config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
             self._optimizer = get_megatron_optimizer(config, [self._model])
-        self._fill()
+        fill_adam(self._inner)
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
         return self._optimizer.chained_optimizers[0].optimizer
-
-    @torch.no_grad()
-    def _fill(self) -> None:
-        for group in self._inner.param_groups:
-            for main in group["params"]:
-                moments = {"exp_avg": fill(torch.empty_like(main)), "exp_avg_sq": fill(torch.empty_like(main))}
-                self._inner.state[main] = {"step": torch.tensor(10.0), **moments}
-                fill(main)
 
     def save(self, folder: Path) -> None:
         state = {"optimizer": self._sharded_state(is_loading=False)}
@@ -76,10 +68,7 @@ class MegatronCore(Contestant):
         return self._optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=self._metadata)
 
     def tensors(self) -> Iterator[Tensor]:
-        for group in self._inner.param_groups:
-            for main in group["params"]:
-                yield main
-                yield from (self._inner.state[main][kind] for kind in ("exp_avg", "exp_avg_sq"))
+        return tensors_of_adam(self._inner)
 
     def close(self) -> None:
         self._inner.state.clear()

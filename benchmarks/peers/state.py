@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = ["KINDS", "Setting", "Weights", "checksum", "fill", "groups_of", "named_shapes", "untouched_zeros"]
+__all__ = [
+    "KINDS",
+    "Setting",
+    "Weights",
+    "checksum",
+    "fill",
+    "fill_adam",
+    "groups_of",
+    "named_shapes",
+    "tensors_of_adam",
+    "untouched_zeros",
+]
 
 #: What Adam keeps in fp32 for each element; 12 bytes.
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -115,6 +126,25 @@ def untouched_zeros() -> Iterator[None]:
         yield
     finally:
         torch.zeros = plain
+
+
+@torch.no_grad()
+def fill_adam(adam: torch.optim.Optimizer) -> None:
+    """Values that do not compress, as after ten updates, in a peer's Adam over its main params."""
+    for main in _mains_of(adam):
+        adam.state[main] = {"step": torch.tensor(10.0), **{kind: fill(torch.empty_like(main)) for kind in KINDS[1:]}}
+        fill(main)
+
+
+def tensors_of_adam(adam: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Main params and moments, live."""
+    for main in _mains_of(adam):
+        yield main
+        yield from (adam.state[main][kind] for kind in KINDS[1:])
+
+
+def _mains_of(adam: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (main for group in adam.param_groups for main in group["params"])
 
 
 def checksum(tensors: Iterable[Tensor]) -> list[float]:

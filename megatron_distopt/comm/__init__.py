@@ -2,7 +2,7 @@
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
 from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, sum_over
-from megatron_distopt.comm.grad_overlap import GradOverlap, Reduced
+from megatron_distopt.comm.grad_overlap import GradOverlap
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
 from megatron_distopt.comm.param_sync import gather_params, share_initial
@@ -12,7 +12,6 @@ __all__ = [
     "GradOverlap",
     "Group",
     "ProcessGroup",
-    "Reduced",
     "compare",
     "described",
     "exchange",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import GradOverlap, Group, Reduced, reduce_grads
+from megatron_distopt.comm import GradOverlap, Group, reduce_grads
 
 __all__ = ["GradSync"]
 
@@ -30,7 +30,7 @@ class GradSync:
     ) -> None:
         self._buffers, self._data = buffers, data
         self._is_paused = False
-        self._overlap = GradOverlap([Reduced(buffer, data) for buffer in buffers], data) if overlapped else None
+        self._overlap = GradOverlap(buffers, data) if overlapped else None
         if self._overlap is not None:
             for name, param in named.items():  # behind the hook that adds the grad to its buffer
                 param.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, move_into_buffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.layout import BufferLayout, lay_out
+from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
     Memory,
     ParamGroup,
@@ -29,7 +29,7 @@ from megatron_distopt.optimizer import (
     make_loss_scale,
     measure_memory,
 )
-from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan, plan_stage
+from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan, layout_of, plan_stage
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
 from megatron_distopt.plugin.commands.plan_stage import StageParam
 
@@ -115,7 +115,7 @@ def _build(plan: StagePlan, group_of: Callable[[Part], Group], clock: Callable[[
     marks = [clock()]
     named = [{param.spec.name: _meta_param(param) for param in part.params} for part in plan.parts]
     marks.append(clock())
-    layouts = [_lay_out(part, plan.choice) for part in plan.parts]
+    layouts = [layout_of(part.params, plan.choice, part.layout.num_shards) for part in plan.parts]
     marks.append(clock())
     buffers = [_buffer(*each, plan.choice) for each in zip(map(group_of, plan.parts), named, layouts, strict=True)]
     pairs = zip(plan.parts, buffers, strict=True)
@@ -172,11 +172,6 @@ def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:
 def _meta_param(param: StageParam) -> Parameter:
     dtype: torch.dtype = getattr(torch, param.spec.dtype)
     return Parameter(torch.empty(param.spec.shape, dtype=dtype, device=_META))
-
-
-def _lay_out(part: Part, choice: Choice) -> BufferLayout:
-    specs = [param.spec for param in reversed(part.params)]
-    return lay_out(specs, num_shards=part.layout.num_shards, bucket_numel=choice.bucket_numel)
 
 
 def _peak_nbytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -179,5 +179,16 @@ def _part(params: tuple[StageParam, ...], choice: Choice, num_shards: int, rank:
     if numel is not None and numel < num_shards:
         rule, remedy = f"be at least one element for each of {num_shards} ranks", "Write --bucket-size 40000000"
         raise ConfigError(refusal("bucket size", f"{numel} elements", rule, remedy))
+    return Part(params, layout_of(params, choice, num_shards), rank)
+
+
+def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:
+    """Of a buffer: the reverse of registration, as `distribute` has it.
+
+    Args:
+        params: in the order of registration.
+        choice: says the size of a bucket.
+        num_shards: size of the data-parallel group.
+    """
     specs = [param.spec for param in reversed(params)]
-    return Part(params, lay_out(specs, num_shards=num_shards, bucket_numel=numel), rank)
+    return lay_out(specs, num_shards=num_shards, bucket_numel=choice.bucket_numel)
