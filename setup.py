@@ -30,6 +30,7 @@ setup(
     },
     extras_require={
         "deepspeed": DEEPSPEED,
+        "triton": ["triton"],
         "megatron-core": MEGATRON_CORE,
         "quickstart": QUICKSTART,
         "dev": [*QUICKSTART, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],

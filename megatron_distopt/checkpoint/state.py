@@ -26,7 +26,7 @@ _FORMAT = 1
 #: Which kernel updates is the choice of the run that loads, not of the one that saved.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 #: These keep the same state.
-_INTERCHANGEABLE = ("torch_fused", "torch_foreach")
+_INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton")
 
 
 def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:

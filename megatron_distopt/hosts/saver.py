@@ -9,6 +9,7 @@ from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.place import drop_older
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.optimizer import settle_together
 
 __all__ = ["Saver"]
 
@@ -27,7 +28,12 @@ class Saver:
         self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
-        """Collective: see `save_checkpoint` and `BackgroundSaver.save`."""
+        """Collective: see `save_checkpoint` and `BackgroundSaver.save`.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where the verdict on the last step comes late and the policy is "raise".
+        """
+        settle_together([share.optimizer for share in model.shares], self._everyone)
         if self._background is not None:
             self._background.save(folder, model, lambda: self._drop_older(folder))
         else:

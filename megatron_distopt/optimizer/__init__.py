@@ -2,7 +2,9 @@
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
 from megatron_distopt.optimizer.base import adopt_instance, choose_inner
+from megatron_distopt.optimizer.decide import decide_together, judge_together, measure_together, settle_together
 from megatron_distopt.optimizer.grad_norm import GradStats
+from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
     InnerChoice,
     count_updates,
@@ -14,19 +16,15 @@ from megatron_distopt.optimizer.inner import (
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup
 from megatron_distopt.optimizer.memory import Memory, measure_memory
-from megatron_distopt.optimizer.sharded import (
-    ShardedOptimizer,
-    StepPlan,
-    StepResult,
-    Verdict,
-    clip_divisor,
-    judge_together,
-    measure_together,
-)
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.sync_check import find_synchronisations, forbid_synchronisations
+from megatron_distopt.optimizer.verdict import Decision, StepResult, Verdict, clip_divisor
 
 __all__ = [
     "Accelerator",
+    "CapturedStep",
     "ConstantLossScale",
+    "Decision",
     "DynamicLossScale",
     "GradStats",
     "InnerChoice",
@@ -43,7 +41,10 @@ __all__ = [
     "choose_inner",
     "clip_divisor",
     "count_updates",
+    "decide_together",
     "find_accelerator",
+    "find_synchronisations",
+    "forbid_synchronisations",
     "is_torchs",
     "judge_together",
     "make_loss_scale",
@@ -52,4 +53,5 @@ __all__ = [
     "moments_of",
     "restore",
     "restore_group",
+    "settle_together",
 ]

@@ -6,15 +6,33 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 
+from megatron_distopt.comm import Marker, mark_with
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 
-__all__ = ["CPU", "CUDA", "Accelerator", "check_devices", "find_accelerator", "has_torch_fused", "stats_dtype"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "Accelerator",
+    "can_record",
+    "check_devices",
+    "find_accelerator",
+    "has_torch_fused",
+    "mark",
+    "record",
+    "refusing_synchronisation",
+    "stats_dtype",
+]
+
+T = TypeVar("T")
 
 CPU = "cpu"
 CUDA = "cuda"
@@ -50,9 +68,12 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
         rule, remedy = "be installed when it is asked for", "Run pip install deepspeed, or write accelerator='torch'"
         raise ConfigError(refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy))
     if has_deepspeed and choice != "torch":
-        accelerator = import_module("deepspeed.accelerator").get_accelerator()
-        return Accelerator(accelerator.device_name(), "deepspeed")
-    return Accelerator(_torch_device_type(), "torch")
+        found = Accelerator(import_module("deepspeed.accelerator").get_accelerator().device_name(), "deepspeed")
+    else:
+        found = Accelerator(_torch_device_type(), "torch")
+    if found.device_type == CUDA:
+        mark_with(Marker(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop))
+    return found
 
 
 def _torch_device_type() -> str:
@@ -89,3 +110,52 @@ def has_torch_fused(device_type: str) -> bool:
 def stats_dtype(device: torch.device) -> torch.dtype:
     """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
     return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Remembers what is queued on a device by now.
+
+    Returns:
+        A function that waits until all of it is done; on the CPU it is done already.
+    """
+    if device.type == CPU:
+        return lambda: None
+    event: Any = getattr(torch, device.type).Event()
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether `record` works there."""
+    return device.type == CUDA
+
+
+def record(work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """Records what `work` queues on the device as a graph; nothing of it is carried out yet.
+
+    Args:
+        work: waits for nothing; what it returns lies at fixed addresses and is overwritten by every replay.
+
+    Returns:
+        A function that carries it out (queues it again as one launch), and what `work` returned.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's that watches over collectives, may go on asking the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = work()
+    return graph.replay, output
+
+
+@contextmanager
+def refusing_synchronisation(device: torch.device) -> Iterator[None]:
+    """While it is open the device's own library raises where the CPU would wait for the device, if it can tell."""
+    if device.type != CUDA:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -7,6 +7,7 @@ by default; the Megatron forks of 2023 silently use L2 decay off CUDA.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import CPU, CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Groups, InnerChoice
 
@@ -128,6 +130,14 @@ def _missing_deepspeed_cpu(device_type: str) -> str | None:
     return None if _is_installed("deepspeed") else "not installed"
 
 
+def _missing_triton(device_type: str) -> str | None:
+    if not _is_installed("triton"):
+        return "not installed"
+    if device_type != CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"has no kernels for {device_type} (TRITON_INTERPRET=1 interprets them there, which is for tests)"
+    return _missing_symbol("triton", "jit")
+
+
 def _missing_torch_fused(device_type: str) -> str | None:
     return None if has_torch_fused(device_type) else f"torch {torch.__version__} has no fused AdamW for {device_type}"
 
@@ -141,6 +151,13 @@ def _build_torch(groups: Groups, config: DistOptConfig, **implementation: Any) -
     return adam(groups, **adam_options(config), **implementation)
 
 
+def _build_fused(groups: Groups, config: DistOptConfig) -> Optimizer:
+    if not all(param.device.type == CPU for group in groups for param in group["params"]):
+        return _build_torch(groups, config, fused=True)
+    adam = blocked_adam.AdamW if config.is_decoupled else blocked_adam.Adam
+    return adam(groups, **adam_options(config), fused=True)
+
+
 def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
     def build(groups: Groups, config: DistOptConfig) -> Optimizer:
         adam = getattr(import_module(module), symbol)
@@ -148,6 +165,12 @@ def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptCo
         return optimizer
 
     return build
+
+
+def _build_triton(groups: Groups, config: DistOptConfig) -> Optimizer:
+    chosen = import_module("megatron_distopt.optimizer.triton_adam").TritonAdamW
+    optimizer: Optimizer = chosen(groups, **adam_options(config), decoupled=config.is_decoupled)
+    return optimizer
 
 
 _ADAMS = {
@@ -161,10 +184,11 @@ _ADAMS = {
     "deepspeed_cpu": _AdamSource(
         _missing_deepspeed_cpu, _builder("deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode")
     ),
-    "torch_fused": _AdamSource(_missing_torch_fused, lambda groups, config: _build_torch(groups, config, fused=True)),
+    "torch_fused": _AdamSource(_missing_torch_fused, _build_fused),
     "torch_foreach": _AdamSource(
         lambda device_type: None, lambda groups, config: _build_torch(groups, config, foreach=True)
     ),
+    "triton": _AdamSource(_missing_triton, _build_triton),  # in no preference: only for one that asks for it by name
 }
 
 _PREFERENCE_ELSEWHERE = ("deepspeed", "torch_fused", "torch_foreach")

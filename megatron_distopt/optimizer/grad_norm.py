@@ -19,7 +19,7 @@ from megatron_distopt.comm import Group, sum_over
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
 from megatron_distopt.optimizer.main_params import MainRun
 
-__all__ = ["GradStats", "local_stats", "nonfinite_params", "reduce_stats"]
+__all__ = ["GradStats", "local_numbers", "local_stats", "nonfinite_params", "reduce_stats"]
 
 #: Elements that are added up in fp32 at a time. `dot` adds them one after the other in a few lanes, so its error grows
 #: with the piece: 9e-7 of the sum of squares for 2**20, 2e-8 for 2**16, which costs a seventh more time.
@@ -62,9 +62,24 @@ def local_stats(runs: Sequence[MainRun], device: torch.device, *, count_zeros: b
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
+    return _add_up(runs, [_sum_of_squares(run.main_grad) for run in runs], device, count_zeros=count_zeros)
+
+
+def local_numbers(runs: Sequence[MainRun], device: torch.device, *, count_zeros: bool) -> tuple[Tensor, Tensor]:
+    """The same without a look at any of it, for a verdict that comes late.
+
+    Returns:
+        What `local_stats` returns, and [len(runs)] of that dtype: 1 where the gradient of the run is not finite.
+    """
+    sums = [_sum_of_squares_unseen(run.main_grad) for run in runs]
+    stats = _add_up(runs, sums, device, count_zeros=count_zeros)
+    return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
+
+
+def _add_up(runs: Sequence[MainRun], sums: Sequence[Tensor], device: torch.device, *, count_zeros: bool) -> Tensor:
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
-    counted = sum((_sum_of_squares(run.main_grad) for run in runs if run.run.key.counted), zero)
-    duplicated = sum((_sum_of_squares(run.main_grad) for run in runs if not run.run.key.counted), zero)
+    counted = sum((each for run, each in zip(runs, sums, strict=True) if run.run.key.counted), zero)
+    duplicated = sum((each for run, each in zip(runs, sums, strict=True) if not run.run.key.counted), zero)
     zeros = sum((_num_zeros(run) for run in runs if count_zeros and run.run.key.counted), zero)
     nonfinite = (~torch.isfinite(counted + duplicated)).to(zero.dtype)
     return torch.stack([counted, zeros, nonfinite])
@@ -86,12 +101,14 @@ def nonfinite_params(runs: Sequence[MainRun]) -> list[str]:
 
 def _sum_of_squares(grad: Tensor) -> Tensor:
     """0-D. `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
-    if grad.device.type != CPU:
-        return _in_pieces(grad, _PIECE_NUMEL_OF_DEVICES)
-    total = _in_pieces(grad, _PIECE_NUMEL)
+    total = _sum_of_squares_unseen(grad)
     # fp32 overflows at a norm of 1.8e19. On a CPU it costs nothing to look, and float64 tells large from infinite;
     # elsewhere looking would make the CPU wait, and so large a gradient counts as infinite.
-    return total if torch.isfinite(total) else grad.double().square().sum()
+    return total if grad.device.type != CPU or torch.isfinite(total) else grad.double().square().sum()
+
+
+def _sum_of_squares_unseen(grad: Tensor) -> Tensor:
+    return _in_pieces(grad, _PIECE_NUMEL if grad.device.type == CPU else _PIECE_NUMEL_OF_DEVICES)
 
 
 def _in_pieces(grad: Tensor, numel: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,14 +14,17 @@ from torch.optim import Optimizer
 from megatron_distopt.config import ADAM_SOURCES
 
 __all__ = [
+    "READS_TENSORS",
     "Build",
     "Groups",
     "InnerChoice",
+    "RoundsItself",
     "count_updates",
     "is_torchs",
     "moments_of",
     "restore",
     "restore_group",
+    "skips_by_itself",
     "step_divided",
 ]
 
@@ -30,8 +34,19 @@ _MOMENTS = {
     "torch_sgd": frozenset(("momentum_buffer",)),
 }
 
+#: Attribute of a class of ours that reads `grad_scale` and `found_inf` as torch's fused optimizers do.
+READS_TENSORS = "reads_tensors"
+
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
+
+
+@runtime_checkable
+class RoundsItself(Protocol):
+    """An inner optimizer that writes the rounded model param in the sweep that updates the main param."""
+
+    def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
+        """Called once: from a main param to the model param of the same elements, both 1-D."""
 
 
 @dataclass(frozen=True)
@@ -61,32 +76,61 @@ class InnerChoice:
         return _MOMENTS.get(self.name, frozenset())
 
 
-def step_divided(inner: Optimizer, grads: Sequence[Tensor], divisor: float) -> None:
+def step_divided(
+    inner: Optimizer, grads: Sequence[Tensor], divisor: float | Tensor, found_inf: Tensor | None = None
+) -> None:
     """One step of the inner optimizer with every gradient divided by `divisor` (loss scale, average and clip in one).
 
     torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of its own. Where
-    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way.
+    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way; those of
+    `triton_adam` are left as they are.
 
     Args:
         grads: the `.grad` of all params of the inner optimizer.
+        divisor: a tensor is 0-D, fp32 and on the device of the grads.
+        found_inf: fp32 0-D on their device; where it is 1 nothing is changed, not even the count of updates. Only for
+            an optimizer that `skips_by_itself`.
     """
-    if divisor == 1.0 or not grads:
+    given: dict[str, Tensor] = {} if found_inf is None else {"found_inf": found_inf}
+    if grads and not (isinstance(divisor, float) and divisor == 1.0):
+        if _divides_itself(inner):
+            given["grad_scale"] = _as_tensor(divisor, grads[0].device)
+        else:
+            torch._foreach_div_(list(grads), divisor)
+    with _given(inner, given):
         inner.step()
-    elif _divides_itself(inner):
-        inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)  # type: ignore[attr-defined]
-        try:
-            inner.step()
-        finally:
-            del inner.grad_scale  # type: ignore[attr-defined]
-    else:
-        torch._foreach_div_(list(grads), divisor)
-        inner.step()
+
+
+def _as_tensor(divisor: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(divisor, Tensor):
+        return divisor
+    return torch.full((), divisor, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def _given(inner: Optimizer, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """torch's fused kernels find what they are given in attributes of the optimizer."""
+    for name, tensor in tensors.items():
+        setattr(inner, name, tensor)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            delattr(inner, name)
 
 
 def _divides_itself(inner: Optimizer) -> bool:
     """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
-    is_torchs_own = type(inner).__module__.startswith("torch.optim.")
-    return is_torchs_own and all(group.get("fused") for group in inner.param_groups)
+    is_known = type(inner).__module__.startswith("torch.optim.") or getattr(inner, READS_TENSORS, False)
+    return is_known and all(group.get("fused") for group in inner.param_groups)
+
+
+def skips_by_itself(inner: Optimizer) -> bool:
+    """Whether `inner.found_inf` makes a step change nothing.
+
+    torch's fused SGD reads it too, but keeps momentum buffers that nobody wrote where that happens in the first step.
+    """
+    return _divides_itself(inner) and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def is_torchs(inner: Optimizer) -> bool:

@@ -14,81 +14,33 @@ Models", 2020, section 5.1) between a reduce-scatter of the grads and an all-gat
                                                              42 (38 where the divisor is 1)
 
 The floor is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
-gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4).
-No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
+gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4);
+a kernel that is given its divisor as a tensor, because the verdict comes late and there is clipping, divides by 1.0,
+too. No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
+adam='triton' spares the last two fours ([Note: one sweep] in triton_adam.py): 34. On a CPU the cast of large runs reads
+the main param from the cache ([Note: blocks] in blocked_adam.py).
 """
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
+from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group, exchange
+from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
-from megatron_distopt.errors import NonFiniteGradError, refusal
-from megatron_distopt.optimizer.grad_norm import GradStats, local_stats, nonfinite_params, reduce_stats
-from megatron_distopt.optimizer.inner import InnerChoice, step_divided
-from megatron_distopt.optimizer.loss_scale import LossScale
+from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
+from megatron_distopt.optimizer.decide import decide_together
+from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, step_divided
+from megatron_distopt.optimizer.late import LateVerdict
+from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs
+from megatron_distopt.optimizer.verdict import StepResult
 
-__all__ = [
-    "ShardedOptimizer",
-    "StepPlan",
-    "StepResult",
-    "Verdict",
-    "clip_divisor",
-    "judge_together",
-    "measure_together",
-]
-
-_log = logging.getLogger("megatron_distopt")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Args:
-        updated: False where it was skipped; params, moments and step counts are then bit for bit as before.
-        grad_norm: L2 norm of the averaged, unscaled gradient before clipping; None where the step was skipped.
-        num_zeros: elements of the gradient that are exactly zero; None where they were not counted.
-    """
-
-    updated: bool
-    grad_norm: float | None
-    num_zeros: int | None
-
-
-class Verdict(Enum):
-    """What becomes of a step once the gradient is known on all ranks."""
-
-    #: The params are updated.
-    UPDATE = "update"
-    #: Nothing is touched but the loss scale.
-    SKIP = "skip"
-
-
-def clip_divisor(norm: float, clip_grad: float) -> float:
-    """What the gradient is divided by so that its norm is at most `clip_grad`; 1.0 where it already is.
-
-    Args:
-        norm: of the gradient; one that is not finite clips nothing.
-        clip_grad: 0 for no clipping.
-
-    Source: `clip_grad_by_total_norm_fp32` of megatron-core, which multiplies by clip_grad / (norm + 1e-6) if below 1.
-
-    >>> clip_divisor(8.0, 0.0), clip_divisor(0.5, 1.0), round(clip_divisor(8.0, 1.0), 3)
-    (1.0, 1.0, 8.0)
-    """
-    if clip_grad <= 0 or not math.isfinite(norm):
-        return 1.0
-    return max((norm + 1e-6) / clip_grad, 1.0)
+__all__ = ["ShardedOptimizer", "StepPlan"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +57,8 @@ class StepPlan:
             Asked at every step, because a host may say it only after the optimizer is built.
         average_over: the grads arrive as sums of this many; 1 where the host averages.
         counted: by param name, see [Note: counted once].
+        late: whether the CPU learns only after the update whether it happened, where that can be: see [Note: a verdict
+            that comes late] in late.py. None for yes where the device is not the CPU.
     """
 
     groups: Sequence[ParamGroup]
@@ -114,6 +68,7 @@ class StepPlan:
     stats_group: Callable[[], Group]
     average_over: int = 1
     counted: Callable[[str], bool] = lambda name: True
+    late: bool | None = None
 
 
 class ShardedOptimizer:
@@ -130,14 +85,16 @@ class ShardedOptimizer:
         group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
         self.plan = plan
-        #: Steps that changed nothing because a gradient was not finite.
-        self.num_skipped = 0
+        self._num_skipped = 0
+        self._late: LateVerdict | None = None
         self.runs = build_main_runs(
             buffers, lambda name: RunKey(group_of[name], plan.counted(name)) if name in group_of else None
         )
         groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(plan.groups)]
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
+        if isinstance(self.inner, RoundsItself):
+            self.inner.round_into({run.main: run.model for run in self.runs if run.owns_memory})
 
     @property
     def config(self) -> DistOptConfig:
@@ -154,45 +111,82 @@ class ShardedOptimizer:
         """What the gradients in the grad buffers have to be divided by: loss scale times number of summands."""
         return self.loss_scale.value * self.plan.average_over
 
+    @property
+    def device(self) -> torch.device:
+        """Of the params, also where this rank owns none."""
+        return self.loss_scale.scale.device
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the verdict on a step comes late; the same on all ranks."""
+        wanted = self.device.type != CPU if self.plan.late is None else self.plan.late
+        is_exact = stats_dtype(self.device) is torch.float64
+        return wanted and is_exact and isinstance(self.loss_scale, ConstantLossScale) and skips_by_itself(self.inner)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that changed nothing because a gradient was not finite; waits for a verdict that is still open."""
+        return self._num_skipped + self._skips_late()
+
+    @num_skipped.setter
+    def num_skipped(self, value: int) -> None:
+        self._num_skipped, self._late = value, None
+
+    def _skips_late(self) -> bool:
+        if self._late is None or self.config.policy is not NonFinitePolicy.SKIP:
+            return False
+        return not self._late.stats.is_finite
+
+    def expect(self, late: LateVerdict) -> None:
+        """Keeps the verdict on the step that is being made until the next one."""
+        self._late = late
+
+    def take_late(self) -> LateVerdict | None:
+        """The verdict on the last step if nobody acted upon it, and nothing more of it is kept."""
+        late = self._late
+        self.num_skipped = self.num_skipped  # counts it
+        return late
+
     @torch.no_grad()
     def step(self) -> StepResult:
         """Collective: statistics, then the update. Needs the reduced grads in this rank's shards.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
+                where the verdict comes late.
         """
-        divisor = self.divisor
-        group = self.plan.stats_group()
-        stats = measure_together([self], group)
-        if judge_together([self], stats, group) is Verdict.SKIP:
-            return StepResult(updated=False, grad_norm=None, num_zeros=None)
-        norm = stats.norm(divisor)
-        self.update(divisor * clip_divisor(norm, self.config.clip_grad))
-        return StepResult(updated=True, grad_norm=norm, num_zeros=stats.num_zeros)
+        (decision,) = decide_together([self], self.plan.stats_group())
+        result = StepResult(decision)
+        if result.may_have_updated:
+            self.update(decision.divisor, decision.found_inf)
+        return result
 
     def attach_grads(self) -> None:
         """Gives every main param its gradient."""
         for run in self.runs:
             run.attach_grad()
 
-    def update(self, divisor: float) -> None:
+    def update(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Divides, updates and rounds into the param buffers; the grads are let go of.
 
         Args:
-            divisor: see `divisor`, times that of clipping.
+            divisor: see `divisor`, times that of clipping; a tensor is 0-D, fp32 and on the device.
+            found_inf: fp32 0-D; where it is 1 nothing is changed. Only where `is_late`.
         """
-        self.advance(divisor)
+        self.advance(divisor, found_inf)
         self.write_model()
 
-    def advance(self, divisor: float) -> None:
+    def advance(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """The first half of `update`: the inner optimizer's step."""
-        step_divided(self.inner, [run.main_grad for run in self.runs], divisor)
+        with profiled("update"):
+            step_divided(self.inner, [run.main_grad for run in self.runs], divisor, found_inf)
 
     def write_model(self) -> None:
-        """The second half: rounds into this rank's shards of the param buffers."""
-        for run in self.runs:
-            run.write_model()
-        self.release_grads()
+        """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
+        with profiled("write model params"):
+            for run in () if isinstance(self.inner, RoundsItself) else self.runs:
+                run.write_model()
+            self.release_grads()
 
     def release_grads(self) -> None:
         """Lets go of attached grads."""
@@ -221,72 +215,5 @@ class ShardedOptimizer:
                 run.read_model()
 
 
-def measure_together(
-    optimizers: Sequence[ShardedOptimizer], group: Group, *, count_zeros: bool | None = None
-) -> GradStats:
-    """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
-
-    Args:
-        optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs.
-        group: all ranks that hold a part of the model.
-        count_zeros: as the config says where None.
-    """
-    count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
-    for optimizer in optimizers:
-        optimizer.attach_grads()
-    runs = [run for optimizer in optimizers for run in optimizer.runs]
-    local = local_stats(runs, optimizers[0].loss_scale.scale.device, count_zeros=count_zeros)
-    return reduce_stats(local, group, count_zeros=count_zeros)
-
-
-def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
-    """Collective where a gradient is not finite: what becomes of the step, the same on all ranks.
-
-    The loss scales are moved, and the grads of a step that does not happen are let go of.
-
-    Raises:
-        NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
-    """
-    curable = not stats.is_finite and all(optimizer.loss_scale.can_back_off() for optimizer in optimizers)
-    for optimizer in optimizers:
-        optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
-    if stats.is_finite:
-        return Verdict.UPDATE
-    if not curable and optimizers[0].config.policy is not NonFinitePolicy.SKIP:
-        _report_nonfinite(optimizers, group)
-        return Verdict.UPDATE
-    for optimizer in optimizers:
-        optimizer.num_skipped += 1
-    _release(optimizers)
-    return Verdict.SKIP
-
-
-def _report_nonfinite(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
-    """Collective: says where, as an error or, where the policy is "log", as a warning."""
-    runs = [run for optimizer in optimizers for run in optimizer.runs]
-    names = exchange(nonfinite_params(runs), group)
-    where = _some(
-        [f"rank {group.global_rank(rank)}: {_some(found)}" for rank, found in enumerate(names) if found], separator="; "
-    )
-    if optimizers[0].config.policy is NonFinitePolicy.RAISE:
-        _release(optimizers)
-        remedy = (
-            "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them"
-        )
-        raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
-    if group.rank == 0:
-        _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
-
-
-def _release(optimizers: Sequence[ShardedOptimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.release_grads()
-
-
 def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> dict[str, object]:
     return {**group.options, "params": [run.main for run in runs if run.run.key.group == index]}
-
-
-def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + rest

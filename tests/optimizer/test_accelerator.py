@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.optimizer import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.accelerator import has_torch_fused, stats_dtype
+from megatron_distopt.optimizer.accelerator import (
+    can_record,
+    has_torch_fused,
+    mark,
+    record,
+    refusing_synchronisation,
+    stats_dtype,
+)
 
 NOT_INSTALLED = (
     "Invalid accelerator 'deepspeed': deepspeed is not installed. Must be installed when it is asked for. "
@@ -185,3 +194,70 @@ def test_has_torch_fused_when_the_device_has_kernels_then_true() -> None:
     assert has_torch_fused("cpu")
     assert has_torch_fused("cuda")
     assert not has_torch_fused("meta")
+
+
+class Event:
+    """Stands in for an event of a device."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        EVENTS.append(self)
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+EVENTS: list[Event] = []
+
+
+def test_mark_when_on_a_device_then_the_event_is_recorded_at_once_and_waited_for_when_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    EVENTS.clear()
+    monkeypatch.setattr(torch.xpu, "Event", Event)
+    wait = mark(torch.device("xpu"))
+    assert [event.calls for event in EVENTS] == [["record"]]
+    wait()
+    assert [event.calls for event in EVENTS] == [["record", "synchronize"]]
+    mark(torch.device("cpu"))()
+    assert len(EVENTS) == 1
+
+
+def test_record_when_on_a_gpu_then_the_work_is_done_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            order.append("replay")
+
+    @contextlib.contextmanager
+    def graph(graph: Graph, *, capture_error_mode: str) -> Iterator[None]:
+        order.append(f"begin {type(graph).__name__} {capture_error_mode}")
+        yield
+        order.append("end")
+
+    def work() -> int:
+        order.append("work")
+        return 7
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    replay, output = record(work)
+    replay()
+    assert output == 7
+    assert order == ["begin Graph thread_local", "work", "end", "replay"]
+    assert [can_record(torch.device(name)) for name in ("cuda", "cpu", "xpu")] == [True, False, False]
+
+
+def test_refusing_synchronisation_when_left_then_the_mode_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(RuntimeError, match=r"^inside$"), refusing_synchronisation(torch.device("cuda")):
+        raise RuntimeError("inside")
+    assert modes == ["error", 1]
+    with refusing_synchronisation(torch.device("cpu")):
+        assert modes == ["error", 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,9 +67,10 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype) -> dict[str, float]:
+def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, late: bool | None = None) -> dict[str, float]:
     model = Linear(WIDTH, WIDTH, bias=False).to(dtype)
     optimizer = distribute(model, config)
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
     for step in range(2):
         optimizer.zero_grad()
         optimizer.scale_loss(model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum()).backward()
@@ -100,3 +102,11 @@ def test_step_when_divisor_is_one_then_moves_38_bytes_an_element() -> None:
 def test_step_when_params_are_fp32_then_nothing_is_copied() -> None:
     moved = _bytes_an_element(DistOptConfig(accelerator="torch"), dtype=torch.float32)
     assert moved == {"dot": 2 * 4, "_fused_adamw_": 28}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("clip_grad", "adam"), [(0.0, 28), (1e9, 32)])
+def test_step_when_its_verdict_comes_late_then_divides_wherever_it_may_clip(clip_grad: float, adam: int) -> None:
+    config = DistOptConfig(accelerator="torch", clip_grad=clip_grad)
+    moved = _bytes_an_element(config, dtype=torch.bfloat16, late=True)
+    assert moved == {"dot": 2 * 4, "_fused_adamw_": adam, "copy_": 6}

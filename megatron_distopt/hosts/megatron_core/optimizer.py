@@ -30,6 +30,7 @@ from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted,
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
+    Decision,
     GradStats,
     ShardedOptimizer,
     StepPlan,
@@ -95,7 +96,9 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self._stats: GradStats | None = None
         # What the grads have to be divided by when they were measured, and what is still left to divide by: the loss
         # scale may change in between, and clipping adds to the second.
-        self._measured_at = self._divisor = 1.0
+        self._measured_at = 1.0
+        self._divisor: float | Tensor = 1.0
+        self._found_inf: Tensor | None = None
         publish_main_params(self.sharded, self.named)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
@@ -163,8 +166,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def update(self) -> None:
         """The update alone; after `prepare_grads`."""
         with timer(self.config, "optimizer-inner-step"):
-            self.sharded.update(self._divisor)
-        self._stats = None
+            self.sharded.update(self._divisor, self._found_inf)
+        self._stats, self._found_inf = None, None
 
     def gather(self) -> None:
         """Collective: the host's own all-gather, unless it overlaps it with forward."""
@@ -180,6 +183,10 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def accept(self, stats: GradStats, divisor: float) -> None:
         """Keeps what `prepare_grads` found until the update."""
         self._stats, self._measured_at, self._divisor = stats, divisor, divisor
+
+    def accept_decision(self, decision: Decision) -> None:
+        """Keeps what the whole step decided until the update."""
+        self._divisor, self._found_inf = decision.divisor, decision.found_inf
 
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""

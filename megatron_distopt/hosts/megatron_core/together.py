@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.timing import timed
-from megatron_distopt.optimizer import Verdict, judge_together, measure_together
+from megatron_distopt.optimizer import (
+    ShardedOptimizer,
+    Verdict,
+    decide_together,
+    judge_together,
+    measure_together,
+    settle_together,
+)
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
@@ -19,28 +26,38 @@ StepOfHost = tuple[bool, float | None, int | None]
 
 
 def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
-    """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None)."""
-    if prepare_together(optimizers) is Verdict.SKIP:
+    """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None).
+
+    Where the verdict comes late "updated" is True, and norm and zeros are 0-D tensors.
+    """
+    config = optimizers[0].config
+    with timer(config, "optimizer-unscale-and-check-inf"):
+        decisions = decide_together(*_measured_by(optimizers), clip_grad=config.clip_grad)
+    if decisions[0].verdict is Verdict.SKIP:
         return False, None, None
-    norm = optimizers[0].get_grad_norm()
-    for optimizer in optimizers:
-        optimizer.clip_grad_norm(optimizer.config.clip_grad)
-    num_zeros = optimizers[0].count_zeros() if optimizers[0].config.log_num_zeros_in_grad else None
+    for optimizer, decision in zip(optimizers, decisions, strict=True):
+        optimizer.accept_decision(decision)
     update_together(optimizers)
-    return True, norm, num_zeros
+    return True, decisions[0].grad_norm, decisions[0].num_zeros if config.log_num_zeros_in_grad else None
 
 
 def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
     """Collective: measures all gradients and decides, the same for all the optimizers and all ranks."""
     with timer(optimizers[0].config, "optimizer-unscale-and-check-inf"):
-        group = Group.of(optimizers[0].get_grad_stats_parallel_group())
-        sharded = [optimizer.sharded for optimizer in optimizers]
+        sharded, group = _measured_by(optimizers)
+        settle_together(sharded, group)
         # Read before the verdict: that is what the loss of this step was multiplied with.
         divisors = [each.divisor for each in sharded]
         stats = measure_together(sharded, group)
         for optimizer, divisor in zip(optimizers, divisors, strict=True):
             optimizer.accept(stats, divisor)
         return judge_together(sharded, stats, group)
+
+
+def _measured_by(optimizers: Sequence[DistributedOptimizer]) -> tuple[list[ShardedOptimizer], Group]:
+    """What is measured, and the ranks that do it together."""
+    group = Group.of(optimizers[0].get_grad_stats_parallel_group())
+    return [optimizer.sharded for optimizer in optimizers], group
 
 
 def update_together(optimizers: Sequence[DistributedOptimizer]) -> None:

@@ -1,0 +1,197 @@
+"""Measuring a gradient together and deciding about the step, the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.comm import Group, exchange, profiled, sum_over
+from megatron_distopt.config import NonFinitePolicy
+from megatron_distopt.errors import NonFiniteGradError, refusal
+from megatron_distopt.optimizer.grad_norm import GradStats, local_numbers, local_stats, nonfinite_params, reduce_stats
+from megatron_distopt.optimizer.late import LateVerdict, found_inf_of, late_divisor
+from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.verdict import Decision, Verdict, clip_divisor
+
+if TYPE_CHECKING:
+    from megatron_distopt.optimizer.sharded import ShardedOptimizer
+
+__all__ = [
+    "decide_together",
+    "divide_late",
+    "judge_together",
+    "measure_late",
+    "measure_together",
+    "send_late",
+    "settle_together",
+]
+
+_log = logging.getLogger("megatron_distopt")
+
+
+def decide_together(
+    optimizers: Sequence[ShardedOptimizer], group: Group, *, clip_grad: float | None = None
+) -> tuple[Decision, ...]:
+    """Collective: settles the step before, attaches and measures the grads, and decides; one decision an optimizer.
+
+    What a step does without asking hosts, in one call. See [Note: a verdict that comes late] in late.py.
+
+    Args:
+        optimizers: of one model on this rank; equal configs and device.
+        group: all ranks that hold a part of the model.
+        clip_grad: as the config says where None.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where a gradient is not finite (late: was, in the step before) and the policy
+            is "raise".
+    """
+    clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
+    settle_together(optimizers, group)
+    divisors = [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
+    with profiled("measure gradients"):
+        if all(optimizer.is_late for optimizer in optimizers):
+            return _decided_late(optimizers, measure_late(optimizers, group), clip_grad)
+        stats = measure_together(optimizers, group)
+        verdict = judge_together(optimizers, stats, group)
+    return tuple(
+        Decision(verdict, stats, divisor, divisor * clip_divisor(stats.norm(divisor), clip_grad))
+        for divisor in divisors
+    )
+
+
+def _decided_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor, clip_grad: float) -> tuple[Decision, ...]:
+    late = send_late(optimizers, numbers)
+    return tuple(
+        Decision(Verdict.UPDATE, late, optimizer.divisor, *divide_late(optimizer, numbers, clip_grad))
+        for optimizer in optimizers
+    )
+
+
+def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group) -> Tensor:
+    """Collective: `measure_together` without waiting for the numbers.
+
+    Returns:
+        On the device, see `LateVerdict`.
+    """
+    runs = _attached(optimizers)
+    device, count_zeros = optimizers[0].device, optimizers[0].config.count_zeros
+    stats, flags = local_numbers(runs, device, count_zeros=count_zeros)
+    sum_over(stats, group)
+    return torch.cat([stats, flags])
+
+
+def divide_late(optimizer: ShardedOptimizer, numbers: Tensor, clip_grad: float) -> tuple[float | Tensor, Tensor | None]:
+    """What the gradient is to be divided by, and `found_inf`; on the device.
+
+    Args:
+        optimizer: of those that were measured.
+        numbers: what `measure_late` returned.
+        clip_grad: 0 for no clipping.
+    """
+    found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(numbers)
+    return late_divisor(numbers, optimizer.divisor, clip_grad), found_inf
+
+
+def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVerdict:
+    """Sends the numbers of `measure_late` to the CPU; every optimizer looks at them at its next step."""
+    runs = [run for optimizer in optimizers for run in optimizer.runs]
+    late = LateVerdict(numbers, runs, counts_zeros=optimizers[0].config.count_zeros)
+    for optimizer in optimizers:
+        optimizer.expect(late)
+    return late
+
+
+def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+    """Collective where the gradient of the last step was not finite: does what the policy says about it, if that step
+    left it open. Waits for the statistics of that step.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where it was not finite and the policy is "raise".
+    """
+    open_verdicts = [optimizer.take_late() for optimizer in optimizers]
+    late, policy = open_verdicts[0], optimizers[0].config.policy
+    if late is None or late.stats.is_finite or policy is NonFinitePolicy.SKIP:
+        return
+    if policy is NonFinitePolicy.RAISE:
+        _release(optimizers)  # a host may have attached those of this step already, and makes it anew
+    _report_nonfinite(late.nonfinite_runs(), policy, group, when=", in the step before")
+
+
+def measure_together(
+    optimizers: Sequence[ShardedOptimizer], group: Group, *, count_zeros: bool | None = None
+) -> GradStats:
+    """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
+
+    Args:
+        optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs.
+        group: all ranks that hold a part of the model.
+        count_zeros: as the config says where None.
+    """
+    count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
+    local = local_stats(_attached(optimizers), optimizers[0].device, count_zeros=count_zeros)
+    return reduce_stats(local, group, count_zeros=count_zeros)
+
+
+def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[MainRun]:
+    for optimizer in optimizers:
+        optimizer.attach_grads()
+    return [run for optimizer in optimizers for run in optimizer.runs]
+
+
+def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
+    """Collective where a gradient is not finite: what becomes of the step, the same on all ranks.
+
+    The loss scales are moved, and the grads of a step that does not happen are let go of.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+    """
+    curable = not stats.is_finite and all(optimizer.loss_scale.can_back_off() for optimizer in optimizers)
+    for optimizer in optimizers:
+        optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
+    if stats.is_finite:
+        return Verdict.UPDATE
+    policy = optimizers[0].config.policy
+    if not curable and policy is not NonFinitePolicy.SKIP:
+        names = nonfinite_params([run for optimizer in optimizers for run in optimizer.runs])
+        if policy is NonFinitePolicy.RAISE:
+            _release(optimizers)
+        _report_nonfinite(names, policy, group)
+        return Verdict.UPDATE
+    for optimizer in optimizers:
+        optimizer.num_skipped += 1
+    _release(optimizers)
+    return Verdict.SKIP
+
+
+def _report_nonfinite(names: Sequence[str], policy: NonFinitePolicy, group: Group, when: str = "") -> None:
+    """Collective: says where, as an error or, where the policy is "log", as a warning.
+
+    Args:
+        names: of what is not finite on this rank.
+        when: if it is not this step.
+    """
+    found = enumerate(exchange(names, group))
+    places = [f"rank {group.global_rank(rank)}: {_some(each)}" for rank, each in found if each]
+    where = _some(places, separator="; ") + when
+    if policy is NonFinitePolicy.RAISE:
+        remedy = (
+            "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them"
+        )
+        raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
+    if group.rank == 0:
+        _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
+
+
+def _release(optimizers: Sequence[ShardedOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.release_grads()
+
+
+def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + rest

@@ -1,0 +1,129 @@
+"""Gradient statistics that stay on the device for the update and reach the CPU later.
+
+[Note: a verdict that comes late] Without a dynamic loss scale the CPU has no decision to take between the statistics
+and the update: the norm, the divisor and "something is not finite" are tensors, and a kernel that is given the last of
+them changes nothing where it is 1. So the CPU waits for nothing; the numbers follow in pinned memory, and are looked at
+
+- at the start of the next step, by all ranks, because all of them must do the same about a bad one: "raise" raises
+  there (the params are as before the bad step), "skip" counts, "log" logs; that waits for the statistics of one step
+  ago, while the device has backward of this one to do;
+- when somebody reads the result of the step, or `num_skipped`; that never raises, because it may happen on one rank.
+
+By then the gradients are gone, so a message names runs ("among ...") and not params. A host gets the norm as a tensor
+of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU, sums
+are float64 there, the loss scale is constant, and the inner optimizer skips by itself (`ShardedOptimizer.is_late`).
+Every bit is as without; tests/optimizer/test_late.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.optimizer.accelerator import CPU, mark
+from megatron_distopt.optimizer.grad_norm import GradStats
+from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.sync_check import arrived
+
+__all__ = ["HostCopy", "LateVerdict", "found_inf_of", "late_divisor", "late_norm"]
+
+
+class HostCopy:
+    """Numbers of a device that are on their way to the CPU.
+
+    Args:
+        numbers: 1-D; may be overwritten as soon as this returns, in the order of the device's queue.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        is_pinned = numbers.device.type != CPU
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=is_pinned)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._wait = mark(numbers.device)
+
+    @cached_property
+    def values(self) -> list[float]:
+        """The numbers; waits until they are there."""
+        self._wait()
+        with arrived():
+            values: list[float] = self._numbers.tolist()
+        return values
+
+
+class LateVerdict:
+    """What a step's statistics said.
+
+    Args:
+        numbers: float64 [3 + len(runs)]: sum of squares, zeros and ranks with something that is not finite, over all
+            ranks; then 1 for each run of this rank whose gradient is not finite.
+        runs: of this rank.
+        counts_zeros: whether zeros were counted.
+    """
+
+    def __init__(self, numbers: Tensor, runs: Sequence[MainRun], *, counts_zeros: bool) -> None:
+        #: On the device.
+        self.numbers = numbers
+        self._copy = HostCopy(numbers)
+        self._runs, self.counts_zeros = tuple(runs), counts_zeros
+
+    @property
+    def stats(self) -> GradStats:
+        """As `reduce_stats` returns them; waits for the device."""
+        sum_of_squares, zeros, nonfinite, *_ = self._copy.values
+        return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
+
+    def nonfinite_runs(self) -> list[str]:
+        """The runs of this rank whose gradient was not finite, by names of their params; waits for the device."""
+        flags = self._copy.values[3:]
+        return [_described(run) for run, flag in zip(self._runs, flags, strict=True) if flag]
+
+
+def _described(run: MainRun) -> str:
+    names = [shard.name for shard in run.run.shards]
+    return names[0] if len(names) == 1 else f"among {len(names)} params from {names[0]} to {names[-1]}"
+
+
+def found_inf_of(numbers: Tensor) -> Tensor:
+    """fp32 0-D: 1 where something is not finite on any rank.
+
+    Args:
+        numbers: see `LateVerdict`.
+    """
+    return (numbers[2] > 0).to(torch.float32)
+
+
+def late_norm(numbers: Tensor, divisor: float) -> Tensor:
+    """float64 0-D: `GradStats.norm` on the device.
+
+    Args:
+        numbers: see `LateVerdict`.
+        divisor: of the gradient.
+    """
+    return torch.sqrt(numbers[0]) / _constant(divisor, numbers)
+
+
+def late_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
+    """`divisor * clip_divisor(norm, clip_grad)` without knowing the norm.
+
+    Args:
+        numbers: see `LateVerdict`.
+        divisor: of the gradient without clipping.
+        clip_grad: 0 for no clipping.
+
+    Returns:
+        fp32 0-D, rounded once as it is elsewhere; `divisor` itself without clipping.
+    """
+    if clip_grad <= 0:
+        return divisor
+    norm, one = late_norm(numbers, divisor), _constant(1.0, numbers)
+    clip = torch.maximum((norm + 1e-6) / _constant(clip_grad, numbers), one)
+    clip = torch.where(torch.isfinite(norm), clip, one)
+    return (_constant(divisor, numbers) * clip).to(torch.float32)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """A tensor, because a division by a number is a multiplication with its inverse on some devices."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)

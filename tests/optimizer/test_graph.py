@@ -1,0 +1,214 @@
+"""The captured step: with a stand-in for the device's graphs on a CPU, and with real ones where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.errors import ConfigError, NonFiniteGradError
+from megatron_distopt.hosts.plain import PlainOptimizer
+from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations
+from megatron_distopt.optimizer.graph import Output
+from tests.support.models import Params, exact_grads
+
+STEPS, BAD = 7, 4
+#: Powers of two, which an fp32 tensor holds exactly.
+RATES = [2.0**-power for power in (7, 7, 8, 6, 7, 9, 7)]
+
+
+class StandIn:
+    """Records by remembering the function with the param groups as they were, and replays by calling it again.
+
+    As a graph does, it carries nothing out while it records, keeps the numbers of the groups, and writes its output to
+    the same place every time.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        self.sharded = sharded
+        self.times = 0
+
+    def __call__(self, work: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
+        self.times += 1
+        tensors = _tensors(self.sharded)
+        before = [tensor.clone() for tensor in tensors]
+        output = work()
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+        groups = [dict(group) for group in self.sharded.inner.param_groups]
+
+        def replay() -> None:
+            now = [dict(group) for group in self.sharded.inner.param_groups]
+            self._set(groups)
+            for place, value in zip(output, work(), strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(value)
+            self._set(now)
+
+        return replay, output
+
+    def _set(self, groups: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.sharded.inner.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def _tensors(sharded: ShardedOptimizer) -> list[Tensor]:
+    """All that a step changes."""
+    tensors = [each for buffer in sharded.buffers for each in (buffer.param, buffer.grad)]
+    tensors += [run.main for run in sharded.runs]
+    return tensors + [each for state in sharded.inner.state.values() for each in state.values()]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Nan is nan here: the gradient of the bad step is compared, too."""
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _built(device: str = "cpu", **options: Any) -> tuple[Params, PlainOptimizer]:
+    model = Params(default=torch.bfloat16).to(device)
+    config = DistOptConfig(accelerator="torch", adam="torch_fused", **options)
+    optimizer = distribute(model, config, param_groups=model.groups())
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=True)
+    return model, optimizer
+
+
+def _reduced(model: Params, optimizer: PlainOptimizer, step: int, *, bad: int = BAD) -> None:
+    """Leaves gradients as they are before `ShardedOptimizer.step`, and the rate of the step."""
+    optimizer.zero_grad()
+    device = optimizer.sharded.device
+    grads = {name: grad.to(device) for name, grad in exact_grads(step, 0, 0).items()}
+    if step == bad:
+        grads["scale"][0] = float("nan")
+    optimizer.scale_loss(model(grads)).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[step]
+
+
+def _train(
+    captured: bool, *, device: str = "cpu", record: bool = True, **options: Any
+) -> tuple[list[list[Tensor]], list[str], PlainOptimizer]:
+    """States and results after every step."""
+    model, optimizer = _built(device, **options)
+    stand_in = StandIn(optimizer.sharded) if record else None
+    step_of = CapturedStep(optimizer.sharded, stand_in).step if captured else optimizer.sharded.step
+    states, results = [], []
+    for step in range(STEPS):
+        _reduced(model, optimizer, step)
+        results.append(repr(step_of()))
+        states.append([tensor.clone().cpu() for tensor in _tensors(optimizer.sharded)[1:]])
+    if captured and stand_in is not None:
+        assert stand_in.times == 1
+    return states, results, optimizer
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "skip": {"nonfinite": "skip"},
+    "clipped": {"nonfinite": "skip", "clip_grad": 0.25},
+    "16-bit grads": {"nonfinite": "skip", "grads_in_fp32": False, "clip_grad": 0.25},
+    "scaled": {"nonfinite": "skip", "loss_scale": 8.0, "count_zeros": True},
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_captured_step_when_recorded_once_then_every_step_is_bit_for_bit_the_ordinary_one(name: str) -> None:
+    plain, plain_results, _ = _train(False, **OPTIONS[name])
+    captured, results, optimizer = _train(True, **OPTIONS[name])
+    assert results == plain_results
+    for left, right in zip(captured, plain, strict=True):
+        assert all(map(_same_bits, left, right))
+    assert optimizer.sharded.num_skipped == 1
+    assert [group["lr"] for group in optimizer.param_groups] == [RATES[-1]] * 2
+    assert not any(group["capturable"] for group in optimizer.param_groups)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_captured_step_when_it_is_steady_then_the_cpu_waits_for_nothing_and_the_state_stays_where_it_is() -> None:
+    model, optimizer = _built(clip_grad=1.0)
+    captured = CapturedStep(optimizer.sharded, StandIn(optimizer.sharded))
+    for step in range(3):
+        _reduced(model, optimizer, step)
+        captured.step()
+    places = [tensor.data_ptr() for tensor in _tensors(optimizer.sharded)]
+    _reduced(model, optimizer, 3)
+    with find_synchronisations() as found:
+        captured.step()
+    assert found == []
+    assert places == [tensor.data_ptr() for tensor in _tensors(optimizer.sharded)]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_captured_step_when_something_that_was_baked_in_changes_then_it_is_recorded_anew() -> None:
+    model, optimizer = _built()
+    stand_in = StandIn(optimizer.sharded)
+    captured = CapturedStep(optimizer.sharded, stand_in)
+    times = []
+    for step in range(6):
+        _reduced(model, optimizer, step, bad=-1)
+        if step == 3:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        if step == 5:  # as loading does
+            for state in optimizer.sharded.inner.state.values():
+                state["step"] = state["step"].clone()
+        captured.step()
+        times.append(stand_in.times)
+    assert times == [0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_captured_step_when_the_policy_is_raise_then_the_next_one_raises() -> None:
+    model, optimizer = _built()
+    captured = CapturedStep(optimizer.sharded, StandIn(optimizer.sharded))
+    for step in range(BAD + 1):
+        _reduced(model, optimizer, step)
+        captured.step()
+    before = [tensor.clone() for tensor in _tensors(optimizer.sharded)[2:]]
+    _reduced(model, optimizer, BAD + 1)
+    with pytest.raises(NonFiniteGradError, match=r"^Invalid gradient: inf or nan on rank 0: .*, in the step before\. "):
+        captured.step()
+    assert all(map(torch.equal, _tensors(optimizer.sharded)[2:], before))
+    assert captured.step().updated
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_captured_step_when_the_cpu_has_to_decide_then_refused() -> None:
+    _, optimizer = _built(loss_scale="dynamic")
+    with pytest.raises(ConfigError) as error:
+        CapturedStep(optimizer.sharded)
+    assert str(error.value) == (
+        "Invalid captured step: torch_fused with DynamicLossScale on cpu. Must leave no decision to the CPU. "
+        "Write adam='torch_fused', train on a GPU, and leave loss_scale='dynamic' out."
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_captured_step_when_the_device_records_nothing_then_refused() -> None:
+    _, optimizer = _built()
+    with pytest.raises(ConfigError) as error:
+        CapturedStep(optimizer.sharded)
+    assert str(error.value) == (
+        "Invalid captured step: on cpu. Must be made on a device that records. Call optimizer.step() there."
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that records graphs")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_captured_step_when_on_a_gpu_then_bit_for_bit_as_without_a_graph(name: str, one_rank: None) -> None:
+    plain, plain_results, _ = _train(False, device="cuda", **OPTIONS[name])
+    captured, results, _ = _train(True, device="cuda", record=False, **OPTIONS[name])
+    assert results == plain_results
+    for left, right in zip(captured, plain, strict=True):
+        assert all(map(_same_bits, left, right))

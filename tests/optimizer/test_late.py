@@ -1,0 +1,260 @@
+"""Steps whose verdict comes late ([Note: a verdict that comes late]), forced on a CPU: every bit as without."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import NonFiniteGradError
+from megatron_distopt.hosts.plain import PlainOptimizer
+from megatron_distopt.optimizer import clip_divisor, settle_together
+from megatron_distopt.optimizer.grad_norm import GradStats
+from megatron_distopt.optimizer.late import late_divisor, late_norm
+from tests.support.models import Params, exact_grads
+from tests.support.spawn import run_ranks
+
+STEPS, BAD = 5, 2
+POLICIES = ("raise", "skip", "log")
+
+#: By name: options and dtype. The last ones are those in which the divisor, or what it divides, is another.
+CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    **{f"{policy} fp32": ({"nonfinite": policy}, torch.float32) for policy in POLICIES},
+    **{f"{policy} bf16 clipped": ({"nonfinite": policy, "clip_grad": 0.3}, torch.bfloat16) for policy in POLICIES},
+    "skip constant scale": ({"nonfinite": "skip", "loss_scale": 8.0, "clip_grad": 0.3}, torch.float16),
+    "skip 16-bit grads": ({"nonfinite": "skip", "grads_in_fp32": False, "clip_grad": 1e3}, torch.bfloat16),
+    "raise 16-bit grads": ({"grads_in_fp32": False}, torch.bfloat16),
+    "skip zeros counted": ({"nonfinite": "skip", "count_zeros": True}, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of some steps, one of them bad.
+
+    Args:
+        errors: by step, "" for none.
+        norms, zeros, updated: of the result of every step that returned one.
+        states: after every step that updated: model params, main params, moments, step counts.
+        num_skipped: at the end.
+    """
+
+    errors: dict[int, str]
+    norms: list[float | None]
+    zeros: list[int | None]
+    updated: list[bool]
+    states: list[list[Tensor]]
+    num_skipped: int
+
+
+def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, Outcome]]:
+    """By case: without and with a late verdict."""
+    return {name: (_train(name, rank, late=False), _train(name, rank, late=True)) for name in CASES}
+
+
+def _built(name: str, *, late: bool) -> tuple[Params, PlainOptimizer]:
+    options, dtype = CASES[name]
+    model = Params(default=dtype)
+    optimizer = distribute(model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options))
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
+    assert optimizer.sharded.is_late is late
+    return model, optimizer
+
+
+def _train(name: str, rank: int, *, late: bool) -> Outcome:
+    model, optimizer = _built(name, late=late)
+    outcome = Outcome({}, [], [], [], [], 0)
+    for step in range(STEPS):
+        try:
+            result = _step(model, optimizer, rank, step, poison=step == BAD and rank == dist.get_world_size() - 1)
+        except NonFiniteGradError as error:
+            outcome.errors[step] = str(error)
+            outcome.states.append(_everything(optimizer))
+            if late:  # the bad step is over; this one is made once more
+                result = _step(model, optimizer, rank, step, poison=False)
+            else:
+                continue
+        outcome.norms.append(result.grad_norm)
+        outcome.zeros.append(result.num_zeros)
+        outcome.updated.append(result.updated)
+        outcome.states.append(_everything(optimizer))
+    return replace(outcome, num_skipped=optimizer.sharded.num_skipped)
+
+
+def _step(model: Params, optimizer: PlainOptimizer, rank: int, step: int, *, poison: bool) -> Any:
+    optimizer.zero_grad()
+    grads = exact_grads(step, 0, rank)
+    if poison:
+        grads["deep.weight"][1, 2, 3] = float("nan")
+    optimizer.scale_loss(model(grads)).backward()
+    return optimizer.step()
+
+
+def _everything(optimizer: PlainOptimizer) -> list[Tensor]:
+    sharded = optimizer.sharded
+    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.runs]
+    tensors += [state[key] for state in sharded.inner.state.values() for key in sorted(state)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Bit for bit; nan is nan, as after an update with policy "log"."""
+    return len(left) == len(right) and all(
+        torch.equal(each.view(torch.uint8), other.view(torch.uint8))
+        for each, other in zip(map(_flat, left), map(_flat, right), strict=True)
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[Outcome, Outcome]]]:
+    return run_ranks(train_both, request.param)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("raise")])
+def test_step_when_its_verdict_comes_late_then_every_bit_is_as_without(outcomes: Any, name: str) -> None:
+    for outcome in outcomes:
+        now, late = outcome[name]
+        assert all(map(_equal, late.states, now.states))
+        assert (late.updated, late.zeros, late.num_skipped) == (now.updated, now.zeros, now.num_skipped)
+        # Of the same bits, also where one of them is nan.
+        assert repr(late.norms) == repr(now.norms)
+        assert late.errors == now.errors == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("skip")])
+def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(outcomes: Any, name: str) -> None:
+    for outcome in outcomes:
+        late = outcome[name][1]
+        assert _equal(late.states[BAD], late.states[BAD - 1])
+        assert not _equal(late.states[BAD + 1], late.states[BAD])
+        assert (late.updated[BAD], late.norms[BAD], late.num_skipped) == (False, None, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("raise")])
+def test_step_when_the_policy_is_raise_then_the_next_one_raises_on_all_ranks_and_nothing_is_lost(
+    outcomes: Any, name: str
+) -> None:
+    texts = {outcome[name][1].errors[BAD + 1] for outcome in outcomes}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert text.startswith("Invalid gradient: inf or nan on rank ")
+    assert text.endswith(
+        ", in the step before. Must be finite. Look at those params first; "
+        "MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them."
+    )
+    for outcome in outcomes:
+        now, late = outcome[name]
+        assert list(now.errors) == [BAD] and list(late.errors) == [BAD + 1]
+        assert "held." in text and "in the step before" not in now.errors[BAD]
+        # Before the bad step, after it, after the error, after the step that was made once more.
+        assert _equal(late.states[BAD], late.states[BAD - 1])
+        assert _equal(late.states[BAD + 1], late.states[BAD - 1])
+        assert _equal(late.states[BAD + 2], now.states[BAD + 1])
+        assert late.num_skipped == now.num_skipped == 0
+
+
+def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = _built("log fp32", late=True)
+    with caplog.at_level(logging.WARNING, "megatron_distopt"):
+        _step(model, optimizer, 0, 0, poison=True)
+        assert not caplog.records
+        _step(model, optimizer, 0, 1, poison=False)
+    (record,) = caplog.records[:1]
+    assert record.getMessage() == (
+        "gradient is inf or nan on rank 0: among 5 params from held.wide_weight to held.deep_weight, "
+        "in the step before; the update goes on because nonfinite='log'"
+    )
+
+
+def test_settle_when_a_step_was_bad_then_raises_once_and_before_a_next_step(one_rank: None) -> None:
+    model, optimizer = _built("raise fp32", late=True)
+    _step(model, optimizer, 0, 0, poison=True)
+    with pytest.raises(NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Must be finite"):
+        settle_together([optimizer.sharded], Group.of())
+    settle_together([optimizer.sharded], Group.of())
+    assert _step(model, optimizer, 0, 1, poison=False).updated
+
+
+def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_are_let_go_of(one_rank: None) -> None:
+    model, optimizer = _built("raise 16-bit grads", late=True)
+    _step(model, optimizer, 0, 0, poison=True)
+    optimizer.sharded.attach_grads()  # copies of 16-bit grads, of no use to the step that is made anew
+    with pytest.raises(NonFiniteGradError):
+        optimizer.sharded.step()
+    assert all(run.main.grad is None for run in optimizer.sharded.runs)
+
+
+def test_save_when_the_last_step_was_skipped_then_the_checkpoint_has_counted_it(one_rank: None, tmp_path: Path) -> None:
+    model, optimizer = _built("skip zeros counted", late=True)
+    for step in range(2):
+        _step(model, optimizer, 0, step, poison=step == 1)
+    optimizer.save(tmp_path / "saved")
+    other_model, other = _built("skip zeros counted", late=True)
+    _step(other_model, other, 0, 0, poison=True)  # its verdict is still open and means nothing after loading
+    other.load(tmp_path / "saved")
+    assert other.sharded.num_skipped == optimizer.sharded.num_skipped == 1
+    assert _equal(_everything(other), _everything(optimizer))
+
+
+def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_once(one_rank: None) -> None:
+    model, optimizer = _built("skip constant scale", late=True)
+    _step(model, optimizer, 0, 0, poison=True)
+    assert [optimizer.sharded.num_skipped for _ in range(2)] == [1, 1]
+    _step(model, optimizer, 0, 1, poison=True)
+    assert optimizer.sharded.num_skipped == 2
+    optimizer.sharded.num_skipped = 7  # as loading a checkpoint does
+    assert optimizer.sharded.num_skipped == 7
+
+
+@pytest.mark.parametrize("change", [{"adam": "torch_foreach"}, {"optimizer": "sgd"}, {"loss_scale": "dynamic"}])
+def test_is_late_when_something_decides_on_the_cpu_then_it_is_not(one_rank: None, change: dict[str, Any]) -> None:
+    optimizer = distribute(Params(), DistOptConfig(accelerator="torch", **change)).sharded
+    optimizer.plan = replace(optimizer.plan, late=True)
+    assert optimizer.is_late is False
+
+
+def test_is_late_when_nobody_says_anything_then_a_cpu_decides_at_once(one_rank: None) -> None:
+    assert distribute(Params(), DistOptConfig(accelerator="torch")).sharded.is_late is False
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.25, 1.0, 3.0, 1e6])
+@pytest.mark.parametrize("square", [0.0, 1e-30, 0.7, 9900.0, 3.3e18, math.inf, math.nan])
+def test_late_divisor_when_compared_with_python_then_the_same_bits(square: float, clip_grad: float) -> None:
+    for divisor in (1.0, 3.0, 65536.0):
+        norm = GradStats(square, None, 0).norm(divisor)
+        expected = torch.tensor(divisor * clip_divisor(norm, clip_grad), dtype=torch.float32)
+        found = late_divisor(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), divisor, clip_grad)
+        assert torch.equal(torch.as_tensor(found, dtype=torch.float32), expected)
+
+
+@pytest.mark.parametrize("square", [0.0, 0.5625, 9.0, 2.0**60])  # their roots are exact, whoever takes them
+def test_late_norm_when_a_host_uses_it_then_it_is_the_float(square: float) -> None:
+    norm = GradStats(square, None, 0).norm(4.0)
+    found: Any = late_norm(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), 4.0)
+    assert found == norm and float(found) == norm and found.item() == norm
+    assert "{:.3f}".format(found) == f"{norm:.3f}"  # noqa: UP032 - as forks write it
+    assert math.isfinite(found) and max(found, norm + 1) == norm + 1
+    assert torch.tensor([found], dtype=torch.float64).tolist() == [norm]

@@ -1,0 +1,167 @@
+"""No host synchronisation in a steady step without a dynamic loss scale, and a check that sees one if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.errors import InvariantError
+from megatron_distopt.hosts.plain import PlainOptimizer
+from megatron_distopt.optimizer import find_synchronisations, forbid_synchronisations
+from megatron_distopt.optimizer.sync_check import arrived
+from tests.support.models import Params, exact_grads
+from tests.support.spawn import run_ranks
+
+DEVICE = torch.device("cpu")
+
+#: By name, options of runs whose steady step has no synchronisation.
+STEADY: dict[str, dict[str, Any]] = {
+    "raise": {},
+    "skip": {"nonfinite": "skip", "clip_grad": 0.3},
+    "log": {"nonfinite": "log", "clip_grad": 0.3},
+    "zeros counted": {"count_zeros": True},
+    "constant scale": {"loss_scale": 8.0, "clip_grad": 1.0},
+    "16-bit grads": {"grads_in_fp32": False, "clip_grad": 1.0},
+    "l2": {"decay": "l2"},
+}
+
+#: By name, what makes the CPU wait for a device, and under which name that is found.
+WAITING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "_local_scalar_dense"),
+    "float": (lambda x: float(x.sum()), "_local_scalar_dense"),
+    "if": (lambda x: 1 if x.sum() > 0 else 0, "_local_scalar_dense"),
+    "equal": (lambda x: torch.equal(x, x), "equal"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "mask": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "unique": (lambda x: x.unique(), "_unique2"),
+    "tolist": (lambda x: x.tolist(), "tolist"),
+    "numpy": (lambda x: x.numpy(), "numpy"),
+}
+
+
+def _trained(options: dict[str, Any], rank: int, *, late: bool) -> tuple[Params, PlainOptimizer]:
+    """After two steps, whose results were read."""
+    model = Params(default=torch.bfloat16)
+    optimizer = distribute(model, DistOptConfig(accelerator="torch", **options))
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
+    for step in range(2):
+        _backward(model, optimizer, rank, step)
+        assert optimizer.step().updated
+    return model, optimizer
+
+
+def _backward(model: Params, optimizer: PlainOptimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(exact_grads(step, 0, rank))).backward()
+
+
+def _found(options: dict[str, Any], rank: int, *, late: bool) -> list[str]:
+    """In two whole iterations, of which the second settles the first."""
+    model, optimizer = _trained(options, rank, late=late)
+    with find_synchronisations() as found:
+        for step in (2, 3):
+            _backward(model, optimizer, rank, step)
+            optimizer.step()
+    return found
+
+
+def find_in_all(rank: int, size: int) -> dict[str, list[str]]:
+    found = {name: _found(options, rank, late=True) for name, options in STEADY.items()}
+    return {
+        **found,
+        "at once": _found({}, rank, late=False),
+        "dynamic": _found({"loss_scale": "dynamic"}, rank, late=True),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def found(request: pytest.FixtureRequest) -> list[dict[str, list[str]]]:
+    return run_ranks(find_in_all, request.param)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_step_when_it_is_steady_and_the_loss_scale_is_constant_then_the_cpu_waits_for_nothing(
+    found: list[dict[str, list[str]]], name: str
+) -> None:
+    assert [each[name] for each in found] == [[]] * len(found)
+
+
+def test_step_when_the_loss_scale_is_dynamic_then_the_check_sees_the_cpu_wait(
+    found: list[dict[str, list[str]]],
+) -> None:
+    for each in found:
+        assert "tolist" in each["dynamic"]  # the statistics
+        assert "tolist" in each["at once"]
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_find_synchronisations_when_the_cpu_waits_then_lists_it(name: str) -> None:
+    wait, called = WAITING[name]
+    with find_synchronisations() as found:
+        wait(torch.arange(4.0))
+    assert found[:1] == [called]
+
+
+def test_find_synchronisations_when_the_cpu_waits_for_nothing_then_the_list_is_empty() -> None:
+    x = torch.arange(4.0)
+    with find_synchronisations() as found:
+        x.add_(1).sum().sqrt()
+        torch.empty(4).copy_(x)
+        x.clone().to(torch.bfloat16)
+    assert found == []
+    x.sum().item()  # nobody listens any more
+    assert found == []
+
+
+def test_find_synchronisations_when_a_copy_has_arrived_then_reading_it_is_none() -> None:
+    with find_synchronisations() as found:
+        with arrived():
+            torch.ones(2).tolist()
+        torch.ones(2).tolist()
+    assert found == ["tolist"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_forbid_synchronisations_when_the_cpu_waits_then_raises_there() -> None:
+    model, optimizer = _trained({}, 0, late=False)
+    _backward(model, optimizer, 0, 2)
+    with pytest.raises(InvariantError) as error, forbid_synchronisations(DEVICE):
+        optimizer.step()
+    assert str(error.value) == (
+        "Invalid host synchronisation: _local_scalar_dense. Must not happen in a steady step. "
+        "Read it after the step, or train with a constant loss scale and adam='torch_fused'."
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_forbid_synchronisations_when_the_verdict_comes_late_then_the_step_passes() -> None:
+    model, optimizer = _trained({"clip_grad": 1.0}, 0, late=True)
+    _backward(model, optimizer, 0, 2)
+    with forbid_synchronisations(DEVICE):
+        result = optimizer.step()
+    assert result.updated and result.grad_norm is not None and result.grad_norm > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with a queue of its own")
+def test_forbid_synchronisations_when_on_a_gpu_then_its_own_library_finds_none() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with forbid_synchronisations(device):
+        assert torch.cuda.get_sync_debug_mode() == 2
+        torch.ones(3, device=device).sum()
+        with pytest.raises((InvariantError, RuntimeError)):
+            torch.ones(3, device=device).sum().item()
+    assert torch.cuda.get_sync_debug_mode() == 0
