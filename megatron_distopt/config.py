@@ -23,12 +23,14 @@ __all__ = [
     "Switch",
     "config_from_environment",
     "config_from_namespace",
+    "flag_of",
+    "option_word",
     "switch_from",
     "with_free_options",
 ]
 
 #: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
-ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
+ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
 LARGEST_SCALE = 2.0**127
@@ -49,7 +51,15 @@ FREE_OPTIONS = (
     "async_save",
     "async_buffer_mb",
     "keep_last",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "bucket_numel",
+    "log_communication",
+    "wire_dtype",
+    "shared_memory",
 )
+#: Where a flag or a variable is not called like the option.
+_OTHER_WORDS = {"bucket_numel": "bucket_size"}
 
 
 class NonFinitePolicy(Enum):
@@ -93,14 +103,23 @@ class DistOptConfig:
         hysteresis: overflows until it is halved, counted from the last growth.
         nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
         grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
-        bucket_numel: elements of a bucket; None for one bucket a buffer.
+        bucket_numel: elements of a bucket; None for one bucket a buffer, or for as many as suit the size of the model
+            where buckets are reduced beside backward.
         checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
             host's own.
         async_save: train on while a copy of the state is written.
         async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
         keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
-        overlap_grad_reduce: reduce buckets beside backward, where the host leaves that to us; all but the last backward
-            of a step then belong into `no_sync()`.
+        overlap_grad_reduce: reduce buckets beside backward, where the host leaves that to us. None for where that is
+            known to be safe: in a Megatron of 2023, whose schedule counts microbatches. A loop of one's own has to put
+            all but the last backward of a step into `no_sync()`, and says True.
+        overlap_param_gather: gather params beside the next forward pass, where the host leaves that to us. Code that
+            reads params outside of a forward pass then calls the optimizer's `finish_param_gather()` before.
+        wire_dtype: "bfloat16" or "float16" for fp32 grads that travel in 16 bits and are added up in fp32, where the
+            host leaves that to us; None for as they are.
+        shared_memory: ranks on one machine whose params are on its CPU exchange them through memory, not as messages.
+        log_communication: log the communication of a step, and how much of it was hidden, every so many steps; None
+            for never.
 
     Raises:
         ConfigError: for every value that cannot work.
@@ -133,7 +152,11 @@ class DistOptConfig:
     async_save: bool = False
     async_buffer_mb: int = 4096
     keep_last: int | None = None
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool = False
+    log_communication: int | None = None
+    wire_dtype: str | None = None
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))
@@ -141,6 +164,7 @@ class DistOptConfig:
         _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
         _check_choice("decay", self.decay, ("decoupled", "l2"))
         _check_choice("checkpoint_format", self.checkpoint_format, ("distopt", "native"))
+        _check_choice("wire_dtype", str(self.wire_dtype), ("None", "bfloat16", "float16"))
         if not _MODULE_AND_CLASS.fullmatch(self.optimizer):
             _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
         _check_numbers(self)
@@ -185,6 +209,9 @@ def _check_numbers(config: DistOptConfig) -> None:
     if config.keep_last is not None and config.keep_last < 1:
         remedy = "Write keep_last=2, or leave it out to keep all"
         raise ConfigError(refusal("keep_last", config.keep_last, "be at least 1 checkpoint", remedy))
+    if config.log_communication is not None and config.log_communication < 1:
+        rule, remedy = "be at least every step", "Write log_communication=1, or leave it out"
+        raise ConfigError(refusal("log_communication", config.log_communication, rule, remedy))
     if config.bucket_numel is not None and config.bucket_numel < 1:
         remedy = "Write bucket_numel=None for one bucket"
         raise ConfigError(refusal("bucket_numel", config.bucket_numel, "be at least 1 element", remedy))
@@ -204,6 +231,24 @@ def _check_loss_scale(config: DistOptConfig) -> None:
         raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
 
 
+def option_word(name: str) -> str:
+    """How a free option is spelled in flags and variables.
+
+    >>> option_word("bucket_numel"), option_word("keep_last")
+    ('bucket_size', 'keep_last')
+    """
+    return _OTHER_WORDS.get(name, name)
+
+
+def flag_of(name: str) -> str:
+    """The same as a flag.
+
+    >>> flag_of("bucket_numel")
+    '--distopt-bucket-size'
+    """
+    return "--distopt-" + option_word(name).replace("_", "-")
+
+
 def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
     """`config` with what MEGATRON_DISTOPT_* variables say.
 
@@ -217,13 +262,14 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
     'skip'
     """
-    known = {_PREFIX + name.upper(): name for name in FREE_OPTIONS}
+    known = {_PREFIX + option_word(name).upper(): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(_PREFIX)}
     for variable in given:
         if variable not in known:
             valid = ", ".join(["MEGATRON_DISTOPT", *known])
             # Without the prefix, which would make everything look alike.
-            close = get_close_matches(variable.removeprefix(_PREFIX), [name.upper() for name in FREE_OPTIONS], n=1)
+            words = [each.removeprefix(_PREFIX) for each in known]
+            close = get_close_matches(variable.removeprefix(_PREFIX), words, n=1)
             remedy = f"Write {_PREFIX}{close[0]}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
     return with_free_options(config or DistOptConfig(), {known[variable]: value for variable, value in given.items()})
@@ -239,11 +285,16 @@ def with_free_options(config: DistOptConfig, texts: Mapping[str, str]) -> DistOp
     10
     """
     changes: dict[str, Any] = dict(texts)
-    for name in ("resume_step", "async_buffer_mb", "keep_last"):
+    for name in ("resume_step", "async_buffer_mb", "keep_last", "bucket_numel", "log_communication"):
         if name in changes:
             changes[name] = _whole_number(name, changes[name])
-    if "async_save" in changes:
-        changes["async_save"] = _yes_or_no("async_save", changes["async_save"])
+    for name in ("async_save", "overlap_param_gather", "shared_memory"):
+        if name in changes:
+            changes[name] = _yes_or_no(name, changes[name])
+    if changes.get("wire_dtype") in ("None", "none"):
+        changes["wire_dtype"] = None
+    if "overlap_grad_reduce" in changes:
+        changes["overlap_grad_reduce"] = _yes_no_or_auto("overlap_grad_reduce", changes["overlap_grad_reduce"])
     return dataclasses.replace(config, **changes)
 
 
@@ -253,7 +304,7 @@ def config_from_namespace(args: object, config: DistOptConfig | None = None) -> 
     Raises:
         ConfigError: a value that the option does not take.
     """
-    given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
+    given = {name: getattr(args, f"distopt_{option_word(name)}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
     return with_free_options(config or DistOptConfig(), texts)
 
@@ -265,11 +316,19 @@ def _whole_number(name: str, text: str) -> int:
         raise ConfigError(refusal(name, repr(text), "be a whole number", f"Write {name}=10")) from None
 
 
+_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
 def _yes_or_no(name: str, text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in words:
+    if text.lower() not in _WORDS:
         raise ConfigError(refusal(name, repr(text), "be yes or no", f"Write {name}=yes"))
-    return words[text.lower()]
+    return _WORDS[text.lower()]
+
+
+def _yes_no_or_auto(name: str, text: str) -> bool | None:
+    if text.lower() not in ("auto", *_WORDS):
+        raise ConfigError(refusal(name, repr(text), "be yes, no or auto", f"Write {name}=yes"))
+    return _WORDS.get(text.lower())
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:

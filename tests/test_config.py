@@ -23,13 +23,18 @@ from megatron_distopt.config import (
 )
 from megatron_distopt.errors import ConfigError
 
-ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu"
+ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu, triton"
 VARIABLES = (
     "MEGATRON_DISTOPT, MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, "
     "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP, "
     "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
-    "MEGATRON_DISTOPT_KEEP_LAST"
+    "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, "
+    "MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, MEGATRON_DISTOPT_WIRE_DTYPE, "
+    "MEGATRON_DISTOPT_SHARED_MEMORY"
 )
+
+NO_BUCKET = "Invalid bucket_numel: {}. Must be at least 1 element. Write bucket_numel=None for one bucket."
+NO_LOG = "Invalid log_communication: 0. Must be at least every step. Write log_communication=1, or leave it out."
 
 #: The float64 numbers next to the bounds of a loss scale.
 ABOVE_LARGEST = math.nextafter(2.0**127, math.inf)
@@ -135,7 +140,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     *(({"keep_last": number}, no_keep_last(number)) for number in (0, -1)),
     (
         {"bucket_numel": 0},
-        "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
+        NO_BUCKET.format(0),
     ),
     (
         {"loss_scale": "static"},
@@ -240,6 +245,10 @@ OTHER_VALUES: dict[str, Any] = {
     "async_buffer_mb": 64,
     "keep_last": 3,
     "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "log_communication": 10,
+    "wire_dtype": "bfloat16",
+    "shared_memory": False,
 }
 
 
@@ -268,11 +277,17 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         "MEGATRON_DISTOPT_ASYNC_SAVE": "1",
         "MEGATRON_DISTOPT_ASYNC_BUFFER_MB": "64",
         "MEGATRON_DISTOPT_KEEP_LAST": "3",
+        "MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": "no",
+        "MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER": "yes",
+        "MEGATRON_DISTOPT_BUCKET_SIZE": "1000000",
+        "MEGATRON_DISTOPT_LOG_COMMUNICATION": "10",
+        "MEGATRON_DISTOPT_WIRE_DTYPE": "none",
+        "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
         "MEGATRON_DISTOPT": "require",
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
     }
-    config = config_from_environment(environ, DistOptConfig(lr=0.5, adam="apex"))
+    config = config_from_environment(environ, DistOptConfig(lr=0.5, adam="apex", wire_dtype="float16"))
     expected = DistOptConfig(
         lr=0.5,
         adam="torch_foreach",
@@ -285,8 +300,19 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         async_save=True,
         async_buffer_mb=64,
         keep_last=3,
+        overlap_grad_reduce=False,
+        overlap_param_gather=True,
+        bucket_numel=1_000_000,
+        log_communication=10,
+        shared_memory=False,
     )
     assert config == expected
+
+
+@pytest.mark.parametrize(("value", "choice"), [("auto", None), ("Auto", None), ("yes", True), ("0", False)])
+def test_environment_when_a_switch_can_be_left_to_us_then_auto_does_so(value: str, choice: bool | None) -> None:
+    given = {"MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": value}
+    assert config_from_environment(given, DistOptConfig(overlap_grad_reduce=False)).overlap_grad_reduce is choice
 
 
 @pytest.mark.parametrize(
@@ -313,7 +339,7 @@ def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
         ("MEGATRON_DISTOPT_ACCEL", "Write MEGATRON_DISTOPT_ACCELERATOR"),
         # Nothing like any of ours but for the prefix.
         ("MEGATRON_DISTOPT_LR", "Unset MEGATRON_DISTOPT_LR"),
-        ("MEGATRON_DISTOPT_BUCKET_NUMEL", "Unset MEGATRON_DISTOPT_BUCKET_NUMEL"),
+        ("MEGATRON_DISTOPT_BUCKET_NUMEL", "Write MEGATRON_DISTOPT_BUCKET_SIZE"),
         ("MEGATRON_DISTOPT_", "Unset MEGATRON_DISTOPT_"),
         ("MEGATRON_DISTOPT_" + "Z" * 40, "Unset MEGATRON_DISTOPT_" + "Z" * 40),
     ],
@@ -344,6 +370,19 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
             for value in ("", "1.5", "4096MB")
         ),
         ("MEGATRON_DISTOPT_KEEP_LAST", "0", no_keep_last(0)),
+        ("MEGATRON_DISTOPT_BUCKET_SIZE", "-1", NO_BUCKET.format(-1)),
+        ("MEGATRON_DISTOPT_BUCKET_SIZE", "40MB", no_whole_number("40MB", "bucket_numel")),
+        ("MEGATRON_DISTOPT_LOG_COMMUNICATION", "0", NO_LOG),
+        (
+            "MEGATRON_DISTOPT_WIRE_DTYPE",
+            "bf16",
+            "Invalid wire_dtype: 'bf16'. Must be one of None, bfloat16, float16. Write wire_dtype='bfloat16'.",
+        ),
+        (
+            "MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE",
+            "maybe",
+            "Invalid overlap_grad_reduce: 'maybe'. Must be yes, no or auto. Write overlap_grad_reduce=yes.",
+        ),
         ("MEGATRON_DISTOPT_CHECKPOINT_FORMAT", "torch", no_format("torch")),
     ],
 )

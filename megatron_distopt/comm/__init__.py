@@ -1,17 +1,28 @@
 """Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
-from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, sum_over
+from megatron_distopt.comm.clock import CommTime
+from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, shares_memory, sum_over
 from megatron_distopt.comm.grad_overlap import GradOverlap
-from megatron_distopt.comm.grad_sync import reduce_grads
+from megatron_distopt.comm.grad_sync import AS_THEY_ARE, Reduction, reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
+from megatron_distopt.comm.param_overlap import ParamOverlap
 from megatron_distopt.comm.param_sync import gather_params, share_initial
+from megatron_distopt.comm.ranges import Marker, mark_with, profiled
+from megatron_distopt.comm.shared_memory import allow_shared_memory
+from megatron_distopt.comm.trial import try_collectives
 
 __all__ = [
+    "AS_THEY_ARE",
+    "CommTime",
     "Field",
     "GradOverlap",
     "Group",
+    "Marker",
+    "ParamOverlap",
     "ProcessGroup",
+    "Reduction",
+    "allow_shared_memory",
     "compare",
     "described",
     "exchange",
@@ -19,10 +30,14 @@ __all__ = [
     "gather_params",
     "gather_to_first",
     "is_initialized",
+    "mark_with",
     "meet",
+    "profiled",
     "raise_together",
     "reduce_grads",
     "scatter_from_first",
     "share_initial",
+    "shares_memory",
     "sum_over",
+    "try_collectives",
 ]

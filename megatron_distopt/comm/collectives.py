@@ -6,8 +6,11 @@ to pair (pairwise.py). They do so at every size, so that a gradient is added up 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.wire import begin_sum, sum_over_pairs
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,42 +28,52 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 __all__ = [
     "Pending",
     "all_gather",
+    "begin_all_gather",
     "begin_reduce_scatter",
     "broadcast",
     "carrier_of",
+    "coalesced",
     "described",
     "gather_to_first",
     "reduce_scatter",
     "scatter_from_first",
+    "shares_memory",
     "sum_over",
 ]
 
 
 _PAIRWISE_OVER = "gloo"
+#: Backends on which each launch costs the CPU and the device something.
+_COALESCING = ("nccl",)
+_Pairwise = Callable[[Tensor, Tensor, Group], None]
 
 
 class Pending(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> object:
-        """Until what it writes is there; raises what went wrong in it."""
+        """Until what it writes is there; raises what went wrong in it. A float is the seconds that it took."""
 
 
 class _InThread:
-    """One that the thread of this process carries out."""
+    """One that the thread of this process carries out.
 
-    def __init__(self, future: Future[None]) -> None:
+    Args:
+        future: gives the seconds that it took.
+    """
+
+    def __init__(self, future: Future[float]) -> None:
         self._future = future
 
-    def wait(self) -> None:
-        self._future.result()
+    def wait(self) -> float:
+        return self._future.result()
 
 
 class _Done:
     """One that there was no need for."""
 
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    def wait(self) -> float:
+        return 0.0
 
 
 def is_pairwise(tensor: Tensor, group: Group) -> bool:
@@ -68,9 +82,17 @@ def is_pairwise(tensor: Tensor, group: Group) -> bool:
 
 
 def described(device: torch.device, group: Group) -> str:
-    """How buckets on a device travel in a group, for a person."""
+    """How buckets on a device travel in a group, for a person; after the first of them did."""
     carrier = carrier_of(device, group)
-    return f"{carrier} from pair to pair" if carrier == _PAIRWISE_OVER else carrier
+    if carrier != _PAIRWISE_OVER:
+        return carrier
+    return f"{carrier}, from pair to pair {'in shared memory' if shares_memory(device, group) else 'as messages'}"
+
+
+def shares_memory(device: torch.device, group: Group) -> bool:
+    """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
+    is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
+    return is_pairwise_there and pairwise.shares_memory(group)
 
 
 def carrier_of(device: torch.device, group: Group) -> str:
@@ -80,22 +102,25 @@ def carrier_of(device: torch.device, group: Group) -> str:
     return by_device.get(device.type, config)
 
 
-def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
+def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
     """Collective: sums `bucket` over the group; this rank's part lands in `shard`.
 
     Args:
         bucket: 1-D; outside `shard` it holds nothing of meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
+        wire: what the values of an fp32 bucket are rounded to on their way; None for as they are.
     """
     if group.size == 1:
         return
     if is_pairwise(bucket, group):
-        pairwise.reduce_scatter(bucket, shard, group)
+        _in_turn(_sum_by_pairs(wire), bucket, shard, group)
+    elif wire is not None:
+        begin_sum(bucket, shard, group, wire).wait()
     else:
         _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle)
 
 
-def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
+def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, wire: torch.dtype | None = None) -> Pending:
     """Collective: `reduce_scatter` beside what the caller does next; in the order in which they are begun.
 
     Args: as of `reduce_scatter`; nobody touches `bucket` until it is waited for.
@@ -103,15 +128,51 @@ def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> Pending
     if group.size == 1:
         return _Done()
     if is_pairwise(bucket, group):
-        # Never gloo's own: those match each other by order alone, and the caller goes on with some of its own.
-        return _InThread(_thread().submit(pairwise.reduce_scatter, bucket, shard, group))
+        return _InThread(_thread().submit(_timed, _sum_by_pairs(wire), bucket, shard, group))
+    if wire is not None:
+        return begin_sum(bucket, shard, group, wire)
     work: Pending = _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
     return work
 
 
+def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
+    """Collective: `all_gather` beside what the caller does next; in the order in which they are begun.
+
+    Args: as of `all_gather`; nobody touches `bucket` until it is waited for.
+    """
+    if group.size == 1:
+        return _Done()
+    if is_pairwise(bucket, group):
+        return _InThread(_thread().submit(_timed, pairwise.all_gather, bucket, shard, group))
+    work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
+    return work
+
+
+def _sum_by_pairs(wire: torch.dtype | None) -> _Pairwise:
+    return pairwise.reduce_scatter if wire is None else partial(sum_over_pairs, dtype=wire)
+
+
+def _in_turn(act: _Pairwise, bucket: Tensor, shard: Tensor, group: Group) -> None:
+    """Behind what is under way, whose messages have the same tags."""
+    if _thread.cache_info().currsize:
+        _thread().submit(_timed, act, bucket, shard, group).result()
+    else:
+        act(bucket, shard, group)
+
+
+def _timed(act: _Pairwise, bucket: Tensor, shard: Tensor, group: Group) -> float:
+    start = perf_counter()
+    with torch.no_grad():  # the caller's mode is that of its own thread
+        act(bucket, shard, group)
+    return perf_counter() - start
+
+
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """One, so that collectives keep their order."""
+    """One, so that collectives keep their order.
+
+    Never gloo's own in it: those match each other by order alone, and the caller goes on with some of its own.
+    """
     num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
     return ThreadPoolExecutor(1, "megatron_distopt collectives", lambda: torch.set_num_threads(num_threads))
 
@@ -126,9 +187,24 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     if group.size == 1:
         return
     if is_pairwise(bucket, group):
-        pairwise.all_gather(bucket, shard, group)
+        _in_turn(pairwise.all_gather, bucket, shard, group)
     else:
         _all_gather(bucket, shard, group=group.handle)
+
+
+@contextmanager
+def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
+    """Collectives of one kind that are called meanwhile are one launch, where the backend gains from that.
+
+    Args:
+        tensor: one of those that travel.
+        group: as of the collectives.
+    """
+    if group.size > 1 and carrier_of(tensor.device, group) in _COALESCING:
+        with dist.distributed_c10d._coalescing_manager(group.handle):
+            yield
+    else:
+        yield
 
 
 def broadcast(tensor: Tensor, group: Group) -> None:

@@ -2,23 +2,28 @@
 
 [Note: order of launches] Ranks that launched buckets in different orders would wait for each other in different
 collectives. So there is one order, and a bucket whose turn has not come waits for its turn. In the first step nothing
-is launched early: that step shows in which order buckets are completed, and how often a gradient arrives (once, or once
-for every use of a recomputed module). The first rank's order is taken by all.
+is launched early: that step shows in which order buckets are completed, and how often a gradient arrives in a
+microbatch (once, or once for every use of a recomputed module). The first rank's order is taken by all.
 
 [Note: what is not launched] A bucket of which a gradient does not come (a branch that was not taken) is launched by
 `finish`, and so are those behind it: later than they could be, but the same collectives in one order on every rank.
+The same holds for a bucket that somebody still adds to after backward (`defer`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import RLock
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.clock import CommTime, waited
 from megatron_distopt.comm.collectives import Pending, begin_reduce_scatter
+from megatron_distopt.comm.grad_sync import AS_THEY_ARE, Reduction
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.ranges import profiled
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket
 
@@ -33,12 +38,12 @@ class _Unit:
     bucket: Bucket
     names: frozenset[str]
 
-    def begin(self, group: Group) -> Pending:
+    def begin(self, group: Group, how: Reduction) -> Pending:
         """Collective."""
-        grad = self.buffer.grad
-        return begin_reduce_scatter(
-            self.buffer.bucket_of(grad, self.bucket), self.buffer.shard_of(grad, self.bucket), group
-        )
+        whole, shard = (of(self.buffer.grad, self.bucket) for of in (self.buffer.bucket_of, self.buffer.shard_of))
+        if how.divide_by != 1:
+            whole.div_(how.divide_by)
+        return begin_reduce_scatter(whole, shard, group, how.wire)
 
 
 class GradOverlap:
@@ -47,21 +52,35 @@ class GradOverlap:
     Args:
         buffers: all grad buffers of this rank, in the order in which every rank has them.
         group: over which they are reduced.
+        num_microbatches: of the step that begins; asked once a step.
+        how: see `Reduction`.
     """
 
-    def __init__(self, buffers: Sequence[ShardedBuffer], group: Group) -> None:
-        self._group = group
+    def __init__(
+        self,
+        buffers: Sequence[ShardedBuffer],
+        group: Group,
+        *,
+        num_microbatches: Callable[[], int] = lambda: 1,
+        how: Reduction = AS_THEY_ARE,
+    ) -> None:
+        self._group, self._num_microbatches, self._how = group, num_microbatches, how
         self._units = [unit for buffer in buffers for unit in _units_of(buffer)]
         self._unit_of = {name: number for number, unit in enumerate(self._units) for name in unit.names}
         self._order = list(range(len(self._units)))
         self._is_agreed = False
-        #: Arrivals of each gradient in a step; nothing before the first step has ended.
-        self._wanted: Counter[str] = Counter()
+        #: Arrivals of each gradient in a microbatch; nothing before the first step has ended.
+        self._each: Counter[str] = Counter()
+        #: What does not arrive as often in every microbatch, and what somebody adds to after backward.
+        self._irregular: set[str] = set()
+        #: A gradient that no kernel returns (it was added up elsewhere) may be announced by another thread.
+        self._lock = RLock()
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._arrived: Counter[str] = Counter()
         self._num_arrived = 0
+        self._microbatches = 1
         #: By bucket, when the last gradient so far came in, counted in arrivals.
         self._last: dict[int, int] = {}
         self._missing = [set(unit.names) for unit in self._units]
@@ -83,53 +102,85 @@ class GradOverlap:
         Raises:
             LayoutError: its bucket is under way already.
         """
-        number = self._unit_of[name]
-        if number in self._begun:
-            raise _late(name)
-        self._arrived[name] += 1
-        self._num_arrived += 1
-        self._last[number] = self._num_arrived
-        if self._arrived[name] == self._wanted[name]:
-            self._missing[number].discard(name)
-            self._begin_complete()
+        with self._lock:
+            number = self._unit_of[name]
+            if number in self._begun:
+                raise _late(name)
+            if not self._arrived:
+                self._microbatches = self._num_microbatches()
+            self._arrived[name] += 1
+            self._num_arrived += 1
+            self._last[number] = self._num_arrived
+            if self._arrived[name] == self._each[name] * self._microbatches and name not in self._irregular:
+                self._missing[number].discard(name)
+                self._begin_complete()
+
+    def defer(self, name: str) -> None:
+        """Somebody adds to this gradient after backward: its bucket is launched by `finish`, from now on.
+
+        Raises:
+            LayoutError: its bucket is under way already.
+        """
+        if self._unit_of[name] in self._begun:
+            raise _touched(name)
+        self._irregular.add(name)
 
     def _begin_complete(self) -> None:
         """Whatever is complete and has its turn."""
         for number in self._order[len(self._begun) :]:
             if self._missing[number]:
                 return
-            self._begun[number] = self._units[number].begin(self._group)
+            self._begin(number)
 
-    def finish(self) -> None:
+    def _begin(self, number: int) -> None:
+        with profiled(f"begin reduce-scatter {number}"):
+            self._begun[number] = self._units[number].begin(self._group, self._how)
+
+    def finish(self) -> CommTime:
         """Collective: launches the rest, waits for all, and learns for the next step."""
         for number in self._order[len(self._begun) :]:
-            self._begun[number] = self._units[number].begin(self._group)
-        for pending in self._begun.values():
-            pending.wait()
+            self._begin(number)
+        time = waited({f"wait for reduce-scatter {number}": each for number, each in self._begun.items()})
         self._learn()
         self._begin_step()
+        return time
 
     def _learn(self) -> None:
         """Collective after the first step, in which the order is agreed upon."""
-        self._wanted |= self._arrived
+        for name, times in self._arrived.items():
+            each, rest = divmod(times, self._microbatches)
+            self._each[name] = max(self._each[name], each)
+            if rest:
+                self._irregular.add(name)
         if not self._is_agreed:  # on every rank, whatever has come in there
             self._order = exchange(sorted(self._order, key=self._turn), self._group)[0]
             self._is_agreed = True
 
     def _turn(self, number: int) -> tuple[bool, int, int]:
         """Buckets that cannot be launched early come last, so that none waits for them."""
-        is_early = self._units[number].names <= self._wanted.keys()
+        names = self._units[number].names
+        is_early = names <= self._each.keys() and not names & self._irregular
         return not is_early, self._last.get(number, 0), number
 
 
 def _units_of(buffer: ShardedBuffer) -> list[_Unit]:
+    return [_Unit(buffer, bucket, names) for bucket, names in zip(buffer.layout.buckets, _names(buffer), strict=True)]
+
+
+def _names(buffer: ShardedBuffer) -> Iterable[frozenset[str]]:
     names: list[set[str]] = [set() for _ in buffer.layout.buckets]
     for slot in buffer.layout.slots:
         names[slot.bucket].add(slot.name)
-    return [_Unit(buffer, bucket, frozenset(names[bucket.index])) for bucket in buffer.layout.buckets]
+    return map(frozenset, names)
 
 
 def _late(name: str) -> LayoutError:
-    got, rule = "arrived after its bucket was reduced", "arrive as often in every step as in the first"
+    got, rule = "arrived after its bucket was reduced", "arrive as often in every microbatch as in the first step"
     remedy = "Call all but the last backward of a step inside no_sync(), or write overlap_grad_reduce=False"
+    return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
+
+
+def _touched(name: str) -> LayoutError:
+    got, rule = "changed after backward, when its bucket was under way", "be complete when backward ends"
+    remedy = "Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False"
     return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))

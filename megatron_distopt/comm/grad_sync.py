@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm.collectives import reduce_scatter
+from megatron_distopt.comm.collectives import coalesced, reduce_scatter
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.ranges import profiled
 
-__all__ = ["reduce_grads"]
+__all__ = ["AS_THEY_ARE", "Reduction", "reduce_grads"]
 
 
-def reduce_grads(buffer: ShardedBuffer, group: Group, *, divide_by: int = 1) -> None:
+@dataclass(frozen=True)
+class Reduction:
+    """How grads are added up.
+
+    Args:
+        divide_by: before the sum, for a pass over the buffer. An fp16 sum of n gradients overflows at an n times
+            smaller loss scale than their average.
+        wire: what fp32 grads are rounded to on their way, see wire.py; None for as they are.
+    """
+
+    divide_by: int = 1
+    wire: torch.dtype | None = None
+
+
+#: Nothing is done to grads before they are added up.
+AS_THEY_ARE = Reduction()
+
+
+def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     The *sum* arrives. The average is taken where the gradient is read anyway (optimizer/sharded.py), so no pass over
@@ -18,10 +42,12 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, *, divide_by: int = 1) -> 
     Args:
         buffer: its grads are reduced.
         group: over which.
-        divide_by: before the sum, for a pass over the buffer. An fp16 sum of n gradients overflows at an n times
-            smaller loss scale than their average.
+        how: see `Reduction`.
     """
-    if divide_by != 1:
-        buffer.grad.div_(divide_by)
-    for bucket in buffer.layout.buckets:
-        reduce_scatter(buffer.bucket_of(buffer.grad, bucket), buffer.shard_of(buffer.grad, bucket), group)
+    if how.divide_by != 1:
+        buffer.grad.div_(how.divide_by)
+    with coalesced(buffer.grad, group) if how.wire is None else nullcontext():
+        for bucket in buffer.layout.buckets:
+            whole, shard = (of(buffer.grad, bucket) for of in (buffer.bucket_of, buffer.shard_of))
+            with profiled(f"reduce-scatter {bucket.index}"):
+                reduce_scatter(whole, shard, group, how.wire)

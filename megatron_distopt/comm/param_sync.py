@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm.collectives import all_gather, broadcast
+from megatron_distopt.comm.collectives import all_gather, broadcast, coalesced
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.ranges import profiled
 
 __all__ = ["gather_params", "share_initial"]
 
@@ -19,8 +20,10 @@ def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     `param.data` is a view of that buffer, so afterwards the module has the new values; nothing is copied but a minority
     dtype, see buffers/compact.py.
     """
-    for whole, part in buffer.gathers():
-        all_gather(whole, part, group)
+    with coalesced(buffer.param, group):
+        for number, (whole, part) in enumerate(buffer.gathers()):
+            with profiled(f"all-gather {number}"):
+                all_gather(whole, part, group)
     buffer.publish()
 
 

@@ -116,7 +116,12 @@ def _prove_slots(slots: Sequence[ParamSlot], buckets: Sequence[Bucket]) -> None:
 
 
 def lay_out(
-    params: Sequence[ParamSpec], *, num_shards: int, bucket_numel: int | None = None, alignment_numel: int = 64
+    params: Sequence[ParamSpec],
+    *,
+    num_shards: int,
+    bucket_numel: int | None = None,
+    alignment_numel: int = 64,
+    last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
     """Lays the params one after the other, in the order given, and cuts buckets at param boundaries.
 
@@ -126,6 +131,7 @@ def lay_out(
         bucket_numel: a bucket ends with the param that fills it to this; None for one bucket.
         alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, which the
             vectorised kernels of every accelerator like; the 2023 forks use 1.
+        last: behind the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
     >>> layout.slots[1], layout.numel
@@ -135,12 +141,13 @@ def lay_out(
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
     bucket_start = cursor = 0
-    for position, param in enumerate(params):
+    ends = (len(params), len(params) + len(last))
+    for number, param in enumerate([*params, *last], start=1):
         in_buffer = Span(0, param.numel).moved_by(_round_up(cursor, alignment_numel))
         slots.append(ParamSlot(param.name, len(buckets), in_buffer))
         cursor = in_buffer.stop
         is_full = bucket_numel is not None and cursor - bucket_start >= bucket_numel
-        if is_full or position == len(params) - 1:
+        if is_full or number in ends:
             stop = bucket_start + _round_up(cursor - bucket_start, num_shards)
             buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
             bucket_start = cursor = stop

@@ -16,6 +16,8 @@ from megatron_distopt.config import (
     NonFinitePolicy,
     Switch,
     config_from_namespace,
+    flag_of,
+    option_word,
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, refusal
@@ -26,6 +28,7 @@ __all__ = ["add_arguments", "check_spelling", "config_from_arguments", "parser_w
 _PREFIX = "--distopt-"
 #: The host's flag, in the spelling of most forks.
 _FLAG = "--use-distributed-optimizer"
+_SWITCHES = ("async_save", "overlap_grad_reduce", "overlap_param_gather", "shared_memory")
 _HELP = {
     "adam": f"which implementation of Adam: auto, {', '.join(ADAM_SOURCES)}",
     "optimizer": "adam, sgd, or module:Class of an element-wise torch.optim.Optimizer",
@@ -37,6 +40,12 @@ _HELP = {
     "async_save": "train on while a copy of the optimizer state is written",
     "async_buffer_mb": "memory for that copy on each rank, in MB",
     "keep_last": "how many checkpoints of the optimizer stay; the model's files are the fork's",
+    "overlap_grad_reduce": "reduce buckets beside backward: yes, no, or auto for where that is safe",
+    "overlap_param_gather": "gather params beside the next forward pass",
+    "bucket_numel": "elements of a bucket",
+    "wire_dtype": "bfloat16 or float16, which fp32 grads are rounded to on their way",
+    "shared_memory": "ranks on one machine exchange what is on the CPU through memory",
+    "log_communication": "log how much of a step's communication was hidden, every so many steps",
 }
 
 
@@ -59,14 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name in FREE_OPTIONS:
         default = getattr(DistOptConfig, name)
         # A switch stands alone; with a value it can be switched off again behind a script's own flags.
-        switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if isinstance(default, bool) else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if name in _SWITCHES else {}
         text = f"{_HELP[name]} ({default})"
-        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=text, **switch)
+        group.add_argument(*_spellings(name), dest=f"distopt_{option_word(name)}", metavar="NAME", help=text, **switch)
     return parser
 
 
 def _spellings(name: str) -> tuple[str, str]:
-    return _PREFIX + name.replace("_", "-"), f"--distopt_{name}"
+    return flag_of(name), f"--distopt_{option_word(name)}"
 
 
 def _known_to(parser: argparse.ArgumentParser) -> list[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group, gather_to_first, reduce_grads, scatter_from_first
+from megatron_distopt.comm import Group, Reduction, gather_to_first, reduce_grads, scatter_from_first
 from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.spawn import run_ranks
 
@@ -46,7 +46,7 @@ def _reduced(group: Group, mark: int, divide_by: int, dtype: torch.dtype) -> tup
     grad = (torch.arange(layout.numel) * 2.0 + 12 * mark).to(dtype)
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
     before: list[float] = grad.tolist()
-    reduce_grads(buffer, group, **({} if divide_by == 1 else {"divide_by": divide_by}))
+    reduce_grads(buffer, group, Reduction(divide_by))
     return [float(value) for bucket in layout.buckets for value in buffer.shard_of(grad, bucket)], before
 
 
@@ -55,7 +55,7 @@ def _overflows(group: Group, divide_by: int) -> bool:
     layout = lay_out([ParamSpec("a", 6)], num_shards=group.size, alignment_numel=1)
     grad = torch.full((layout.numel,), 43_000.0, dtype=torch.float16)
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
-    reduce_grads(buffer, group, divide_by=divide_by)
+    reduce_grads(buffer, group, Reduction(divide_by))
     shard: Tensor = buffer.shard_of(grad, layout.buckets[0])
     return not bool(shard.isfinite().all())
 

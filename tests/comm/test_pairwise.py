@@ -1,11 +1,16 @@
-"""Collectives from pair to pair: bit for bit what gloo's own give, whatever the sizes.
+"""Collectives from pair to pair: bit for bit what gloo's own give, whatever the sizes, through memory or as messages.
 
-One spawn of four ranks, which also form groups of two and three.
+One spawn of four ranks, which also form groups of two and three; and one for each way in which a rank can be lost.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Group, collectives, pairwise
+from megatron_distopt.comm import Group, collectives, pairwise, shared_memory
 from megatron_distopt.comm.collectives import begin_reduce_scatter, carrier_of
-from tests.support.spawn import run_ranks
+from megatron_distopt.errors import RanksDisagreeError
+from tests.support.spawn import RankError, run_ranks
 
 RANKS = 4
 MEMBERS = {4: (0, 1, 2, 3), 3: (0, 2, 3), 2: (1, 3)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Elements of a shard, and bytes of scratch memory: in one part, in many, with a short one at the end.
-SIZES = {"one part": (1000, 1 << 20), "one element": (1, 1 << 20), "many parts": (1000, 600), "exact parts": (64, 32)}
+#: Elements of a shard, and bytes of memory for what arrives: in one part, in many, with a short one at the end.
+SIZES = {
+    "one part": (1000, 1 << 20),
+    "one element": (1, 1 << 20),
+    "many parts": (1000, 608),
+    "exact parts": (64, 32),
+    "more than a block": (100_000, 4 << 20),
+}
+WAYS = ("memory", "messages")
 
 
 def _bucket(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -70,28 +83,80 @@ def _gathered(group: Group, members: tuple[int, ...], numel: int, dtype: torch.d
 
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
-    handles = {number: dist.new_group(list(members)) for number, members in MEMBERS.items()}
-    found: dict[str, Any] = {"right": {}}
-    for number, members in MEMBERS.items():
-        if rank not in members:
-            continue
-        group = Group.of(handles[number])
-        for name, (numel, scratch) in SIZES.items():
-            pairwise.SCRATCH_NBYTES = scratch
-            for dtype in DTYPES:
-                about = f"{number} ranks, {name}, {dtype}"
-                found["right"][f"sum {about}"] = _reduced(group, members, numel, dtype, pairwise.reduce_scatter)
-                for in_place in (True, False):
-                    right = _gathered(group, members, numel, dtype, in_place=in_place)
-                    found["right"][f"gather {about}, in place {in_place}"] = right
-    pairwise.SCRATCH_NBYTES = 16 << 20
+    found: dict[str, Any] = {"right": {}, "way": {}}
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "messages":
+                patch.setattr(shared_memory, "may_share_memory", lambda: False)
+            for name, (numel, nbytes) in SIZES.items():
+                patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
+                patch.setattr(shared_memory, "SHARED_NBYTES", nbytes)
+                _cases(rank, numel, f"{way}, {name}", found)
+    found["kept"] = len(shared_memory._meetings)
     found["beside"] = _beside(Group.of(), rank)
     found["carrier"] = carrier_of(torch.device("cpu"), Group.of())
     found["chosen"] = [
         _reduced(Group.of(), MEMBERS[4], numel, torch.float32, collectives.reduce_scatter) for numel in (1, 999)
     ]
     found["refused"] = _refused(Group.of())
+    found["apart"] = _apart(rank)
+    found["raced"] = _raced(rank)
     return found
+
+
+def _cases(rank: int, numel: int, name: str, found: dict[str, Any]) -> None:
+    """In new groups, each of which finds out anew whether its ranks share memory."""
+    handles = {number: dist.new_group(list(members)) for number, members in MEMBERS.items()}
+    for number, members in MEMBERS.items():
+        if rank not in members:
+            continue
+        group = Group.of(handles[number])
+        for dtype in DTYPES:
+            about = f"{number} ranks, {name}, {dtype}"
+            found["right"][f"sum {about}"] = _reduced(group, members, numel, dtype, pairwise.reduce_scatter)
+            for in_place in (True, False):
+                right = _gathered(group, members, numel, dtype, in_place=in_place)
+                found["right"][f"gather {about}, in place {in_place}"] = right
+        found["way"][f"{number} ranks, {name}"] = _way_of(group)
+    dist.barrier()
+    for handle in handles.values():
+        if handle is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(handle)
+
+
+def _way_of(group: Group) -> str:
+    return "messages" if shared_memory.lane_of(group, shared_memory.SUM) is None else "memory"
+
+
+def _apart(rank: int) -> dict[str, tuple[str, bool]]:
+    """The way that is taken where one rank alone cannot share memory, and whether the sum is right."""
+    faults: dict[str, tuple[str, Callable[..., Any]]] = {
+        "network": ("_network", lambda: 1),
+        "descriptors": ("_new_segment", lambda secret: -1),
+        "permission": ("_found_one", _forbidden),
+        "secret": ("_new_segment", lambda secret: _NEW_SEGMENT(secret ^ 1)),
+    }
+    found = {}
+    group = Group.of(dist.new_group())
+    shared_memory.allow_shared_memory(rank != 1)
+    right = _reduced(group, MEMBERS[4], 100, torch.float32, pairwise.reduce_scatter)
+    found["option"] = _way_of(group), right
+    shared_memory.allow_shared_memory(True)
+    for name, (attribute, replacement) in faults.items():
+        group = Group.of(dist.new_group())
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(shared_memory, attribute, replacement)
+            right = _reduced(group, MEMBERS[4], 100, torch.float32, pairwise.reduce_scatter)
+            found[name] = _way_of(group), right
+    return found
+
+
+_NEW_SEGMENT = shared_memory._new_segment
+
+
+def _forbidden(*about: int) -> Any:
+    raise PermissionError(about)
 
 
 def _beside(group: Group, rank: int) -> bool:
@@ -109,6 +174,30 @@ def _beside(group: Group, rank: int) -> bool:
     return all(torch.equal(own, wanted) for _, own, wanted in pending)
 
 
+def _late_read(read: Callable[..., Tensor], seconds: float, rank: int) -> Tensor:
+    half = read(rank)
+    time.sleep(seconds)
+    return half
+
+
+def _raced(rank: int) -> list[bool]:
+    """Many small turns; in each round another rank is late, first with its own part and then with reading."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "SHARED_NBYTES", 64)
+        group = Group.of(dist.new_group())
+        lanes = [shared_memory.lane_of(group, collective) for collective in (0, 1)]
+        reads = [(lane, lane.read) for lane in lanes if lane]
+        right = []
+        for number in range(12):
+            late = number % RANKS == rank
+            for lane, read in reads:
+                patch.setattr(lane, "read", partial(_late_read, read, late * 2e-3))
+            time.sleep(late * 5e-3)
+            right.append(_reduced(group, MEMBERS[4], 16, torch.float32, pairwise.reduce_scatter))
+            right.append(_gathered(group, MEMBERS[4], 64, torch.float32, in_place=bool(number % 2)))
+    return [*right, len(reads) == 2]
+
+
 def _refused(group: Group) -> str:
     """What goes wrong in the thread is raised by whoever waits."""
     pending = begin_reduce_scatter(torch.zeros(7), torch.zeros(7), group)
@@ -124,12 +213,40 @@ def found() -> list[dict[str, Any]]:
     return run_ranks(_collect, RANKS)
 
 
-def test_pairwise_when_ranks_dtypes_and_sizes_vary_then_every_bit_is_that_of_the_sum_in_order(
+def test_pairwise_when_ranks_dtypes_sizes_and_ways_vary_then_every_bit_is_that_of_the_sum_in_order(
     found: list[dict[str, Any]],
 ) -> None:
     of_all = {name: right for each in found for name, right in each["right"].items()}
-    assert len(of_all) == len(MEMBERS) * len(SIZES) * len(DTYPES) * 3
+    assert len(of_all) == len(WAYS) * len(MEMBERS) * len(SIZES) * len(DTYPES) * 3
     assert [name for each in found for name, right in each["right"].items() if not right] == []
+
+
+def test_pairwise_when_ranks_are_on_one_machine_then_they_share_memory_unless_told_not_to(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in found:
+        assert {name: way for name, way in each["way"].items() if f", {way}," not in name} == {}
+
+
+def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[str, Any]]) -> None:
+    assert [each["kept"] for each in found] == [0] * RANKS
+
+
+@pytest.mark.parametrize("fault", ["option", "network", "descriptors", "permission", "secret"])
+def test_pairwise_when_one_rank_cannot_share_memory_then_all_take_messages(
+    fault: str, found: list[dict[str, Any]]
+) -> None:
+    assert [each["apart"][fault] for each in found] == [("messages", True)] * RANKS
+
+
+def test_pairwise_when_one_rank_is_late_in_turn_then_nobody_reads_too_early_or_writes_too_soon(
+    found: list[dict[str, Any]],
+) -> None:
+    assert [each["raced"] for each in found] == [[True] * 25] * RANKS
+
+
+def test_segment_when_it_is_made_then_it_has_what_is_promised_and_a_page() -> None:
+    assert shared_memory._segment_nbytes() == 2 * (4 << 20) + 4096
 
 
 def test_begin_when_several_are_under_way_then_each_is_right(found: list[dict[str, Any]]) -> None:
@@ -151,3 +268,42 @@ def test_begin_when_the_group_is_one_rank_then_nothing_is_done() -> None:
     collectives.reduce_scatter(bucket, bucket, Group(None, 0, 1))
     collectives.all_gather(bucket, bucket, Group(None, 0, 1))
     assert torch.equal(bucket, torch.ones(3))
+
+
+def _lost(rank: int, size: int, how: str) -> str:
+    """Rank 1 takes part once, and then no more."""
+    handle = dist.new_group(timeout=timedelta(seconds=1))
+    group = Group.of(handle)
+    bucket = torch.ones(2 * 8)
+    pairwise.reduce_scatter(bucket, bucket.view(2, -1)[group.rank], group)
+    if rank == 1:
+        if how == "ended":
+            os._exit(0)
+        time.sleep(4)
+        return ""
+    try:
+        pairwise.reduce_scatter(bucket, bucket.view(2, -1)[group.rank], group)
+    except RanksDisagreeError as error:
+        return str(error)
+    return "nothing"
+
+
+def _lost_before(rank: int, size: int, file: str) -> None:
+    """Rank 1 ends without a result, so rank 0 writes its own down."""
+    Path(file).write_text(_lost(rank, size, "ended"))
+
+
+def test_pairwise_when_a_rank_ends_then_the_others_are_told_who(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no result on ranks"):
+        run_ranks(_lost_before, 2, str(tmp_path / "text"))
+    assert (tmp_path / "text").read_text() == (
+        "Invalid collective: rank 1 has ended. Must be called by every rank of its group. "
+        "Read what rank 1 wrote last; its error is the first one."
+    )
+
+
+def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds() -> None:
+    assert run_ranks(_lost, 2, "late")[0] == (
+        "Invalid collective: rank 1 did not come within 1 s. Must be called by every rank of its group. "
+        "Read what rank 1 wrote last; its error is the first one."
+    )

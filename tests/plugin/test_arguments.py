@@ -13,7 +13,8 @@ from megatron_distopt.plugin.arguments import check_spelling
 OURS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
     "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
-    "--distopt-keep-last"
+    "--distopt-keep-last, --distopt-overlap-grad-reduce, --distopt-overlap-param-gather, --distopt-bucket-size, "
+    "--distopt-log-communication, --distopt-wire-dtype, --distopt-shared-memory"
 )
 
 
@@ -34,6 +35,9 @@ def test_flags_when_given_then_override_the_config() -> None:
     words += ["--distopt-nonfinite", "skip", "--distopt-accelerator", "torch"]
     words += ["--distopt-checkpoint-format", "native", "--distopt-async-save"]
     words += ["--distopt-async-buffer-mb", "64", "--distopt-keep-last", "3"]
+    words += ["--distopt-overlap-grad-reduce", "--distopt_overlap_param_gather", "yes"]
+    words += ["--distopt-bucket-size", "1000000", "--distopt-log-communication", "10"]
+    words += ["--distopt-wire-dtype", "bfloat16", "--distopt-shared-memory", "no"]
     config = config_from_arguments(_parse(*words), DistOptConfig(lr=0.5))
     wanted = DistOptConfig(
         adam="torch_foreach",
@@ -44,6 +48,12 @@ def test_flags_when_given_then_override_the_config() -> None:
         async_save=True,
         async_buffer_mb=64,
         keep_last=3,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_numel=1_000_000,
+        log_communication=10,
+        wire_dtype="bfloat16",
+        shared_memory=False,
         lr=0.5,
     )
     assert config == wanted

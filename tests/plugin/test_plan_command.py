@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import util
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group
+from megatron_distopt.comm import Group, shared_memory
+from megatron_distopt.comm.fake import fake_world
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from megatron_distopt.plugin import cli
 from megatron_distopt.plugin.commands import plan_build
-from megatron_distopt.plugin.commands.plan_choice import Choice, StagePlan, plan_choice, plan_stage
+from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan, plan_choice, plan_stage
 from megatron_distopt.plugin.commands.plan_config import sizes_in_mapping
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
 from megatron_distopt.plugin.commands.plan_stage import stage_params
@@ -192,6 +193,8 @@ def used_by(dtype: torch.dtype, grads_in_fp32: bool, bucket_numel: int | None, s
 
 
 def on_ranks(rank: int, size: int) -> dict[str, Any]:
+    """What ranks of one machine hand each other through memory nobody can count; messages carry the same."""
+    shared_memory.may_share_memory = lambda: False
     found: dict[str, Any] = {}
     for name, (flags, dtype, grads_in_fp32) in RUNS.items():
         found[name] = used_by(dtype, grads_in_fp32, BUCKET if "--bucket-size" in flags else None, size)
@@ -286,7 +289,7 @@ MIXTURE = replace(GPT, experts=8, layers=4)
 def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes, choice: Choice, rank: int) -> None:
     stage, data_rank = choice.cut.place_of(rank)
     plan = plan_stage(gpt, choice, stage, data_rank)
-    built = plan_build.build(plan)
+    built = plan_build.build(plan, rank)
     for kind in ("param_nbytes", "grad_nbytes", "main_nbytes", "moment_nbytes", "num_runs"):
         assert getattr(built, kind) == getattr(plan.footprint, kind), kind
     assert built.numel == plan.numel
@@ -300,23 +303,67 @@ def test_build_when_all_ranks_are_built_then_together_they_own_everything_once()
     assert plans[0].numel <= owned <= plans[0].parts[0].layout.numel
 
 
-@pytest.fixture
-def fake_group() -> Iterator[Group]:
-    """Rank 1234 of 4,096, of torch's process group that does not communicate."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def groups_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Backend, rank, size and first global ranks of each group for which an optimizer is built; filled meanwhile."""
+    seen: list[tuple[Any, ...]] = []
+    planned = plan_build._step_plan
 
-    dist.init_process_group("fake", rank=1234, world_size=4096, store=FakeStore())
-    yield Group.of()
-    dist.destroy_process_group()
+    def step_plan(part: Part, data: Group, everybody: Group) -> Any:
+        first = [data.global_rank(rank) for rank in range(min(data.size, 3))]
+        seen.append((data.backend, data.rank, data.size, first, everybody.rank, everybody.size))
+        return planned(part, data, everybody)
+
+    monkeypatch.setattr(plan_build, "_step_plan", step_plan)
+    return seen
 
 
-def test_build_when_torchs_fake_group_has_4096_ranks_then_rank_1234_is_built(fake_group: Group) -> None:
-    plan = plan_stage(TRILLION, Choice(Cut(dp=fake_group.size)), 0, fake_group.rank)
-    asked: list[int] = []
-    built = plan_build.build(plan, lambda part: asked.append(part.layout.num_shards) or fake_group)
-    assert set(asked) == {4096}
+def test_build_when_4096_ranks_are_asked_for_then_the_groups_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = groups_seen(monkeypatch)
+    built = plan_build.build(plan_stage(TRILLION, Choice(Cut(dp=4096)), 0, 1234), 1234)
+    assert seen[-1] == ("fake", 1234, 4096, [0, 1, 2], 1234, 4096)
     assert built.numel > 10**12
-    assert (built.main_nbytes, built.num_runs) == (plan.footprint.main_nbytes, plan.footprint.num_runs)
+    assert not dist.is_initialized()
+
+
+def test_build_when_experts_are_spread_then_each_buffer_has_the_group_that_shards_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, choice = groups_seen(monkeypatch), Choice(Cut(dp=8, tp=2, ep=4))
+    plan = plan_stage(MIXTURE, choice, *choice.cut.place_of(13))
+    plan_build.build(plan, 13)
+    assert [(part.rank, part.layout.num_shards) for part in plan.parts] == [(6, 8), (1, 2)]
+    assert seen[-2:] == [("fake", 6, 8, [1, 3, 5], 13, 16), ("fake", 1, 2, [5, 13], 13, 16)]
+
+
+def test_cut_when_all_ranks_are_asked_then_their_groups_are_whole_and_apart() -> None:
+    cut = Cut(dp=6, tp=2, pp=2, ep=3)
+    for groups, size in ((cut.data_ranks, 6), (cut.expert_ranks, 2)):
+        found = [groups(rank) for rank in range(cut.num_ranks)]
+        assert all(rank in ranks and len(ranks) == size for rank, ranks in enumerate(found))
+        assert len(set(found)) * size == cut.num_ranks
+    places = [cut.place_of(rank) for rank in cut.data_ranks(13)]
+    assert places == [(1, data_rank) for data_rank in range(6)]
+
+
+def test_fake_world_when_it_ends_then_torch_has_no_group_even_after_an_error() -> None:
+    with pytest.raises(ValueError, match="inside"), fake_world(3, 8) as everybody:
+        assert (everybody.rank, everybody.size, everybody.backend) == (3, 8, "fake")
+        raise ValueError("inside")
+    assert not dist.is_initialized()
+
+
+def test_plan_when_there_is_a_group_already_then_a_rank_is_refused_and_the_group_stays(capsys: Output) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        text = refused(capsys, *SIZES, "--rank", 0)
+        assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+    finally:
+        dist.destroy_process_group()
+    assert text == (
+        "Invalid process group: gloo of 1. "
+        "Must be absent: torch has one for all ranks, and a real one must not be replaced. "
+        "Run it in a process of its own, or call torch.distributed.destroy_process_group first."
+    )
 
 
 def calls_of(gpt: GptSizes, dp: int) -> int:
@@ -393,7 +440,7 @@ def test_timeline_when_drawn_then_no_lane_is_busy_twice_and_the_waits_are_those_
     ends = {}
     for lane in Lane:
         spans = sorted((each.start, each.stop) for each in times.timeline.intervals if each.lane is lane)
-        assert all(left[1] <= right[0] + 1e-12 for left, right in pairwise(spans))
+        assert all(left[1] <= right[0] + 1e-12 for left, right in itertools.pairwise(spans))
         ends[lane] = spans[-1][1]
     computing = backward * 1.5 + assumed.update_seconds
     assert ends[Lane.COMPUTE] == pytest.approx(computing + (times.exposed_seconds or 0.0))
@@ -490,6 +537,7 @@ def test_plan_when_a_rank_is_built_then_it_says_where_and_that_all_is_as_planned
     _, lines, _ = run(capsys, *words)
     assert "built without memory: rank 13 of 16 (stage 1, data-parallel rank 2 of 4)" in lines
     assert sum(line.endswith(": as planned") for line in lines) == 4
+    assert "  groups        torch's fake process group of 16 ranks, data-parallel ones of 4" in lines
     (built,) = document(capsys, *words)["built"]
     assert built["built"]["main_nbytes"] == built["planned"]["main_nbytes"] > 0
 

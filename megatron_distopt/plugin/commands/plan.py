@@ -99,7 +99,7 @@ def _build(gpt: GptSizes, plan: ChoicePlan, rank: int) -> BuiltRank:
         raise ConfigError(refusal("--rank", rank, rule, "Write --rank 0 for the first one"))
     stage, data_rank = cut.place_of(rank)
     planned = plan_stage(gpt, plan.choice, stage, data_rank)
-    return BuiltRank(rank, planned, _beside("plan_build").build(planned))
+    return BuiltRank(rank, planned, _beside("plan_build").build(planned, rank))
 
 
 def _document(planned: Planned) -> dict[str, Any]:

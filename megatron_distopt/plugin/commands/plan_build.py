@@ -1,6 +1,7 @@
 """Builds what training would build on one rank, by the same code, on tensors that have no memory.
 
-Building asks no other rank, so a group of any size is a rank and a number. The moments come with the first update.
+The groups are those of torch's fake process group, so this process can be any rank of any number. Building asks no
+other rank. The moments come with the first update.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, move_into_buffer
 from megatron_distopt.comm import Group
+from megatron_distopt.comm.fake import fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
@@ -33,7 +35,7 @@ from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
 from megatron_distopt.plugin.commands.plan_stage import StageParam
 
-__all__ = ["Built", "Seconds", "build", "silent_group"]
+__all__ = ["Built", "Seconds", "build"]
 
 _META = torch.device("meta")
 #: Other sources of Adam have kernels for real devices alone; it holds what the fused one holds.
@@ -45,12 +47,14 @@ class Seconds:
     """What each took.
 
     Args:
+        groups: joining torch's fake process group and making the data-parallel groups of the rank.
         params: making the params of the rank, which in training the model does.
         layout: putting them into buffers and buckets.
         optimizer: buffers, runs, main params and the inner optimizer.
         update: its first step, which makes the moments.
     """
 
+    groups: float
     params: float
     layout: float
     optimizer: float
@@ -59,7 +63,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.params + self.layout + self.optimizer + self.update
+        return self.groups + self.params + self.layout + self.optimizer + self.update
 
 
 @dataclass(frozen=True)
@@ -91,48 +95,58 @@ class Built:
         return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes
 
 
-def silent_group(part: Part) -> Group:
-    """A group that cannot communicate."""
-    return Group(None, part.rank, part.layout.num_shards)
-
-
-def build(
-    plan: StagePlan, group_of: Callable[[Part], Group] = silent_group, clock: Callable[[], float] = time.perf_counter
-) -> Built:
+def build(plan: StagePlan, rank: int, clock: Callable[[], float] = time.perf_counter) -> Built:
     """Builds the rank that was planned, and lets go of it.
 
     Args:
         plan: of the rank.
-        group_of: the data-parallel group of each buffer, for instance one of torch's fake process group.
+        rank: of all ranks.
         clock: seconds since any moment.
+
+    Raises:
+        ConfigError: torch.distributed is initialised already.
     """
     _warm_up()
-    return _build(plan, group_of, clock)
+    return _build(plan, rank, clock)
 
 
-def _build(plan: StagePlan, group_of: Callable[[Part], Group], clock: Callable[[], float]) -> Built:
-    before = _peak_nbytes()
+def _build(plan: StagePlan, rank: int, clock: Callable[[], float]) -> Built:
+    before, start = _peak_nbytes(), clock()
+    with fake_world(rank, plan.choice.cut.num_ranks) as everybody:
+        groups = [_group_of(part, plan.choice.cut, rank) for part in plan.parts]
+        optimizers, marks = _optimizers(plan, groups, everybody, clock)
+    seconds = Seconds(*(stop - begin for begin, stop in itertools.pairwise([start, *marks])))
+    return _built(plan, optimizers, seconds, _peak_nbytes() - before)
+
+
+def _group_of(part: Part, cut: Cut, rank: int) -> Group:
+    """The data-parallel ranks, or those of them that hold the same experts."""
+    return fake_group(cut.data_ranks(rank) if part.layout.num_shards == cut.dp else cut.expert_ranks(rank))
+
+
+def _optimizers(
+    plan: StagePlan, groups: Sequence[Group], everybody: Group, clock: Callable[[], float]
+) -> tuple[list[ShardedOptimizer], list[float]]:
+    """One a buffer; and when params, layouts, optimizers and moments were there, each after the groups."""
     marks = [clock()]
     named = [{param.spec.name: _meta_param(param) for param in part.params} for part in plan.parts]
     marks.append(clock())
-    layouts = [layout_of(part.params, plan.choice, part.layout.num_shards) for part in plan.parts]
+    layouts = [layout_of(part.params, plan.choice, group.size) for part, group in zip(plan.parts, groups, strict=True)]
     marks.append(clock())
-    buffers = [_buffer(*each, plan.choice) for each in zip(map(group_of, plan.parts), named, layouts, strict=True)]
-    pairs = zip(plan.parts, buffers, strict=True)
-    optimizers = [ShardedOptimizer([buffer], _step_plan(part, group_of(part))) for part, buffer in pairs]
+    buffers = [_buffer(*each, plan.choice) for each in zip(groups, named, layouts, strict=True)]
+    steps = [_step_plan(part, group, everybody) for part, group in zip(plan.parts, groups, strict=True)]
+    optimizers = [ShardedOptimizer([buffer], step) for buffer, step in zip(buffers, steps, strict=True)]
     marks.append(clock())
     for optimizer in optimizers:
         optimizer.attach_grads()
         optimizer.update(1.0)
-    marks.append(clock())
-    seconds = Seconds(*(stop - start for start, stop in itertools.pairwise(marks)))
-    return _built(plan, optimizers, seconds, _peak_nbytes() - before)
+    return optimizers, [*marks, clock()]
 
 
 @cache
 def _warm_up() -> None:
     """torch imports a good part of itself when the first optimizer is made, which takes more than a second."""
-    _build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=1)), 0), silent_group, time.perf_counter)
+    _build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=1)), 0), 0, time.perf_counter)
 
 
 def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Seconds, process_nbytes: int) -> Built:
@@ -157,9 +171,9 @@ def _buffer(data: Group, params: dict[str, Parameter], layout: BufferLayout, cho
     return ShardedBuffer(layout, data.rank, grad, param)
 
 
-def _step_plan(part: Part, data: Group) -> StepPlan:
+def _step_plan(part: Part, data: Group, everybody: Group) -> StepPlan:
     choice, scale = choose_inner(_CONFIG, _META.type), make_loss_scale(_CONFIG, _META)
-    return StepPlan(_groups(part.params), choice, _CONFIG, scale, lambda: data, data.size)
+    return StepPlan(_groups(part.params), choice, _CONFIG, scale, lambda: everybody, data.size)
 
 
 def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:

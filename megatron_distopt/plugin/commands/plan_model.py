@@ -126,6 +126,23 @@ class Cut:
         """
         return rank // (self.tp * self.dp), rank // self.tp % self.dp
 
+    def data_ranks(self, rank: int) -> range:
+        """The data-parallel group of a rank.
+
+        >>> list(Cut(dp=4, tp=2, pp=3).data_ranks(13))
+        [9, 11, 13, 15]
+        """
+        first = rank - self.place_of(rank)[1] * self.tp
+        return range(first, first + self.dp * self.tp, self.tp)
+
+    def expert_ranks(self, rank: int) -> range:
+        """Those of its data-parallel group that hold the same experts.
+
+        >>> list(Cut(dp=4, tp=2, pp=3, ep=2).expert_ranks(13))
+        [9, 13]
+        """
+        return self.data_ranks(rank)[self.place_of(rank)[1] % self.ep :: self.ep]
+
 
 def check_cut(gpt: GptSizes, cut: Cut) -> None:
     """Refuses what Megatron would refuse.

@@ -173,7 +173,8 @@ def _built_heading(each: BuiltRank) -> str:
 
 
 def _built(each: BuiltRank) -> Iterator[tuple[str, str]]:
-    built, held = each.built, each.plan.footprint
+    built, held, cut = each.built, each.plan.footprint, each.plan.choice.cut
+    yield "groups", f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
     updated = f"the inner optimizer updates {counted(built.num_runs, 'flat tensor')}"
     yield "tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"
     for kind in ("param", "grad", "main", "moment"):
@@ -181,7 +182,7 @@ def _built(each: BuiltRank) -> Iterator[tuple[str, str]]:
         said = "as planned" if found == planned else f"planned were {planned:,}"
         yield f"{kind} bytes", f"{found:,}: {said}"
     seconds = built.seconds
-    steps = {"params": seconds.params, "layout": seconds.layout}
+    steps = {"groups": seconds.groups, "params": seconds.params, "layout": seconds.layout}
     steps |= {"buffers and optimizer": seconds.optimizer, "first update": seconds.update}
     text = ", ".join(f"{name} {time_text(each)}" for name, each in steps.items())
     yield "time", f"{time_text(seconds.total)}: {text}"

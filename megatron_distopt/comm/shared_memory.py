@@ -1,0 +1,286 @@
+"""Memory that the ranks of a group on one machine share, for collectives in place of messages.
+
+[Note: shared memory] A message on one machine is copied twice by the kernel and wakes three threads, so with small
+buckets, or with more ranks than cores, it gains little over gloo's own collectives. A group's first collective finds
+out whether every rank can map a segment of every other one; if one cannot, all take messages. A segment is anonymous
+(memfd), found by process and file descriptor, known by a secret, and gone with its process. Ranks in different network
+namespaces count as on different machines: who separates them wants to see a network between them.
+
+Each chunk is a *turn*: write it, say so, read those of all others. The two halves alternate: whoever says that its
+turn is written has read the one before, so once everybody's is there, the half of the turn before is free. What is said
+is a number in the segment, stored after the data; on x86 other processors see stores in that order, and elsewhere there
+are messages. A rank that waits looks, yields, sleeps ever longer up to a millisecond, and raises once the peer's
+process has ended or the group's timeout is over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt.comm.groups import Group, ProcessGroup
+from megatron_distopt.comm.messages import swap
+from megatron_distopt.errors import InvariantError, RanksDisagreeError, refusal
+
+__all__ = ["GATHER", "SHARED_NBYTES", "SUM", "Lane", "allow_shared_memory", "lane_of", "may_share_memory"]
+
+#: Memory that a rank shares for each of the two collectives, in two halves; kept as long as the group is there.
+SHARED_NBYTES = 4 << 20
+_NUM_HALVES = 2
+#: Numbers of the collectives.
+SUM, GATHER = 0, 1
+#: Apart from messages of others in the same group, which have small tags.
+_MEET_TAG = 1 << 30
+#: Words of a segment: its secret, and the turns that are written of each collective, a cache line each.
+_WORDS, _LINE = 512, 8
+_NAME = "megatron_distopt"
+#: Processors on which stores are seen in their order.
+_ORDERED = ("x86_64", "AMD64")
+#: Looks before the first sleep; seconds of the shortest and the longest sleep, and between looks at a peer's process.
+_LOOKS, _LEAST_SLEEP, _MOST_SLEEP, _PATIENCE = 100, 3e-5, 1e-3, 0.1
+
+
+_is_forbidden = threading.Event()
+
+
+def allow_shared_memory(is_allowed: bool) -> None:
+    """Of groups that have not communicated yet; where one rank of a group does not, none of them does."""
+    if is_allowed:
+        _is_forbidden.clear()
+    else:
+        _is_forbidden.set()
+
+
+def may_share_memory() -> bool:
+    """Whether this system has what [Note: shared memory] needs, and it is allowed."""
+    if _is_forbidden.is_set():
+        return False
+    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and platform.machine() in _ORDERED
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """What one rank shares, as this process has it mapped.
+
+    Args:
+        memory: all of it.
+        words: of 8 bytes, the beginning.
+        process: that it is of, as a file descriptor that can be read once that has ended.
+    """
+
+    memory: mmap.mmap
+    words: memoryview
+    process: int
+
+    @classmethod
+    def mapped(cls, descriptor: int, process: int) -> _Segment:
+        """From two file descriptors, of which the first is needed no more."""
+        memory = mmap.mmap(descriptor, 0)
+        segment = cls(memory, memoryview(memory)[: 8 * _WORDS].cast("q"), process)
+        finalize(segment, os.close, process)
+        return segment
+
+    @property
+    def half_nbytes(self) -> int:
+        return (len(self.memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
+
+    def half(self, collective: int, number: int) -> Tensor:
+        """1-D, uint8."""
+        nbytes = self.half_nbytes
+        offset = 8 * _WORDS + (_NUM_HALVES * collective + number) * nbytes
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def has_ended(self) -> bool:
+        """The process."""
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Lane:
+    """One collective over a group whose ranks share memory. It does not keep the group.
+
+    Args:
+        segments: by rank.
+        collective: `SUM` or `GATHER`.
+        group: of the ranks.
+    """
+
+    def __init__(self, segments: Sequence[_Segment], collective: int, group: Group) -> None:
+        self.lock = threading.Lock()
+        self._segments, self._collective = segments, collective
+        self._rank, self._timeout = group.rank, _timeout_of(group)
+        self._names = [group.global_rank(rank) for rank in range(group.size)]
+        self._written = _LINE * (1 + collective)
+        self._turn = 0  # that has begun on this rank
+        self.half_nbytes = segments[0].half_nbytes
+
+    def begin(self) -> Tensor:
+        """This rank's half, uint8. The turn before has to be read of all ranks, see [Note: shared memory]."""
+        self._turn += 1
+        return self._half_of(self._rank)
+
+    def publish(self) -> None:
+        """The half may be read."""
+        self._segments[self._rank].words[self._written] = self._turn
+
+    def read(self, rank: int) -> Tensor:
+        """Another rank's half, once it is published."""
+        self._wait(rank)
+        return self._half_of(rank)
+
+    def _half_of(self, rank: int) -> Tensor:
+        return self._segments[rank].half(self._collective, self._turn % _NUM_HALVES)
+
+    def _wait(self, rank: int) -> None:
+        for _ in range(_LOOKS):
+            if self._is_there(rank):
+                return
+            os.sched_yield()
+        start, checks = time.monotonic(), 0
+        while not self._is_there(rank):
+            waited = time.monotonic() - start
+            if waited > (checks + 1) * _PATIENCE:
+                checks += 1
+                self._check(rank, waited)
+            time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
+
+    def _is_there(self, rank: int) -> bool:
+        return self._segments[rank].words[self._written] >= self._turn
+
+    def _check(self, rank: int, waited: float) -> None:
+        """What a rank said before it ended counts."""
+        has_ended = self._segments[rank].has_ended()
+        if not self._is_there(rank) and (has_ended or waited > self._timeout):
+            raise RanksDisagreeError(_lost(self._names[rank], has_ended, waited))
+
+
+def _lost(rank: int, has_ended: bool, seconds: float) -> str:
+    got = f"rank {rank} has ended" if has_ended else f"rank {rank} did not come within {seconds:.0f} s"
+    remedy = f"Read what rank {rank} wrote last; its error is the first one"
+    return refusal("collective", got, "be called by every rank of its group", remedy)
+
+
+def _timeout_of(group: Group) -> float:
+    """Seconds, as given to init_process_group or new_group."""
+    backend = _handle_of(group)._get_backend(torch.device("cpu"))
+    options = getattr(backend, "options", None)
+    return getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """Of a group's ranks, once.
+
+    Args:
+        lock: the thread that comes first meets the other ranks.
+        lanes: by collective; empty where they cannot share memory, None before they have met.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    lanes: Sequence[Lane] | None = None
+
+
+_meetings: WeakKeyDictionary[ProcessGroup, _Meeting] = WeakKeyDictionary()
+_meetings_lock = threading.Lock()
+
+
+def lane_of(group: Group, collective: int) -> Lane | None:
+    """Collective for the group's first time: None for messages."""
+    with _meetings_lock:
+        meeting = _meetings.setdefault(_handle_of(group), _Meeting())
+    with meeting.lock:
+        if meeting.lanes is None:
+            segments = _meet(group)
+            meeting.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if segments else []
+        return meeting.lanes[collective] if meeting.lanes else None
+
+
+def _handle_of(group: Group) -> ProcessGroup:
+    handle = group.handle or dist.group.WORLD
+    if handle is None:
+        raise InvariantError(refusal("process group", "none", "be there until the last collective", "Report this"))
+    return handle
+
+
+def _meet(group: Group) -> list[_Segment]:
+    """Collective: the segments of all ranks; none, on all ranks alike, where one rank cannot map one of them."""
+    secret = secrets.randbits(62)
+    own = _new_segment(secret)
+    try:
+        said = swap(_numbers(os.getpid(), own, secret, _network()), _MEET_TAG, group)
+        segments = _found(said)
+        answers = swap(_numbers(len(segments)), _MEET_TAG, group)
+    finally:
+        if own >= 0:
+            os.close(own)
+    return segments if all(int(answer) == group.size for answer in answers) else []
+
+
+def _numbers(*values: int) -> Tensor:
+    """On the CPU, whatever the user's default device is."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _new_segment(secret: int) -> int:
+    """A file descriptor; -1 where this system has no such thing."""
+    if not may_share_memory():
+        return -1
+    try:
+        descriptor = os.memfd_create(_NAME)
+    except OSError:
+        return -1
+    os.ftruncate(descriptor, _segment_nbytes())
+    os.pwrite(descriptor, secret.to_bytes(8, sys.byteorder), 0)
+    return descriptor
+
+
+def _segment_nbytes() -> int:
+    return 8 * _WORDS + 2 * SHARED_NBYTES
+
+
+def _found(said: Sequence[Tensor]) -> list[_Segment]:
+    """Of all ranks, or fewer."""
+    try:
+        return [_found_one(*map(int, each)) for each in said]
+    except (OSError, LookupError):
+        return []
+
+
+def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Segment:
+    """A rank's segment.
+
+    Raises:
+        OSError, LookupError: the rank is on another machine, or as good as.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    if descriptor < 0 or network != _network() or f"/memfd:{_NAME}" not in os.readlink(path):
+        raise LookupError(path)
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(opened).st_size != _segment_nbytes():
+            raise LookupError(path)
+        segment = _Segment.mapped(opened, os.pidfd_open(process))
+    finally:
+        os.close(opened)
+    if segment.words[0] != secret:
+        raise LookupError(path)
+    return segment
+
+
+def _network() -> int:
+    """The number of this process's network namespace."""
+    return os.stat("/proc/self/ns/net").st_ino if may_share_memory() else 0

@@ -1,0 +1,42 @@
+"""Whether a backend can do what a step needs, found out on a few numbers before training."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_distopt.comm.collectives import all_gather, carrier_of, reduce_scatter
+from megatron_distopt.comm.groups import Group
+from megatron_distopt.errors import ConfigError, refusal
+
+__all__ = ["try_collectives"]
+
+
+def try_collectives(device: torch.device, group: Group, wire: torch.dtype | None = None) -> None:
+    """Collective: a reduce-scatter and an all-gather of one number a rank.
+
+    Args:
+        device: of what will travel.
+        group: over which.
+        wire: see `Reduction`.
+
+    Raises:
+        ConfigError: the backend does not have one of them, or gives something else.
+    """
+    if group.size == 1 or device.type == "meta":
+        return
+    numbers = torch.ones(group.size, device=device)
+    shard = numbers[group.rank : group.rank + 1]
+    try:
+        reduce_scatter(numbers, shard, group, wire)
+        all_gather(numbers, shard, group)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise _missing(device, group, str(error).strip().splitlines()[0]) from error
+    if numbers.tolist() != [group.size] * group.size:
+        raise _missing(device, group, f"ones of {group.size} ranks add up to {numbers.tolist()}")
+
+
+def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
+    got = f"{carrier_of(device, group)} on {device.type} ({reason})"
+    rule = "carry a reduce-scatter and an all-gather of the model's tensors"
+    remedy = "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another backend"
+    return ConfigError(refusal("backend", got, rule, remedy))

@@ -1,0 +1,104 @@
+"""fp32 grads that travel in 16 bits: one rounding of each summand but the rank's own, sums in fp32, either way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import Group
+from megatron_distopt.comm.collectives import begin_reduce_scatter, reduce_scatter
+from megatron_distopt.comm.wire import _CHUNK_NUMEL, begin_sum
+from megatron_distopt.errors import ConfigError
+from tests.support.spawn import run_ranks
+
+RANKS = 3
+#: Of a shard: less than a chunk, and one chunk and a part.
+NUMELS = {"small": 1000, "two chunks": _CHUNK_NUMEL + 77}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _values(rank: int, numel: int) -> Tensor:
+    return torch.randn(RANKS * numel, generator=torch.Generator().manual_seed(rank))
+
+
+def _wanted(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """From rank - 1 downwards, its own last and as it was."""
+    parts = [_values((rank - distance) % RANKS, numel).view(RANKS, -1)[rank] for distance in range(1, RANKS)]
+    total = parts[0].to(dtype).float()
+    for part in parts[1:]:
+        total += part.to(dtype).float()
+    return total + _values(rank, numel).view(RANKS, -1)[rank]
+
+
+def _collect(rank: int, size: int) -> dict[str, Any]:
+    group, found = Group.of(), {}
+    for name, dtype in DTYPES.items():
+        for kind, numel in NUMELS.items():
+            for way in ("at once", "beside", "backend's own"):
+                bucket = _values(rank, numel)
+                shard = bucket.view(RANKS, -1)[rank]
+                if way == "at once":
+                    reduce_scatter(bucket, shard, group, dtype)
+                elif way == "beside":
+                    begin_reduce_scatter(bucket, shard, group, dtype).wait()
+                else:
+                    begin_sum(bucket, shard, group, dtype).wait()
+                found[f"{name} {kind} {way}"] = torch.equal(shard, _wanted(rank, numel, dtype))
+    found["trained"] = [_train(rank, wire, overlap) for wire in (None, "bfloat16") for overlap in (False, True)]
+    return found
+
+
+def _train(rank: int, wire: str | None, overlap: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    config = DistOptConfig(adam="torch_foreach", lr=0.01, bucket_numel=70, overlap_grad_reduce=overlap, wire_dtype=wire)
+    optimizer = distribute(model, config)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(_collect, RANKS)
+
+
+@pytest.mark.parametrize("way", ["at once", "beside", "backend's own"])
+@pytest.mark.parametrize("kind", NUMELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_when_it_travels_in_16_bits_then_it_is_that_of_rounded_summands(
+    found: list[dict[str, Any]], dtype: str, kind: str, way: str
+) -> None:
+    assert [each[f"{dtype} {kind} {way}"] for each in found] == [True] * RANKS
+
+
+def test_training_when_grads_travel_in_16_bits_then_overlap_changes_nothing_and_the_rounding_something(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in found:
+        plain, plain_beside, short, short_beside = each["trained"]
+        assert all(torch.equal(*pair) for pair in zip(plain, plain_beside, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(short, short_beside, strict=True))
+        assert not all(torch.equal(*pair) for pair in zip(plain, short, strict=True))
+        # Three updates of 0.01 an element, which rounding to 8 bits can turn around where a gradient is small.
+        assert all((one - other).abs().max() < 0.06 for one, other in zip(plain, short, strict=True))
+
+
+def _refusal(rank: int, size: int) -> str:
+    config = DistOptConfig(wire_dtype="bfloat16", grads_in_fp32=False)
+    with pytest.raises(ConfigError) as error:
+        distribute(torch.nn.Linear(4, 4).bfloat16(), config)
+    return str(error.value)
+
+
+def test_wire_when_grads_have_16_bits_already_then_refused() -> None:
+    assert run_ranks(_refusal, 1) == [
+        "Invalid wire_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
+        "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True."
+    ]
