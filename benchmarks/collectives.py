@@ -1,14 +1,16 @@
 """How fast gradients are added up and params are collected over gloo, from pair to pair and by torch's own collectives.
 
-    python benchmarks/collectives.py [--sizes 1 4 16 64 256] [--ranks 2 4] [--quick] [--json FILE]
+    python benchmarks/collectives.py [--sizes 1 4 16 64 256] [--ranks 2 4] [--quick] [--json FILE] [--plot FILE]
 
-Sizes are MB of bucket. Both ways run in the same processes, one after the other, round after round; the time is that of
-the slowest rank. The last line has how many times faster ours is, at the smallest and the largest size from 4 MB up.
+Sizes are MB of bucket. All ways run in the same processes, one after the other, round after round; the time is that of
+the slowest rank. "ours" is what ranks of one machine do, "messages" what ours does between machines. The last line has
+how many times faster than torch's they are from 4 MB up, at the worst and at the best.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -26,6 +28,9 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 import torch  # noqa: E402 - it reads the number of threads when it is imported
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from peers.plot import Drawing  # noqa: E402
+from peers.plot_collectives import draw_collectives  # noqa: E402
+from peers.ratios import Spread, over  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_distopt.comm import Group, collectives, pairwise  # noqa: E402
@@ -45,13 +50,23 @@ def by_torch_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
 
 
 WAYS: dict[str, dict[str, Way]] = {
-    "reduce-scatter": {"ours": pairwise.reduce_scatter, "torch": by_torch_sum},
-    "all-gather": {"ours": pairwise.all_gather, "torch": by_torch_gather},
+    "reduce-scatter": {
+        "ours": pairwise.reduce_scatter,
+        "messages": pairwise.sum_by_messages,
+        "torch": by_torch_sum,
+    },
+    "all-gather": {
+        "ours": pairwise.all_gather,
+        "messages": pairwise.gather_by_messages,
+        "torch": by_torch_gather,
+    },
 }
 
 
 def main() -> None:
-    args = parse_args()
+    args, drawing = parse_args()
+    if drawing.of_kept(draw_collectives):
+        return
     results: list[dict[str, Any]] = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -63,6 +78,7 @@ def main() -> None:
         about = {"command": "python benchmarks/collectives.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
         load = {"load_before": args.load_before, "cores": os.cpu_count()}
         args.json.write_text(json.dumps({**about, **load, "results": results}, indent=1) + "\n")
+    drawing.of_result(draw_collectives, {"results": results})
     print(summary_of(results))
 
 
@@ -73,7 +89,7 @@ def run(rank: int, size: int, sizes: list[float], rounds: int, folder: str) -> N
     group = Group.of()
     found = [measure(what, name, megabytes, rounds, group) for what in WAYS for name in DTYPES for megabytes in sizes]
     if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(found))
+        (Path(folder) / "results.json").write_text(json.dumps(found, default=dataclasses.asdict))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -90,9 +106,8 @@ def measure(what: str, dtype: str, megabytes: float, rounds: int, group: Group) 
             took = timed(lambda way=way: way(bucket, shard, group))
             if number:
                 seconds[name].append(took)
-    ratios = [torchs / ours for ours, torchs in zip(seconds["ours"], seconds["torch"], strict=True)]
-    about = {"what": what, "dtype": dtype, "ranks": group.size, "megabytes": megabytes}
-    return {**about, "seconds": seconds, "ratio": statistics.median(ratios), "ratios": [min(ratios), max(ratios)]}
+    about = {"what": what, "dtype": dtype, "ranks": group.size, "megabytes": megabytes, "seconds": seconds}
+    return {**about, "torch / way": {name: over(seconds["torch"], taken) for name, taken in seconds.items()}}
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -108,35 +123,34 @@ def timed(act: Callable[[], object]) -> float:
 def line_of(each: dict[str, Any]) -> str:
     speeds = {name: each["megabytes"] / 1e3 / statistics.median(taken) for name, taken in each["seconds"].items()}
     about = f"{each['what']:<15}{each['dtype']}  {each['ranks']} ranks {each['megabytes']:6.1f} MB"
-    low, high = each["ratios"]
-    return (
-        f"{about}  torch {speeds['torch']:5.2f} GB/s  ours {speeds['ours']:5.2f} GB/s  "
-        f"{each['ratio']:.2f} times [{low:.2f} to {high:.2f}]"
-    )
+    parts = [f"{name} {speed:5.2f} GB/s" for name, speed in speeds.items()]
+    parts += [f"torch/{name} {Spread(**each['torch / way'][name])}" for name in speeds if name != "torch"]
+    return "  ".join([about, *parts])
 
 
 def summary_of(results: list[dict[str, Any]]) -> str:
     parts = []
-    for what in WAYS:
+    for what, ways in WAYS.items():
         large = [each for each in results if each["what"] == what and each["megabytes"] >= LEAST_MB]
-        worst = min(large, key=lambda each: each["ratio"])
-        best = max(large, key=lambda each: each["ratio"])
-        parts.append(f"{what} torch/ours {worst['ratio']:.2f} to {best['ratio']:.2f}")
+        for name in ways if large else ():
+            ratios = [each["torch / way"][name]["median"] for each in large]
+            parts += [f"{what} torch/{name} {min(ratios):.2f} to {max(ratios):.2f}"] * (name != "torch")
     return f"from {LEAST_MB:.0f} MB up: " + ", ".join(parts)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="MB of bucket")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="4 and 16 MB, 3 rounds")
     parser.add_argument("--json", type=Path, help="where to write the result")
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     args.load_before = os.getloadavg()
     if args.quick:
         args.sizes, args.rounds = [4.0, 16.0], 3
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

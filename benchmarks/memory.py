@@ -1,6 +1,6 @@
 """How many bytes an element each rank needs, beside what a user would use instead.
 
-    python benchmarks/memory.py [--ranks 2 4] [--layers 4] [--hidden 1024] [--quick] [--json FILE]
+    python benchmarks/memory.py [--ranks 2 4] [--layers 4] [--hidden 1024] [--quick] [--json FILE] [--plot FILE]
 
 bf16 params, fp32 grads, AdamW. The target is 6 + 12/n at n ranks: param 2, grad 4, the owned part of main param and two
 moments. The model sees eight tokens, so that what is measured is not activations. benchmarks/README.md says how
@@ -10,6 +10,7 @@ every figure is read, and what came out.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,11 @@ from typing import Any
 import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.memory_reading import MemoryReading, read
+from peers.overlap_contestants import overlap_entries
+from peers.plot import Drawing
+from peers.plot_training import draw_memory
 from peers.ranks import log, run_on_ranks
 from peers.script import add_training, parser_of, pick, settings_of, table, write
-from peers.train_contestants import train_entries
 from peers.transformer import TrainSetting
 
 #: Of the model, so small that nearly all of it is in its layers.
@@ -30,8 +33,10 @@ VOCABULARY, SEQUENCE = 256, 8
 
 
 def main() -> None:
-    args = parse_args()
-    pick(train_entries(args.ours), args.contestants)
+    args, drawing = parse_args()
+    if drawing.of_kept(draw_memory):
+        return
+    pick(overlap_entries(args.ours), args.contestants)
     start = time.monotonic()
     # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
@@ -44,16 +49,21 @@ def main() -> None:
     found = [summary([r for r in readings if r.ranks == ranks]) for ranks in dict.fromkeys(r.ranks for r in readings)]
     result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
     write({**result, "failures": failures, "readings": readings}, args.json)
+    drawing.of_result(draw_memory, result)
     for line in (*lines(found), *failures):
         print(line)
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
-    """On every rank: each contestant with a small model, so that imports are over, then each with the real one."""
-    entries = pick(train_entries(args.ours), args.contestants)
+    """On every rank: each contestant with a small model, so that imports are over, then each with the real one.
+
+    What imports leave is kept from the garbage collector, which would look through a million objects for each reading.
+    """
+    entries = pick(overlap_entries(args.ours), args.contestants)
     setting = TrainSetting(args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_numel, rank, size)
     for entry in entries:
         read(entry, replace(setting, layers=1, hidden=128))
+        gc.freeze()
     for entry in entries:
         log(read(entry, setting), path)
 
@@ -110,13 +120,14 @@ def last_words(ranks: dict[str, Any]) -> str:
     return f"{ranks['ranks']} ranks: " + ", ".join([own, *ratios])
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = parser_of(__doc__, "a smaller model, 2 ranks")
     add_training(parser, layers=4, hidden=1024)
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.layers = [2], 1
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,10 @@ from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
 import torch
-import torch.distributed as dist
 from peers.machine import about
 from peers.ratios import Spread, over, spread
 from peers.script import table, write
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_distopt.comm import Group
 from megatron_distopt.plugin.commands.plan_build import build
 from megatron_distopt.plugin.commands.plan_choice import Choice, plan_choice, plan_stage
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
@@ -64,8 +61,7 @@ class Reading:
     Args:
         numel, tensors: params of the model.
         plan_seconds: layout, bytes, collectives and timeline, without torch.
-        group_seconds: torch's own, to make the fake process group.
-        layout_seconds, optimizer_seconds, update_seconds: see `plan_build.Seconds`.
+        group_seconds, layout_seconds, optimizer_seconds, update_seconds: see `plan_build.Seconds`.
         process_nbytes: by which building raised the peak of the process.
         holds_nbytes: what the rank would hold.
         wall_seconds: of planning and building together, by the clock on the wall.
@@ -130,7 +126,7 @@ def warm_up() -> None:
 
     What is there by then is kept from the garbage collector, which would make the processes copy it.
     """
-    build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=2)), 0))
+    build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=2)), 0), 0)
     gc.collect()
     gc.freeze()
 
@@ -143,17 +139,13 @@ def read(setting: Setting, number: int) -> Reading:
     times_of(plan, Assumed(12.5e9, backward_seconds=1.0))
     footprint = plan.footprint
     planned = time.process_time()
-    dist.init_process_group("fake", rank=0, world_size=setting.ranks, store=FakeStore())
-    group = Group.of()
-    joined = time.process_time()
-    built = build(plan, lambda part: group, time.process_time)
+    built = build(plan, 0, time.process_time)
     wall = time.perf_counter() - wall
-    dist.destroy_process_group()
     if (built.main_nbytes, built.num_runs) != (footprint.main_nbytes, footprint.num_runs):
         raise RuntimeError(f"{setting} was built with {built.main_nbytes} bytes, planned were {footprint.main_nbytes}")
     seconds = built.seconds
     return Reading(
-        *(setting, number, plan.numel, len(plan.params), planned - start, joined - planned),
+        *(setting, number, plan.numel, len(plan.params), planned - start, seconds.groups),
         *(seconds.layout, seconds.optimizer, seconds.update, built.process_nbytes, built.lasting_nbytes),
         wall,
     )

@@ -1,6 +1,7 @@
 """How long an optimizer step takes without communication, beside what a user would use instead.
 
     python benchmarks/step.py [--sizes 1 8 32 100 300] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
+                              [--plot FILE]
 
 Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the global norm, update
 fp32 main params by AdamW and round to bf16, in one process of one thread. Round after round each contestant is built,
@@ -18,6 +19,8 @@ import peers.environment  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
 from peers.machine import MemoryRates, about, memory_rates
+from peers.plot import Drawing
+from peers.plot_training import draw_step
 from peers.ratios import Spread, over, spread
 from peers.script import parser_of, pick, settings_of, table, write
 from peers.step_contestants import StepEntry, step_entries
@@ -32,7 +35,9 @@ WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.0, 256))
 
 
 def main() -> None:
-    args = parse_args()
+    args, drawing = parse_args()
+    if drawing.of_kept(draw_step):
+        return
     start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -42,7 +47,9 @@ def main() -> None:
     settings = list(dict.fromkeys(reading.numel for reading in readings))
     found = [summary(numel, readings, rates[numel]) for numel in settings]
     about_it = about(args.load_before, time.monotonic() - start)
-    write({**about_it, "settings": settings_of(args), "sizes": found, "readings": readings}, args.json)
+    result = {**about_it, "settings": settings_of(args), "sizes": found, "readings": readings}
+    write(result, args.json)
+    drawing.of_result(draw_step, result)
     for line in lines(found):
         print(line)
 
@@ -125,16 +132,17 @@ def last_words(size: dict[str, Any]) -> str:
     return f"{size['numel'] / 1e6:.0f} M: " + ", ".join(parts)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = parser_of(__doc__, "4 million elements, 3 rounds; DeepSpeed's ops are not compiled")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 8, 32, 100, 300], help="millions of elements")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps in a round")
     parser.add_argument("--loss-scale", type=float, help="that all grads are multiplied with; none where left out")
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.repeats = [4], 3, 5
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

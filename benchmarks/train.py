@@ -1,6 +1,7 @@
 """How long whole training steps take, beside what a user would use instead.
 
     python benchmarks/train.py [--ranks 2 4] [--rounds 5] [--layers 6] [--hidden 512] [--quick] [--json FILE]
+                               [--plot FILE]
 
 A small transformer in bf16 with fp32 main params: forward, backward, reduce, clip, step, gather, over gloo. All
 contestants train the same model on the same data and run one after the other in the same processes, round after round.
@@ -20,12 +21,17 @@ from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
+from peers.overlap_contestants import overlap_entries
+from peers.plot import Drawing
+from peers.plot_training import draw_train
 from peers.ranks import log, run_on_ranks
 from peers.ratios import Spread, over, spread
 from peers.script import add_training, parser_of, pick, settings_of, table, write
-from peers.train_contestants import FORWARD_BACKWARD, train_entries
+from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import Pace, TrainReading, read
 from peers.transformer import TrainSetting
+
+from megatron_distopt.comm import shared_memory
 
 #: So that imports, first allocations and first connections are over before anything is timed.
 WARM_UP = Pace(1, 1, 1)
@@ -35,8 +41,10 @@ TOLERANCE = 1e-3
 
 
 def main() -> None:
-    args = parse_args()
-    pick(train_entries(args.ours), args.contestants)
+    args, drawing = parse_args()
+    if drawing.of_kept(draw_train):
+        return
+    pick(overlap_entries(args.ours), args.contestants)
     start = time.monotonic()
     found, failures = [], []
     for ranks in args.ranks:
@@ -46,13 +54,16 @@ def main() -> None:
         found += [summary(readings)] if readings else []
     result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
     write({**result, "failures": failures}, args.json)
+    drawing.of_result(draw_train, result)
     for line in (*lines(found), *failures):
         print(line)
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
     """On every rank: a warm-up of every contestant with a small model, then rounds over them."""
-    entries = pick(train_entries(args.ours), args.contestants)
+    if args.messages:
+        shared_memory.may_share_memory = lambda: False
+    entries = pick(overlap_entries(args.ours), args.contestants)
     setting = TrainSetting(
         args.layers, args.hidden, args.vocabulary, args.sequence, args.sequences, args.bucket_numel, rank, size
     )
@@ -139,7 +150,7 @@ def last_words(ranks: dict[str, Any]) -> str:
     return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.0f} M: " + ", ".join(ratios)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = parser_of(__doc__, "a smaller model, 2 ranks, 2 rounds")
     add_training(parser, layers=6, hidden=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -148,10 +159,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=64, help="tokens")
     parser.add_argument("--sequences", type=int, default=1, help="of a rank's microbatch")
+    text = "ours sends messages, as it does between machines, and shares no memory"
+    parser.add_argument("--messages", action="store_true", help=text)
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.rounds, args.blocks, args.steps, args.layers = [2], 2, 2, 2, 2
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""The arithmetic of benchmarks/overlap.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from peers.overlap_busy import busy_seconds
+from peers.overlap_contestants import best_of, is_ours, overlap_entries, picked
+from peers.overlap_exposed import (
+    Context,
+    WiredReading,
+    WireTimes,
+    exposed_parts,
+    loss_apart,
+    processor_parts,
+    slowest,
+    summary,
+    wire_times,
+)
+from peers.overlap_probe import Probe
+from peers.overlap_report import last_line, lines
+from peers.train_reading import TrainReading
+
+RANKS, NUMEL = 2, 10_000_000
+
+
+def _reading(name: str, seconds: float, losses: tuple[float, ...] = (4.0, 2.0)) -> TrainReading:
+    return TrainReading(name, RANKS, NUMEL, 0, (seconds,), 2 * seconds, 3.0 * NUMEL, losses)
+
+
+def _readings() -> list[WiredReading]:
+    """In quarters of a second, so that what comes out is exact."""
+    mute = {"ours": 0.5, "ours, overlap": 0.5, "A2": 1.0}
+    wired = {"ours": 1.0, "ours, overlap": 0.625, "A2": 2.0}
+    found = [WiredReading(None, 1.0, _reading(name, seconds)) for name, seconds in mute.items()]
+    return found + [WiredReading(5.0, 2.0, _reading(name, seconds)) for name, seconds in wired.items()]
+
+
+def _summary(gigabits: float) -> dict[str, Any]:
+    context = Context(Probe(gigabits, 50.0), forward=[0.125], both=[0.375], best="ours, overlap", cores=2)
+    return summary(5.0, _readings(), context)
+
+
+def test_wire_times_when_two_ranks_then_half_the_model_is_sent() -> None:
+    # 10 M elements, of which 5 M are sent: 20 MB of fp32 and 10 MB of bf16 at 0.625 GB/s.
+    assert wire_times(NUMEL, 2, 5.0) == WireTimes(reduce_scatter=0.032, all_gather=0.016)
+
+
+def test_wire_times_when_four_ranks_then_three_quarters_are_sent() -> None:
+    assert wire_times(NUMEL, 4, 5.0).total == pytest.approx(0.048 * 1.5, rel=1e-12)  # rounded in decimals
+
+
+def test_exposed_when_a_round_is_faster_than_without_communication_then_is_below_zero() -> None:
+    assert exposed_parts([1.0, 2.0], [0.75, 2.5]) == [0.25, -0.25]
+
+
+def test_processor_part_when_both_cores_share_it_then_is_half_of_it_over_the_step() -> None:
+    assert processor_parts([2.0], [3.5], [2.5], cores=2) == [0.25]
+
+
+def test_summary_when_read_then_compares_each_with_itself_and_with_ours() -> None:
+    found = _summary(5.0)
+    exposed = {name: part.median for name, part in found["exposed part of the step"].items()}
+    assert exposed == {"ours": 0.5, "ours, overlap": 0.2, "A2": 0.5}
+    ratios = {name: ratio.median for name, ratio in found["peer / ours with overlap"].items()}
+    assert ratios == {"ours": 1.6, "A2": 3.2}
+
+
+@pytest.mark.parametrize(("gigabits", "is_longer"), [(1.0, True), (0.9, False)])
+def test_summary_when_rate_is_low_then_backward_is_shorter(gigabits: float, is_longer: bool) -> None:
+    # Backward takes 0.25 s; 30 MB take 0.24 s at 1 Gbit/s.
+    assert _summary(gigabits)["backward_is_longer"] is is_longer
+
+
+def test_last_line_when_too_much_is_exposed_then_says_so() -> None:
+    assert last_line([_summary(5.0)]) == ("5 Gbit/s: no overlap/ours 1.60, exposed 20% (NOT below 10%), A2/ours 3.20")
+
+
+def test_last_line_when_backward_is_shorter_then_goal_does_not_apply() -> None:
+    assert "exposed 20% (backward is shorter than the communication), A2" in last_line([_summary(0.5)])
+
+
+def test_lines_when_losses_differ_then_says_that_it_is_not_the_same_work() -> None:
+    readings = [*_readings(), WiredReading(5.0, 2.0, _reading("torch FSDP2", 1.0, losses=(4.0, 2.5)))]
+    context = Context(Probe(5.0, 50.0), forward=[0.125], both=[0.375], best="ours, overlap", cores=2)
+    rows = {line.split("  ")[0]: line for line in lines([summary(5.0, readings, context)])}
+    assert rows["torch FSDP2"].endswith("NOT THE SAME WORK: losses differ by more than 0.1%")
+    assert "NOT" not in rows["A2"]
+
+
+def test_lines_when_a_contestant_was_not_run_then_says_why() -> None:
+    failed = TrainReading("torch FSDP2", RANKS, NUMEL, 0, why_not="not installed")
+    context = Context(Probe(5.0, 50.0), forward=[0.125], both=[0.375], best="ours, overlap", cores=2)
+    said = list(lines([summary(5.0, [*_readings(), WiredReading(5.0, 2.0, failed)], context)]))
+    assert said[-1].startswith("torch FSDP2") and said[-1].endswith("not installed")
+
+
+def test_loss_apart_when_a_loss_differs_then_is_the_largest_relative_difference() -> None:
+    assert loss_apart([_reading("A2", 1.0, (4.0, 2.5))], [_reading("ours", 1.0)]) == 0.25
+    assert loss_apart([], []) is None
+
+
+def test_slowest_when_ranks_were_timed_apart_then_takes_the_longer_of_each_block() -> None:
+    ranks = [TrainReading("ours", 2, 8, 0, seconds, 1.0) for seconds in ((0.5, 2.0), (1.0, 1.5))]
+    assert slowest(ranks) == TrainReading("ours", 2, 8, 0, (1.0, 2.0), 1.0)
+
+
+def test_slowest_when_one_rank_failed_then_is_its_reason() -> None:
+    failed = TrainReading("A2", 2, 8, 0, why_not="not installed")
+    assert slowest([_reading("A2", 1.0), failed]) is failed
+
+
+def test_busy_when_read_then_leaves_out_waiting_and_other_machines() -> None:
+    # user nice system idle iowait irq softirq steal guest guest_nice; guests are counted among users.
+    assert busy_seconds("cpu  100 20 30 4000 500 6 44 800 70 0\ncpu0 1 2 3", 100) == 2.0
+
+
+def test_picked_when_peers_are_named_then_this_package_runs_with_and_without_overlap() -> None:
+    names = [entry.name for entry in picked([], ["A2"])]
+    assert names[:2] == ["ours", "ours, overlap"]
+    assert [name for name in names if not is_ours(name)] == ["A2"]
+
+
+def test_best_when_all_are_there_then_has_every_overlap_that_there_is() -> None:
+    entries = overlap_entries([])
+    names = [entry.name for entry in entries]
+    assert best_of(entries) == ("ours, both overlaps" if "ours, both overlaps" in names else "ours, overlap")

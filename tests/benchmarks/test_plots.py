@@ -1,0 +1,123 @@
+"""`--plot` and `--from` of the benchmarks: a picture from a result, with a row also for a contestant that failed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from peers.plot import Bar, Drawing, Panel, Row, draw, draw_panels
+from peers.plot_collectives import draw_collectives
+from peers.plot_training import draw_memory, draw_step, draw_train
+from peers.ratios import Spread
+
+pytest.importorskip("matplotlib")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+NOT_RUN = {"apex": "not installed (No module named 'apex')"}
+SECONDS = {"alone": Spread(1, 0.5, 1.5), "ours": Spread(2, 1, 3), "peer": Spread(4, 3.5, 9), "apex": None}
+TIMED = {"numel": 10**6, "peer / ours": {"peer": Spread(2, 1, 3), "apex": None}, "why_not": NOT_RUN, "seconds": SECONDS}
+BYTES = {"peak of a step": 14.0, "held between steps": 12.0}
+MEMORY = {"target": 12.0, "bytes an element": {"ours": BYTES, "peer": BYTES}, "why_not": NOT_RUN, "numel": 10**6}
+RESULTS: dict[str, tuple[Callable[[Any, Path], None], dict[str, Any]]] = {
+    "step": (draw_step, {"sizes": [{**TIMED, "copy_bytes_per_second": Spread(1e10, 9e9, 2e10)}] * 2}),
+    "train": (draw_train, {"ranks": [{**TIMED, "ranks": 2}]}),
+    "memory": (draw_memory, {"ranks": [{**MEMORY, "ranks": ranks} for ranks in (2, 4)]}),
+}
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    """Width and height of a PNG in pixels."""
+    data = file.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def texts(figure: Any) -> set[str]:
+    from matplotlib.text import Text
+
+    return {text.get_text().strip() for text in figure.findobj(Text)}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is saved."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **more: Any) -> None:
+        figures.append(self)
+        save(self, *args, **more)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_plot_when_a_result_is_drawn_then_every_contestant_has_its_row(
+    name: str, tmp_path: Path, drawn: list[Any]
+) -> None:
+    function, result = RESULTS[name]
+    Drawing(tmp_path / "x.png", None).of_result(function, result)
+    assert min(size_of(tmp_path / "x.png")) > 200
+    assert {"ours", "peer", "apex", "not installed"} <= texts(drawn[0])
+
+
+def test_plot_when_times_are_drawn_then_they_are_milliseconds_with_the_ratio(tmp_path: Path, drawn: list[Any]) -> None:
+    function, result = RESULTS["train"]
+    Drawing(tmp_path / "x.png", None).of_result(function, result)
+    assert {"2000", "4000  (2.00 ×)", "alone", "2 ranks, 1.0 M elements"} <= texts(drawn[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("step", draw_step), ("collectives", draw_collectives), ("checkpoint_4_ranks", draw)],
+)
+def test_plot_when_a_kept_result_is_named_then_it_is_drawn_and_nothing_is_to_be_run(
+    name: str, function: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    drawing = Drawing(tmp_path / "x.png", BENCHMARKS / "results" / f"{name}.json")
+    assert drawing.of_kept(function)
+    assert min(size_of(tmp_path / "x.png")) > 200
+
+
+def test_plot_when_it_is_not_asked_for_then_nothing_is_drawn(drawn: list[Any]) -> None:
+    drawing = Drawing(None, None)
+    drawing.of_result(draw_step, {})
+    assert (drawing.of_kept(draw_step), drawn) == (False, [])
+
+
+def test_plot_when_there_are_more_rows_then_the_picture_is_higher(tmp_path: Path) -> None:
+    heights = []
+    for number in (2, 12):
+        rows = [Row(f"peer {each}", (Bar((3.0, 2.0, 4.0), "3"), None), mark=1.0) for each in range(number)]
+        draw_panels("title", [[Panel("a", "s", rows), Panel("b", "s", rows, (2.0, "line"))]], tmp_path / "x.png")
+        heights.append(size_of(tmp_path / "x.png")[1])
+    assert heights[1] > heights[0]
+
+
+def test_arguments_when_they_are_taken_then_the_rest_is_what_was_measured() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", type=int, default=3)
+    Drawing.add_arguments(parser)
+    args = parser.parse_args(["--plot", "a.png", "--from", "b.json"])
+    assert Drawing.taken_from(args, parser) == Drawing(Path("a.png"), Path("b.json"))
+    assert json.dumps(vars(args)) == '{"sizes": 3}'
+
+
+def test_from_when_there_is_no_plot_beside_it_then_says_what_to_write() -> None:
+    command = [sys.executable, str(BENCHMARKS / "collectives.py"), "--from", "x.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "Invalid --from: no --plot beside it. Must say where to draw. Write --plot FILE beside it." in done.stderr
