@@ -27,6 +27,7 @@ __all__ = [
     "find_accelerator",
     "has_torch_fused",
     "mark",
+    "mark_ranges",
     "record",
     "refusing_synchronisation",
     "stats_dtype",
@@ -68,12 +69,9 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
         rule, remedy = "be installed when it is asked for", "Run pip install deepspeed, or write accelerator='torch'"
         raise ConfigError(refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy))
     if has_deepspeed and choice != "torch":
-        found = Accelerator(import_module("deepspeed.accelerator").get_accelerator().device_name(), "deepspeed")
-    else:
-        found = Accelerator(_torch_device_type(), "torch")
-    if found.device_type == CUDA:
-        mark_with(Marker(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop))
-    return found
+        accelerator = import_module("deepspeed.accelerator").get_accelerator()
+        return Accelerator(accelerator.device_name(), "deepspeed")
+    return Accelerator(_torch_device_type(), "torch")
 
 
 def _torch_device_type() -> str:
@@ -99,6 +97,12 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
         rule = f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as accelerator)"
         raise LayoutError(refusal("param device", device, rule, "Move the model with model.to(...) first"))
     return device
+
+
+def mark_ranges(device: torch.device) -> None:
+    """From now on the ranges of a step are on the timeline of the device's own profiler, too: on CUDA, as NVTX."""
+    if device.type == CUDA:
+        mark_with(Marker(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop))
 
 
 def has_torch_fused(device_type: str) -> bool:

@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
-from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
+from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
 from megatron_distopt.optimizer.decide import decide_together
 from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, step_divided
 from megatron_distopt.optimizer.late import LateVerdict
@@ -85,6 +85,7 @@ class ShardedOptimizer:
         group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
         self.plan = plan
+        mark_ranges(self.device)
         self._num_skipped = 0
         self._late: LateVerdict | None = None
         self.runs = build_main_runs(
