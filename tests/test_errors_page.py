@@ -15,7 +15,7 @@ from megatron_distopt import errors
 from megatron_distopt.hosts.era_a import facts as era_a
 from megatron_distopt.hosts.generations import GENERATIONS
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.megatron_core.facts import REFUSED
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.layout import buckets
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +52,7 @@ STANDS_FOR = {
     ("comm/agree.py", "field.what"): _fields(),
     ("hosts/era_a/adapter.py", "str(SEAM)"): (str(era_a.SEAM),),
     ("hosts/megatron_core/adapter.py", "str(SEAM)"): (str(megatron_core.SEAM),),
+    ("hosts/megatron_core/config.py", "name"): tuple(HOSTS_OWN),
     ("hosts/megatron_core/config.py", "refused.option"): tuple(refused.option for refused in REFUSED),
     ("hosts/seams.py", "str(self)"): _SEAMS,
     ("hosts/source/found.py", "str(self.seam)"): _SEAMS,

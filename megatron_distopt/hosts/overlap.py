@@ -1,18 +1,43 @@
-"""How grads are reduced in a host whose DistributedDataParallel is ours: at once in the step, or beside backward."""
+"""How grads are reduced where the host leaves that to us: at once in the step, or beside backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import GradOverlap, Group, reduce_grads
+from megatron_distopt.buffers import ShardedBuffer, dtype_name
+from megatron_distopt.comm import AS_THEY_ARE, CommTime, GradOverlap, Group, Reduction, reduce_grads
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["GradSync"]
+__all__ = ["GradSync", "as_it_arrives", "behind_the_hosts_hook", "wire_of"]
+
+#: Lets somebody know, with the param's name, that its gradient is in the buffer.
+Arrived = Callable[[str], None]
+
+
+def wire_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """What grads are rounded to on their way; None for as they are.
+
+    Raises:
+        ConfigError: grads that are kept in 16 bits are to be rounded.
+    """
+    if config.wire_dtype is None:
+        return None
+    short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
+    if short:
+        got, rule = f"{config.wire_dtype} for grads kept in {dtype_name(short[0])}", "have fp32 grads to round"
+        remedy = "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True"
+        raise ConfigError(refusal("wire_dtype", got, rule, remedy))
+    wire: torch.dtype = getattr(torch, config.wire_dtype)
+    return wire
 
 
 class GradSync:
@@ -21,23 +46,29 @@ class GradSync:
     Args:
         buffers: of all its params.
         data: over which they are sharded.
-        named: the params.
-        overlapped: whether buckets are reduced beside backward.
+        overlap: reduces the same buffers beside backward; None for at once.
+        how: see `Reduction`.
     """
 
     def __init__(
-        self, buffers: Sequence[ShardedBuffer], data: Group, named: Mapping[str, Parameter], *, overlapped: bool
+        self,
+        buffers: Sequence[ShardedBuffer],
+        data: Group,
+        overlap: GradOverlap | None = None,
+        how: Reduction = AS_THEY_ARE,
     ) -> None:
-        self._buffers, self._data = buffers, data
+        self._buffers, self._data, self._how = buffers, data, how
         self._is_paused = False
-        self._overlap = GradOverlap(buffers, data) if overlapped else None
-        if self._overlap is not None:
-            for name, param in named.items():  # behind the hook that adds the grad to its buffer
-                param.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
+        self.overlap = overlap
 
-    def _arrived(self, name: str, _: Tensor) -> None:
-        if self._overlap is not None and not self._is_paused:
-            self._overlap.arrived(name)
+    def arrived(self, name: str) -> None:
+        """A gradient was added to its buffer.
+
+        Raises:
+            LayoutError: its bucket is under way already.
+        """
+        if self.overlap is not None and not self._is_paused:
+            self.overlap.arrived(name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -48,17 +79,48 @@ class GradSync:
         finally:
             self._is_paused = before
 
-    def finish(self) -> None:
+    def finish(self) -> CommTime:
         """Collective: what is not reduced yet is; afterwards every rank has the sums of its shards."""
-        if self._overlap is not None:
-            self._overlap.finish()
-            return
+        if self.overlap is not None:
+            return self.overlap.finish()
+        start = perf_counter()
         for buffer in self._buffers:
-            reduce_grads(buffer, self._data)
+            reduce_grads(buffer, self._data, self._how)
+        seconds = perf_counter() - start
+        return CommTime(seconds, seconds)
 
     def drop(self) -> None:
         """Collective where backward ran and no step followed: the grads are zeros afterwards."""
-        if self._overlap is not None and self._overlap.has_arrived:
-            self._overlap.finish()
+        if self.overlap is not None and self.overlap.has_arrived:
+            self.overlap.finish()
         for buffer in self._buffers:
             buffer.grad.zero_()
+
+
+def as_it_arrives(named: Mapping[str, Parameter], arrived: Arrived) -> None:
+    """Tells of every gradient, behind the hook that adds it to its buffer, which is of the same kind."""
+    for name, param in named.items():
+        param.register_post_accumulate_grad_hook(partial(_tell, arrived, name))  # type: ignore[no-untyped-call]
+
+
+def _tell(arrived: Arrived, name: str, _: Tensor) -> None:
+    arrived(name)
+
+
+def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> list[object]:
+    """The same behind a hook on the node of autograd that accumulates the gradient.
+
+    Returns:
+        The nodes: hooks live as long as these.
+    """
+    nodes: list[object] = []
+    for name, param in named.items():
+        with torch.enable_grad():
+            node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(partial(_tell_of_node, arrived, name))
+        nodes.append(node)
+    return nodes
+
+
+def _tell_of_node(arrived: Arrived, name: str, *_: object) -> None:
+    arrived(name)

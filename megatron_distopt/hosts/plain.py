@@ -16,10 +16,8 @@ True
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,74 +36,36 @@ from megatron_distopt.checkpoint import (
 )
 from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.comm import (
+    GradOverlap,
     Group,
     ProcessGroup,
-    gather_params,
+    allow_shared_memory,
     raise_together,
     share_initial,
+    try_collectives,
 )
-from megatron_distopt.config import DistOptConfig, config_from_environment
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import (
     StartUp,
-    as_torch_groups,
-    check_dtypes,
     compare_ranks,
-    named_trainable,
-    plan_groups,
-    spec_of,
 )
-from megatron_distopt.hosts.overlap import GradSync
+from megatron_distopt.hosts.comm_log import CommLog
+from megatron_distopt.hosts.overlap import GradSync, as_it_arrives
+from megatron_distopt.hosts.param_overlap import OverlappedParamSync, ParamSync
+from megatron_distopt.hosts.plain_start import Part, Request, decide
 from megatron_distopt.hosts.saver import Saver
-from megatron_distopt.layout import BufferLayout, Placement, default_bucket_numel, lay_out
+from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import (
-    InnerChoice,
     Memory,
-    ParamGroup,
     ShardedOptimizer,
     StepPlan,
     StepResult,
-    adopt_instance,
-    check_devices,
-    choose_inner,
-    find_accelerator,
     make_loss_scale,
     measure_memory,
 )
-from megatron_distopt.optimizer.accelerator import CPU
 
 __all__ = ["PlainOptimizer", "distribute"]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Params that share a buffer: one param dtype, one grad dtype."""
-
-    named: Mapping[str, Parameter]
-    layout: BufferLayout
-    grad_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the user gave."""
-
-    chunks: Sequence[Module]
-    config: DistOptConfig | None
-    param_groups: Sequence[Mapping[str, Any]] | None
-    optimizer: Optimizer | None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """All that is decided before the first byte is allocated."""
-
-    config: DistOptConfig
-    named: Mapping[str, Parameter]
-    parts: tuple[_Part, ...]
-    groups: tuple[ParamGroup, ...]
-    choice: InnerChoice
-    device: torch.device
 
 
 def _as_it_is(name: str, param: Parameter) -> Placement:
@@ -147,8 +107,8 @@ def distribute(
     data = Group.of(process_group)
     stats = Group.of(stats_process_group or process_group)
     chunks = [model] if isinstance(model, Module) else list(model)
-    request = _Request(chunks, config, param_groups, optimizer)
-    plan = raise_together(lambda: _plan(request, data), stats)
+    request = Request(chunks, config, param_groups, optimizer)
+    plan = raise_together(lambda: decide(request, data), stats)
     step_plan = StepPlan(
         plan.groups,
         plan.choice,
@@ -160,60 +120,21 @@ def distribute(
     )
     layouts, grad_dtypes = zip(*((part.layout, dtype_name(part.grad_dtype)) for part in plan.parts), strict=True)
     compare_ranks(StartUp(plan.named, step_plan, layouts, grad_dtypes), data, stats)
+    allow_shared_memory(plan.config.shared_memory)
+    raise_together(lambda: try_collectives(plan.device, data, plan.how.wire), stats)
     buffers = [_allocate(part, data) for part in plan.parts]
     share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)
     placements = {name: placement(name, param) for name, param in plan.named.items()}
-    grads = GradSync(buffers, data, plan.named, overlapped=plan.config.overlap_grad_reduce)
-    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements, grads)
+    overlap = GradOverlap(buffers, data, how=plan.how) if plan.config.overlap_grad_reduce else None
+    grads = GradSync(buffers, data, overlap, plan.how)
+    as_it_arrives(plan.named if grads.overlap is not None else {}, grads.arrived)
+    params = ParamSync(buffers, data)
+    if plan.config.overlap_param_gather:
+        params = OverlappedParamSync(buffers, data, chunks, plan.named)
+    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements, grads, params)
 
 
-def _plan(request: _Request, data: Group) -> _Plan:
-    config = config_from_environment(os.environ, request.config)
-    # Reverse of registration is roughly the order in which backward finishes gradients.
-    named = dict(reversed(named_trainable(request.chunks).items()))
-    _check_params(named, config)
-    device = check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
-    _check_backend(data, device)
-    own, given = request.optimizer, request.param_groups
-    if given is None:
-        given = own.param_groups if own is not None else [{"params": list(named.values())}]
-    groups = plan_groups(named, as_torch_groups(given))
-    choice = adopt_instance(own) if own is not None else choose_inner(config, device.type)
-    return _Plan(config, named, _plan_parts(named, config, data.size), groups, choice, device)
-
-
-def _check_params(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
-    if not named:
-        raise LayoutError(refusal("model", "no trainable param", "have at least 1", "Unfreeze something"))
-    check_dtypes(named, config)
-    for name, param in named.items():
-        if hasattr(param, "main_grad"):
-            rule, remedy = "belong to one distributed optimizer", "Build a new model, or keep the first optimizer"
-            raise LayoutError(refusal(f"param {name!r}", "in a grad buffer already", rule, remedy))
-
-
-def _check_backend(group: Group, device: torch.device) -> None:
-    if device.type == CPU and group.backend == "nccl":
-        rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
-        raise ConfigError(refusal("process group", f"{group.backend} for a model on {device}", rule, remedy))
-
-
-def _plan_parts(named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> tuple[_Part, ...]:
-    by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
-    for name, param in named.items():
-        by_dtype.setdefault(param.dtype, {})[name] = param
-    parts = []
-    for dtype, members in by_dtype.items():
-        specs = [spec_of(name, param) for name, param in members.items()]
-        bucket_numel = config.bucket_numel
-        if bucket_numel is None and config.overlap_grad_reduce:
-            bucket_numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
-        layout = lay_out(specs, num_shards=num_shards, bucket_numel=bucket_numel)
-        parts.append(_Part(members, layout, torch.float32 if config.grads_in_fp32 else dtype))
-    return tuple(parts)
-
-
-def _allocate(part: _Part, data: Group) -> ShardedBuffer:
+def _allocate(part: Part, data: Group) -> ShardedBuffer:
     param = move_into_buffer(part.named, part.layout)
     grad = accumulate_into_buffer(part.named, part.layout, part.grad_dtype)
     return ShardedBuffer(part.layout, data.rank, grad, param)
@@ -235,20 +156,27 @@ class PlainOptimizer(Optimizer):
         data: the data-parallel group.
         placements: of the params in the whole model, by name.
         grads: reduces them.
+        params: gathers them.
     """
 
     def __init__(
-        self, sharded: ShardedOptimizer, data: Group, placements: Mapping[str, Placement], grads: GradSync
+        self,
+        sharded: ShardedOptimizer,
+        data: Group,
+        placements: Mapping[str, Placement],
+        grads: GradSync,
+        params: ParamSync,
     ) -> None:
         # The constructor of torch's class would build groups and state of its own.
         self.sharded = sharded
-        self._grads = grads
+        self._grads, self._params = grads, params
         self.data = data
         self.defaults = sharded.inner.defaults
         everyone = sharded.plan.stats_group()
         about: dict[str, str | int] = {"host": "any torch module", "ranks": everyone.size, "data_parallel": data.size}
         self._model = WholeModel([Share(sharded, placements, sharded.plan.counted)], about=about)
         self._saver = Saver(sharded.config, everyone)
+        self._log = CommLog(sharded.config.log_communication, is_first=everyone.rank == 0)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -292,18 +220,25 @@ class PlainOptimizer(Optimizer):
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
         """
-        self._grads.finish()
+        gathered = self._params.finish()
+        reduced = self._grads.finish()
+        self._log.step(reduced, gathered)
         result = self.sharded.step()
-        if result.updated:
-            self._gather()
+        if result.may_have_updated:
+            self._params.gather()
         return result
 
-    def _gather(self) -> None:
-        for buffer in self.sharded.buffers:
-            gather_params(buffer, self.data)
+    def finish_param_gather(self) -> None:
+        """With `overlap_param_gather`: until all params are there.
+
+        To be called before code outside of a forward pass reads or changes them. The model's `state_dict()` and the
+        calls of this optimizer do it by themselves.
+        """
+        self._params.finish()
 
     def reload_model_params(self) -> None:
         """Call it after changing model params from outside; the main params follow."""
+        self.finish_param_gather()
         self.sharded.reload_model_params()
 
     def save(self, folder: str | Path) -> None:
@@ -316,6 +251,7 @@ class PlainOptimizer(Optimizer):
             CheckpointError: on a rank that cannot write; the folder holds what it held before.
             RanksDisagreeError: on the others.
         """
+        self.finish_param_gather()
         self._saver.save(Path(folder), self._model)
 
     def finish_saving(self) -> None:
@@ -334,11 +270,13 @@ class PlainOptimizer(Optimizer):
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
+        self.finish_param_gather()
         load_any(Path(folder), self._model, self.sharded.plan.stats_group())
-        self._gather()
+        self._params.gather_now()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by param name, see checkpoint/state.py."""
+        self.finish_param_gather()
         return local_state_dict(self.sharded)
 
     @torch.no_grad()
@@ -348,6 +286,7 @@ class PlainOptimizer(Optimizer):
         Raises:
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
         """
+        self.finish_param_gather()
         raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self.sharded.plan.stats_group())
         load_local_state_dict(self.sharded, state_dict)
-        self._gather()
+        self._params.gather_now()

@@ -1,10 +1,12 @@
-"""The host's timers: every generation has the same ones, and finds them in another place."""
+"""The host's timers, which every generation keeps in another place; a profiler gets their names, too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from megatron_distopt.comm import profiled
 
 __all__ = ["timed"]
 
@@ -18,11 +20,12 @@ def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
         name: that its log expects.
         barrier: whether ranks wait for each other before.
     """
-    if timers is None:
-        yield
-        return
-    timers(name, log_level=1).start(barrier=barrier)
-    try:
-        yield
-    finally:
-        timers(name).stop()
+    with profiled(name):
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=1).start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timers(name).stop()

@@ -20,7 +20,7 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
-from megatron_distopt.config import FREE_OPTIONS
+from megatron_distopt.config import FREE_OPTIONS, option_word
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.version import VERSION
 from tests.support.mini_fork import FOLDER, SCRIPT, Launched, MiniFork, TrainingRun, core_folder, launch
@@ -375,7 +375,8 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
         "  inner      torch_fused",
         "  decay      decoupled",
         "  nonfinite  skip",
-        "  groups     2 ranks, optimizer sharded over 2 by gloo from pair to pair",
+        "  groups     2 ranks, optimizer sharded over 2 by gloo, from pair to pair in shared memory",
+        "  overlap    grads after backward (all grads fit into one bucket), params before the next forward",
         f"  files      {kinds[files]}",
         "  buffer     params bfloat16, grads float32, 28 params of 7,744 elements in 1 bucket(s), 1/2 a rank",
         "  bytes      params 15.1 KiB, grads 30.2 KiB, main params 15.1 KiB, moments 30.2 KiB",
@@ -387,7 +388,9 @@ def test_runner_when_the_fork_prints_its_arguments_then_ours_are_among_them(
     launched: Callable[[str], Done], name: str
 ) -> None:
     printed = dict(re.findall(r"^  (distopt_\w+) \.+ (.*)$", launched(name).launched.output, re.MULTILINE))
-    assert printed == {f"distopt_{each}": "skip" if each == "nonfinite" else "None" for each in FREE_OPTIONS}
+    assert printed == {
+        f"distopt_{option_word(each)}": "skip" if each == "nonfinite" else "None" for each in FREE_OPTIONS
+    }
 
 
 def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_announce_it(

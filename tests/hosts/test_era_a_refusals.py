@@ -133,7 +133,8 @@ Cases = Mapping[str, Callable[[], Refused]]
 def run_all(rank: int, size: int) -> dict[str, Refused]:
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     at = Attempts(rank)
-    cases = {**_controls(at), **_of_flags(at), **_of_seams(at), **_of_class(at), **_of_model(at), **_of_ranks(at)}
+    cases = {**_controls(at), **_of_flags(at), **_of_seams(at), **_of_class(at), **_of_model(at)}
+    cases |= {**_of_overlap(at), **_of_ranks(at)}
     return {name: attempt() for name, attempt in cases.items()}
 
 
@@ -309,6 +310,34 @@ def _of_model(at: Attempts) -> Cases:
     }
 
 
+def _of_overlap(at: Attempts) -> Cases:
+    """Buckets and what runs beside what."""
+
+    def without_count(*words: str) -> Refused:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("megatron", "megatron.global_vars"):
+                patch.delattr(sys.modules[module], "get_num_microbatches")
+            return at.train(*words)
+
+    def beside_params_norm() -> Refused:
+        def change(chunks: list[Any]) -> list[Any]:
+            sys.modules["megatron"].get_args().log_params_norm = True
+            return chunks
+
+        return at.train("--distopt-overlap-param-gather", change=change)
+
+    return {
+        "bucket of nothing": lambda: at.train("--distopt-bucket-size", "0"),
+        "bucket below one element a rank": lambda: at.train("--distopt-bucket-size", "1"),
+        "other buckets on one rank": lambda: at.train("--distopt-bucket-size", "700" if at.rank == 1 else "800"),
+        "overlap on one rank": lambda: at.train("--distopt-overlap-grad-reduce", "yes" if at.rank == 1 else "no"),
+        "bad overlap": lambda: at.train("--distopt-overlap-grad-reduce", "always"),
+        "params read outside of forward": beside_params_norm,
+        "no microbatch count": lambda: without_count("--distopt-overlap-grad-reduce"),
+        "no microbatch count, by itself": without_count,
+    }
+
+
 def _with_dtype(chunks: list[Any], dtype: torch.dtype) -> list[Any]:
     param = next(chunks[0].parameters())
     param.data = param.data.to(dtype)
@@ -355,7 +384,8 @@ def _of_ranks(at: Attempts) -> Cases:
 _FLAGS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
     "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
-    "--distopt-keep-last"
+    "--distopt-keep-last, --distopt-overlap-grad-reduce, --distopt-overlap-param-gather, --distopt-bucket-size, "
+    "--distopt-log-communication, --distopt-wire-dtype, --distopt-shared-memory"
 )
 _ADMA = f"Must be one of {_FLAGS}. Write --distopt-adam."
 _LISTED = "Use a Megatron that docs/hosts.md lists."
@@ -460,6 +490,29 @@ WANTED: dict[str, tuple[str, str]] = {
         "ConfigError",
         "Invalid arguments: --DDP-impl FSDP. Must be local, whose buffers are sharded. Write --DDP-impl local.",
     ),
+    "bucket of nothing": (
+        "ConfigError",
+        "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
+    ),
+    "bucket below one element a rank": (
+        "ConfigError",
+        "Invalid bucket_numel: 1 elements. Must have one for each of the 2 data-parallel ranks. "
+        "Write --distopt-bucket-size 40000000, or leave it out.",
+    ),
+    "bad overlap": (
+        "ConfigError",
+        "Invalid overlap_grad_reduce: 'always'. Must be yes, no or auto. Write overlap_grad_reduce=yes.",
+    ),
+    "params read outside of forward": (
+        "ConfigError",
+        "Invalid overlap_param_gather: set beside --log-params-norm. Must be off where the fork reads params outside "
+        "of a forward pass. Drop --distopt-overlap-param-gather, or --log-params-norm.",
+    ),
+    "no microbatch count": (
+        "ConfigError",
+        "Invalid number of microbatches: unknown: the fork has no get_num_microbatches. Must be known where grads are "
+        "reduced beside backward. Write --distopt-overlap-grad-reduce no, or give the fork that function.",
+    ),
     "use_fsdp": (
         "ConfigError",
         "Invalid arguments: --use-fsdp. Must be off. Drop --use-fsdp, or --use-distributed-optimizer.",
@@ -525,6 +578,17 @@ WANTED: dict[str, tuple[str, str]] = {
         "Invalid options: rank 1 has eps=1e-06 as number 6 where rank 0 has eps=1e-07. Must be the same on all 2 "
         "ranks. Start rank(s) 1 with the code and options of the others.",
     ),
+    "other buckets on one rank": (
+        "RanksDisagreeError",
+        "Invalid options: rank 1 has bucket_numel=700 as number 19 where rank 0 has bucket_numel=800. Must be the same "
+        "on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
+    ),
+    "overlap on one rank": (
+        "RanksDisagreeError",
+        "Invalid options: rank 1 has overlap_grad_reduce=True as number 24 where rank 0 has "
+        "overlap_grad_reduce=False. Must be the same on all 2 ranks. "
+        "Start rank(s) 1 with the code and options of the others.",
+    ),
     "other variable on one rank": (
         "RanksDisagreeError",
         "Invalid options: rank 1 has decay='l2' as number 8 where rank 0 has decay='decoupled'. Must be the same on "
@@ -554,6 +618,12 @@ def test_host_of_2023_when_its_class_takes_more_that_is_not_used_then_trains(
     found: list[dict[str, Refused]], name: str
 ) -> None:
     assert [each[name] for each in found] == [TRAINED] * SIZE
+
+
+def test_host_of_2023_when_it_cannot_say_its_microbatches_then_it_trains_without_overlap(
+    found: list[dict[str, Refused]],
+) -> None:
+    assert [each["no microbatch count, by itself"] for each in found] == [TRAINED] * SIZE
 
 
 def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: list[dict[str, Refused]]) -> None:

@@ -365,3 +365,35 @@ def test_megatron_deepspeed_when_a_checkpoint_does_not_say_the_step_then_refused
         "where this file layout does not save it. Must be there for Adam. Write --distopt-resume-step N with the "
         "number of updates so far (iterations without skipped ones)."
     ) in found
+
+
+_BUCKETS = ("--distopt-adam", "torch_foreach", "--distopt-bucket-size", "30000", "--global-batch-size", "16")
+_AFTER = ("--distopt-overlap-grad-reduce", "no")
+_BESIDE = ("--distopt-overlap-grad-reduce", "yes", "--distopt-overlap-param-gather", "--distopt-log-communication", "5")
+OVERLAPPED: dict[str, Run] = {
+    "dp2": Run(_BUCKETS, precision="bf16"),
+    "dp2 fp16": Run((*_BUCKETS, *_FP16), precision="fp16"),
+    "pp2": Run((*_BUCKETS, *_PIPELINE), ranks=4),
+    "tp2": Run((*_BUCKETS, "--tensor-model-parallel-size", "2"), ranks=4, precision="bf16"),
+    "interleaved pipeline": Run(
+        (
+            *_BUCKETS,
+            *("--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "1"),
+            *("--num-layers", "8", "--expert-interval", "9", "--global-batch-size", "32", "--train-iters", "5"),
+        ),
+        ranks=8,
+        precision="bf16",
+    ),
+    "recomputed": Run((*_BUCKETS, "--recompute-granularity", "full", "--recompute-method", "uniform")),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_megatron_deepspeed_when_communication_runs_beside_computation_then_every_loss_and_norm_is_the_same(
+    name: str, train: Train
+) -> None:
+    run = OVERLAPPED[name]
+    after, beside = (train(replace(run, words=(*run.words, *words))) for words in (_AFTER, _BESIDE))
+    assert (after.losses, after.norms, after.scales) == (beside.losses, beside.norms, beside.scales)
+    assert "overlap    grads beside backward, params beside the next forward" in beside.output
+    assert "communication of step 5: reduce-scatter" in beside.output

@@ -136,7 +136,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
 
 
 def _num_begun(optimizer: Any) -> int:
-    overlap = optimizer._grads._overlap
+    overlap = optimizer._grads.overlap
     return 0 if overlap is None else overlap.num_begun
 
 
@@ -237,8 +237,8 @@ def test_overlap_when_a_rank_takes_another_branch_then_it_alone_is_later(found: 
 def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
     assert {each["late"] for each in found} == {
         "LayoutError: Invalid gradient of 'layers.3.bias': arrived after its bucket was reduced. Must arrive as often "
-        "in every step as in the first. Call all but the last backward of a step inside no_sync(), or write "
-        "overlap_grad_reduce=False."
+        "in every microbatch as in the first step. Call all but the last backward of a step inside no_sync(), or "
+        "write overlap_grad_reduce=False."
     }
 
 

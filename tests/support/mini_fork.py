@@ -138,6 +138,7 @@ class MiniFork:
             )
             for row in rows
         )
+        getattr(optimizer, "finish_param_gather", bool)()
         bare = model[0]
         while hasattr(bare, "module"):
             bare = bare.module

@@ -1,9 +1,10 @@
 """The grad buffers of the fork's DistributedDataParallel, in our words.
 
 The fork keeps one grad buffer for each grad dtype of a chunk and lets the params be. We keep its grad buffers, each as
-one bucket, and give the params real param buffers. Two things do not fit into the fork's buffer and get one of their
-own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones, and a buffer whose
-padding fits the data-parallel size but not the group that it is sharded over (Ulysses).
+one bucket, and give the params real param buffers. Three things do not fit into the fork's buffer and get one of their
+own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer whose padding
+fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each
+of which has padding (overlap.py). The fork's index map stays, and says in which order its files have the params.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_distopt.hosts.base import spec_of
 from megatron_distopt.hosts.era_a.groups import dense_group, expert_group, is_expert
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
-__all__ = ["BufferPlan", "GradBuffer", "plan_grad_buffers", "take_over"]
+__all__ = ["BufferPlan", "GradBuffer", "main_grads", "plan_grad_buffers", "take_over"]
 
 Named = Mapping[str, Parameter]
 
@@ -35,8 +36,10 @@ class BufferPlan:
         chunk: number of the model chunk.
         dtype: of the grads; the fork's key.
         group: over which it is sharded.
-        layout: of the grads; one bucket.
+        layout: of the grads.
         params: that are updated from it, by name.
+        in_file: where the fork's files have each param; its own place in the fork's buffer.
+        file_numel: elements there, without padding.
         is_ours: the fork's DistributedDataParallel will not know the tensor, so it will not zero it.
     """
 
@@ -45,6 +48,8 @@ class BufferPlan:
     group: Group
     layout: BufferLayout
     params: Named
+    in_file: Mapping[str, Span]
+    file_numel: int
     is_ours: bool = False
 
 
@@ -95,14 +100,16 @@ def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Para
     plans = []
     if dense:
         layout = _adopted(spans, chunk._grad_buffers[dtype], dense_group())
-        plans.append(BufferPlan(number, dtype, dense_group(), layout, dense))
+        plans.append(BufferPlan(number, dtype, dense_group(), layout, dense, spans, chunk._grad_buffers[dtype].numel))
     by_group: dict[Group, dict[str, Parameter]] = {}
     for name, param in params.items():
         if name not in dense:
             by_group.setdefault(expert_group(name, param), {})[name] = param
     for group, experts in by_group.items():
         layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
-        plans.append(BufferPlan(number, dtype, group, layout, experts, is_ours=True))
+        in_file = {slot.name: slot.in_buffer for slot in layout.slots}
+        numel = layout.buckets[-1].numel_unpadded
+        plans.append(BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True))
     return plans
 
 
@@ -123,13 +130,28 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
     """
     chunk: Any = chunks[plan.chunk]
     memory = chunk._grad_buffers[plan.dtype]
-    grad: Tensor = memory.data
-    if plan.is_ours or plan.layout.numel != memory.numel_padded:
+    if plan.is_ours:
         grad = memory.data.new_zeros(plan.layout.numel)
-        _point_main_grads(plan, grad)
-    if not plan.is_ours:
-        memory.data, memory.numel_padded = grad, plan.layout.numel
+    elif plan.layout.numel != memory.data.numel():
+        _let_go(plan, memory)
+        memory.data = grad = memory.data.new_zeros(plan.layout.numel)
+        memory.numel_padded = plan.layout.numel
+    else:
+        grad = memory.data
+    _point_main_grads(plan, grad)
     return GradBuffer(plan, _with_params(plan, grad))
+
+
+def main_grads(params: Named) -> dict[str, Tensor]:
+    """Where the fork adds the gradient of each."""
+    return {name: param.main_grad for name, param in params.items()}  # type: ignore[attr-defined]
+
+
+def _let_go(plan: BufferPlan, memory: Any) -> None:
+    """Nothing is in it yet, and two of them at once would be the most memory that a run ever needs."""
+    for param in plan.params.values():
+        param.main_grad = None  # type: ignore[attr-defined]
+    memory.data = memory.data.new_empty(0)
 
 
 def _point_main_grads(plan: BufferPlan, grad: Tensor) -> None:

@@ -47,7 +47,11 @@ class CheckpointCalls:
         self._take_back: Callable[[], None] = _nothing
 
     def state_dict(self) -> dict[str, Any]:
-        """In A2 what is not in the files of tensors; in A1 all of this rank's state, see state_a1.py."""
+        """In A2 what is not in the files of tensors; in A1 all of this rank's state, see state_a1.py.
+
+        In A1 with more than the fork's one bucket it is collective over the data-parallel ranks, which all save there.
+        """
+        self._optimizer.finish_param_gather()
         if not self._optimizer.gathers_state:
             return state_a1(self._optimizer)
         state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer)}}
@@ -66,6 +70,7 @@ class CheckpointCalls:
             RanksDisagreeError: on the others, with that rank's text.
         """
         self._has_whole_state = False
+        self._optimizer.finish_param_gather()
         state_dict = self._without_constant_scale(state_dict)
         if is_plain(state_dict):
             raise_together(lambda: check_plain(self._optimizer, state_dict), self._everyone, "load")
@@ -78,7 +83,7 @@ class CheckpointCalls:
             self._load_head(state_dict)
             return
         self._has_whole_state = True
-        self._optimizer.gather_model_params()
+        self._optimizer.communication.gather_now()
 
     def _without_constant_scale(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """A constant loss scale has an empty state, in which a dynamic one must not look for its own."""
@@ -105,6 +110,7 @@ class CheckpointCalls:
         """
         if getattr(get_args(), "no_save_optim", False):
             return
+        self._optimizer.finish_param_gather()
         folder = self._folder(filename)
         if self._optimizer.sharded.config.checkpoint_format == "native":
             save_gathered(self._optimizer, filename)
@@ -129,9 +135,10 @@ class CheckpointCalls:
             raise
         finally:
             self._take_back = _nothing
-        self._optimizer.gather_model_params()
+        self._optimizer.communication.gather_now()
 
     def _load_tensors(self, filename: str) -> None:
+        self._optimizer.finish_param_gather()
         self._saver.finish()  # what is being saved may be what is to be loaded
         folder = self._folder(filename)
         found = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron import get_args
 from megatron.core import mpu
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.optimizer.optimizer import MegatronOptimizer
@@ -21,22 +22,24 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Group, described, gather_params, raise_together, reduce_grads
+from megatron_distopt.comm import Group, allow_shared_memory, described, exchange, raise_together, try_collectives
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks
-from megatron_distopt.hosts.era_a.buffers import take_over
+from megatron_distopt.hosts.era_a.buffers import main_grads, take_over
 from megatron_distopt.hosts.era_a.checkpoint import CheckpointCalls
+from megatron_distopt.hosts.era_a.communication import Communication
 from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers
 from megatron_distopt.hosts.era_a.ranges import ranges_of
 from megatron_distopt.hosts.era_a.start import Request, Start, decide
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.hosts.timing import timed
+from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
     ShardedOptimizer,
     Verdict,
     clip_divisor,
+    decide_together,
     is_torchs,
-    judge_together,
     measure_together,
 )
 
@@ -85,15 +88,26 @@ class DistributedOptimizer(HostDistributedOptimizer):
     ) -> None:
         self.everyone = Group.of()
         request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
-        self.start = raise_together(lambda: decide(request, self.everyone), self.everyone)
+        decided = raise_together(lambda: decide(request, self.everyone), self.everyone)
+        allow_shared_memory(decided.plan.config.shared_memory)
+        raise_together(lambda: try_collectives(decided.device, decided.data, decided.how.wire), self.everyone)
+        start = raise_together(decided.overlapping, self.everyone)
+        MegatronOptimizer.__init__(
+            self,
+            optimizer,
+            clip_grad,
+            log_num_zeros_in_grad,
+            params_have_main_grad,
+            use_contiguous_buffers_in_local_ddp,
+            models,
+        )
+        self.start = start.in_buckets(self._late_params(start))
         self._compare_ranks(self.start)
         self.grad_buffers = [take_over(plan, models) for plan in self.start.buffers]
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
         self.sharded = ShardedOptimizer(sharded, self.start.plan)
-        contiguous = use_contiguous_buffers_in_local_ddp
-        MegatronOptimizer.__init__(
-            self, self.sharded.inner, clip_grad, log_num_zeros_in_grad, params_have_main_grad, contiguous, models
-        )
+        self.optimizer = self.sharded.inner
+        self.communication = Communication(self.start, self.grad_buffers, models, self.everyone)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
         self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -102,6 +116,16 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self._may_be_stale = True
         if self.everyone.rank == 0:
             self._announce()
+
+    def _late_params(self, start: Start) -> frozenset[str]:
+        """Collective: to whose gradients the fork adds after backward, tried on zeros where any rank has buckets."""
+        if not any(exchange(start.overlap.bucket_numel is not None, self.everyone)):
+            return frozenset()
+        found: set[str] = set()
+        grads = {name: grad for plan in start.buffers for name, grad in main_grads(plan.params).items()}
+        with Watch(grads, found.add, writes_only=True):
+            self._add_up_over_model_ranks(get_args(), None)
+        return frozenset().union(*exchange(found, start.data))
 
     def _compare_ranks(self, start: Start) -> None:
         layouts = [buffer.layout for buffer in start.buffers]
@@ -114,7 +138,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         data = self.start.data
         carrier = f" by {described(self.start.device, data)}" if data.size > 1 else ""
         groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {data.size}{carrier}"
-        more = (groups, f"files      {kind}")
+        more = (groups, f"overlap    {self.start.overlap}", f"files      {kind}")
         announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))
 
     @property
@@ -129,6 +153,13 @@ class DistributedOptimizer(HostDistributedOptimizer):
             args: of the fork.
             timers: of the fork.
         """
+        with self.communication.watched():
+            self._add_up_over_model_ranks(args, timers)
+        with _phases(args, timers)(_NAMES.reduce_scatter):
+            self.communication.reduce()
+
+    def _add_up_over_model_ranks(self, args: Any, timers: Any) -> None:
+        """Collective: what tensor- and pipeline-parallel ranks hold twice."""
         phase = _phases(args, timers)
         with phase(_NAMES.layernorm):
             self.allreduce_layernorm_grads(args)
@@ -136,10 +167,6 @@ class DistributedOptimizer(HostDistributedOptimizer):
                 self.allreduce_key_value_grads(args)
         with phase(_NAMES.embedding):
             self.allreduce_embedding_grads(args)
-        with phase(_NAMES.reduce_scatter):
-            # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
-            for buffer in self.grad_buffers:
-                reduce_grads(buffer.sharded[0], buffer.plan.group, divide_by=self.start.divide_by)
 
     def _must_add_up_key_values(self, args: Any) -> bool:
         """One child has multi-query attention; its method relies on its callers to ask whether it is to be called."""
@@ -156,24 +183,24 @@ class DistributedOptimizer(HostDistributedOptimizer):
             was skipped.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
+                where the verdict comes late, see `ShardedOptimizer.is_late`. Norm and zeros are then 0-D tensors.
         """
         phase, sharded = _phases(args, timers), self.sharded
+        self.finish_param_gather()
         self._follow_model()
-        divisor = sharded.divisor  # before the loss scale moves
         with phase(_NAMES.attach):
             sharded.attach_grads()
         with phase(_NAMES.measure):
-            stats = measure_together([sharded], self.everyone)
-            verdict = judge_together([sharded], stats, self.everyone)
-        if verdict is Verdict.SKIP:
+            (decision,) = decide_together([sharded], self.everyone)
+        if decision.verdict is Verdict.SKIP:
             return False, None, None
         with phase(_NAMES.clip):
-            norm = stats.norm(divisor)
+            norm = decision.grad_norm
         with phase(_NAMES.zeros):
-            num_zeros = stats.num_zeros  # counted while the gradient was measured
+            num_zeros = decision.num_zeros  # counted while the gradient was measured
         with phase(_NAMES.inner):
-            sharded.advance(divisor * clip_divisor(norm, sharded.config.clip_grad))
+            sharded.advance(decision.divisor, decision.found_inf)
         with phase(_NAMES.write):
             sharded.write_model()
         return True, norm if self.clip_grad > 0 else None, num_zeros
@@ -193,17 +220,24 @@ class DistributedOptimizer(HostDistributedOptimizer):
             timers: of the fork.
         """
         with _phases(args, timers)(_NAMES.gather):
-            for buffer in self.grad_buffers:
-                for each in buffer.sharded:
-                    gather_params(each, buffer.plan.group)
+            self.communication.gather()
+
+    def finish_param_gather(self) -> None:
+        """With --distopt-overlap-param-gather: until all params are there.
+
+        To be called before code outside of a forward pass reads or changes them. The model's `state_dict()` and the
+        calls of this optimizer do it by themselves.
+        """
+        self.communication.finish_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `param.grad`. The fork zeroes its own grad buffers; those that it does not know are zeroed here."""
+        """Drops `param.grad`. The fork zeroes its own grad buffers; those that it does not know are zeroed here.
+
+        Collective where grads are reduced beside backward, backward ran and no step followed.
+        """
         for param in self.start.named.values():
             param.grad = None
-        for buffer in self.grad_buffers:
-            if buffer.plan.is_ours:
-                buffer.grad.zero_()
+        self.communication.drop()
 
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""
@@ -214,6 +248,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
         One child calls it after every resume; main params that still round to the model's are more precise and stay.
         """
+        self.finish_param_gather()
         self.sharded.follow_model()
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:

@@ -29,7 +29,7 @@ class HostRange:
 
 
 def ranges_of(sharded: ShardedOptimizer, name: str) -> Mapping[str, HostRange]:
-    """The fork's three index spaces: the whole buffer, this rank's shard of it, and the param.
+    """The fork's three index spaces: the whole buffer, this rank's shard of the param's bucket, and the param.
 
     Raises:
         KeyError: this rank owns nothing of the param.

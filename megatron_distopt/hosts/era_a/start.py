@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,16 @@ from megatron.model.module import param_is_not_shared
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.comm import Group
+from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
 from megatron_distopt.hosts.base import names_by_param, plan_groups
 from megatron_distopt.hosts.era_a.buffers import BufferPlan, plan_grad_buffers
 from megatron_distopt.hosts.era_a.config import check_model, choose_for, merge_config
 from megatron_distopt.hosts.era_a.facts import check_flags
 from megatron_distopt.hosts.era_a.groups import dense_group
+from megatron_distopt.hosts.era_a.overlap import NO_OVERLAP, OverlapPlan, in_buckets, plan_overlap
 from megatron_distopt.hosts.loss_scale import loss_scale_of
+from megatron_distopt.hosts.overlap import wire_of
 from megatron_distopt.optimizer import StepPlan
 
 __all__ = ["Request", "Start", "decide"]
@@ -56,7 +59,8 @@ class Start:
         data: over which dense params are sharded.
         device: of all params.
         plan: of the step.
-        divide_by: what every rank divides its fp16 grads by before they are added up; 1 where the step averages.
+        how: grads are added up. Every rank divides its fp16 grads before; others are averaged in the step.
+        overlap: what runs beside computation, and in which buckets.
     """
 
     named: Mapping[str, Parameter]
@@ -64,7 +68,26 @@ class Start:
     data: Group
     device: torch.device
     plan: StepPlan
-    divide_by: int
+    how: Reduction
+    overlap: OverlapPlan = NO_OVERLAP
+
+    def overlapping(self) -> Start:
+        """The same with what runs beside computation; once the ranks of `data` have met.
+
+        Raises:
+            ConfigError: what was asked for by name cannot be had.
+        """
+        overlap = plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
+        return dataclasses.replace(self, overlap=overlap)
+
+    def in_buckets(self, late: Collection[str]) -> Start:
+        """The same with buffers cut into buckets, where that was decided.
+
+        Args:
+            late: params to whose gradients the fork adds after backward.
+        """
+        buffers = tuple(in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
+        return dataclasses.replace(self, buffers=buffers)
 
 
 def decide(request: Request, everyone: Group) -> Start:
@@ -96,7 +119,8 @@ def decide(request: Request, everyone: Group) -> Start:
         average_over=data.size // divide_by,
         counted=lambda name: _is_counted(named[name]),
     )
-    return Start(named, buffers, data, device, plan, divide_by)
+    how = Reduction(divide_by, wire_of(config, [buffer.dtype for buffer in buffers]))
+    return Start(named, buffers, data, device, plan, how)
 
 
 def _is_counted(param: Parameter) -> bool:

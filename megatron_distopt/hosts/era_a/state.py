@@ -180,7 +180,7 @@ def moment_keys(optimizer: ShardedOptimizer) -> set[str]:
 
 
 def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[MainRun, ParamShard]]:
-    """By param name what this rank owns; at most one shard a param, because a buffer is one bucket."""
+    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
     return {shard.name: (run, shard) for run in optimizer.runs for shard in run.run.shards}
 
 

@@ -16,7 +16,7 @@ The fork's own optimizer writes the params of a group that mixes fp32 with 16 bi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from megatron_distopt.hosts.era_a.state import (
     shards_of,
     updates_so_far,
 )
+from megatron_distopt.layout import Bucket, BufferLayout, ParamShard, Span
 from megatron_distopt.optimizer import MainRun, moments_of
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -
     wholes = {
         key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (_MAIN, *sorted(keys))
     }
-    return {key: whole.cpu() for key, whole in wholes.items() if whole is not None} or None
+    return {key: _in_file(whole.cpu(), buffer) for key, whole in wholes.items() if whole is not None} or None
 
 
 def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
@@ -147,7 +148,7 @@ def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrie
     for name, (run, shard) in shards_of(optimizer.sharded).items():
         source = run.main if key == _MAIN else moments_of(optimizer.sharded.inner, run.main).get(key)
         if source is not None and buffer.holds(name):
-            shard_tensor[shard.in_shard.as_slice()].copy_(run.cut(source, shard))
+            _place_of(shard, buffer, shard_tensor).copy_(run.cut(source, shard))
     return shard_tensor
 
 
@@ -163,24 +164,56 @@ def _scatter(
     carrier = _carrier(group)
     for key in keys:
         shard_tensor = carrier.empty_shard(buffer)
-        whole = None if tensors is None else _repadded(tensors[key], buffer).to(shard_tensor.device)
+        whole = None if tensors is None else _by_rank(tensors[key], buffer).to(shard_tensor.device)
         scatter_from_first(whole, shard_tensor, carrier.group)
         for name, (run, shard) in shards_of(optimizer.sharded).items():
             if buffer.holds(name):
                 whole_run = run.main if key == _MAIN else moments[run].setdefault(key, torch.zeros_like(run.main))
-                run.cut(whole_run, shard).copy_(shard_tensor[shard.in_shard.as_slice()])
+                run.cut(whole_run, shard).copy_(_place_of(shard, buffer, shard_tensor))
 
 
-def _repadded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
-    """The values of the params, padded for this number of ranks."""
-    numel = _numel_of(buffer)
-    whole = torch.zeros(buffer.plan.layout.numel, dtype=torch.float32)
-    whole[:numel] = tensor[:numel]
+def _place_of(shard: ParamShard, buffer: GradBuffer, shard_tensor: Tensor) -> Tensor:
+    """Where a rank has it among its shards of all buckets, one after the other."""
+    layout = buffer.plan.layout
+    before = layout.buckets[shard.bucket].in_buffer.start // layout.num_shards
+    return shard_tensor[shard.in_shard.moved_by(before).as_slice()]
+
+
+def _in_file(whole: Tensor, buffer: GradBuffer) -> Tensor:
+    """From the order of ranks, each with its shards of all buckets, to that of the fork's file."""
+    layout, numel = buffer.plan.layout, buffer.plan.file_numel
+    file = torch.zeros(-(-numel // layout.num_shards) * layout.num_shards, dtype=whole.dtype)
+    for bucket, values in _by_bucket(whole, layout):
+        flat = values.flatten()
+        for name, in_bucket in _slots_of(bucket, layout):
+            file[buffer.plan.in_file[name].as_slice()] = flat[in_bucket.as_slice()]
+    return file
+
+
+def _by_rank(file: Tensor, buffer: GradBuffer) -> Tensor:
+    """The inverse of `_in_file`, padded for this number of ranks."""
+    layout = buffer.plan.layout
+    whole = torch.zeros(layout.numel, dtype=torch.float32)
+    for bucket, place in _by_bucket(whole, layout):
+        values = torch.zeros(bucket.in_buffer.numel, dtype=torch.float32)
+        for name, in_bucket in _slots_of(bucket, layout):
+            values[in_bucket.as_slice()] = file[buffer.plan.in_file[name].as_slice()]
+        place.copy_(values.view_as(place))
     return whole
 
 
-def _numel_of(buffer: GradBuffer) -> int:
-    return buffer.plan.layout.buckets[-1].numel_unpadded
+def _by_bucket(whole: Tensor, layout: BufferLayout) -> Iterator[tuple[Bucket, Tensor]]:
+    """[ranks, elements of a shard] of each bucket."""
+    by_rank = whole.view(layout.num_shards, layout.shard_numel)
+    for bucket in layout.buckets:
+        start, stop = bucket.in_buffer.start // layout.num_shards, bucket.in_buffer.stop // layout.num_shards
+        yield bucket, by_rank[:, start:stop]
+
+
+def _slots_of(bucket: Bucket, layout: BufferLayout) -> Iterator[tuple[str, Span]]:
+    for slot in layout.slots:
+        if slot.bucket == bucket.index:
+            yield slot.name, slot.in_buffer.relative_to(bucket.in_buffer.start)
 
 
 def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | None:
@@ -204,7 +237,7 @@ def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[A
     if _MAIN not in tensors:
         got = f"without {where}"
         raise CheckpointError(refusal(what, got, "hold every grad buffer of the run", remedy))
-    numel = _numel_of(buffer)
+    numel = buffer.plan.file_numel
     for key, tensor in tensors.items():
         shape = list(tensor.shape) if torch.is_tensor(tensor) else []
         if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:

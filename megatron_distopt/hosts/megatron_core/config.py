@@ -9,10 +9,10 @@ from typing import Any
 from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import DistOptConfig, flag_of
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param
-from megatron_distopt.hosts.megatron_core.facts import REFUSED
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 
 __all__ = [
@@ -51,6 +51,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         ConfigError: a host option that cannot be combined with this optimizer.
     """
     _check_options("config", host)
+    _check_own(options)
     return dataclasses.replace(
         options,
         optimizer=host.optimizer if options.optimizer == "adam" else options.optimizer,
@@ -68,6 +69,14 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         initial_loss_scale=host.initial_loss_scale,
         min_loss_scale=host.min_loss_scale,
     )
+
+
+def _check_own(options: DistOptConfig) -> None:
+    """The host's own DistributedDataParallel decides what runs beside what."""
+    for name in HOSTS_OWN:
+        if getattr(options, name):
+            rule = f"be left to the host's {HOSTS_OWN[name]}"
+            raise ConfigError(refusal(name, "set with megatron-core", rule, f"Drop {flag_of(name)}"))
 
 
 def _check_options(where: str, options: object) -> None:

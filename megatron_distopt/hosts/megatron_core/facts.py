@@ -51,3 +51,12 @@ REFUSED = (
     Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
     Refused("ddp_config", "fp8_param_gather", "Drop --fp8-param-gather"),
 )
+
+#: Options of ours that it has a flag of its own for.
+HOSTS_OWN = {
+    "overlap_grad_reduce": "--overlap-grad-reduce",
+    "overlap_param_gather": "--overlap-param-gather",
+    "bucket_numel": "--ddp-bucket-size",
+    "wire_dtype": "--grad-reduce-in-bf16",
+    "log_communication": "timers (--timing-log-level 2)",
+}

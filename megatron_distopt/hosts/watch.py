@@ -1,0 +1,79 @@
+"""Which params' memory an operation reads or writes, whoever calls it: for code of a host that nobody has announced."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Watch"]
+
+#: Operators that write to all tensors that they get, whatever their schema says.
+_COLLECTIVES = "c10d"
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """While entered, says the name of each watched tensor before an operation of torch's touches it.
+
+    Kernels that other packages call without torch's dispatcher are not seen.
+
+    Args:
+        tensors: watched, by name; views of one another's memory only where they overlap.
+        seen: is called with a name, perhaps several times; what it raises ends the operation.
+        writes_only: reading is not touching.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], seen: Callable[[str], None], *, writes_only: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._places = sorted((*_addresses(tensor), name) for name, tensor in tensors.items())
+        self._starts = [start for start, _, _ in self._places]
+        self._seen, self._writes_only = seen, writes_only
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Looks at what goes in."""
+        for tensor in _tensors_of(func, args, kwargs or {}, self._writes_only):
+            for name in self._names_in(tensor):
+                self._seen(name)
+        return func(*args, **(kwargs or {}))
+
+    def _names_in(self, tensor: Tensor) -> list[str]:
+        if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return []
+        start, stop = _addresses(tensor)
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        names = []
+        while number < len(self._places) and self._places[number][0] < stop:
+            if self._places[number][1] > start:
+                names.append(self._places[number][2])
+            number += 1
+        return names
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """From the first byte to behind the last one."""
+    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + extent * tensor.element_size()
+
+
+def _tensors_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_only: bool) -> Iterator[Tensor]:
+    if not writes_only or func.namespace == _COLLECTIVES:
+        yield from _flat((args, tuple(kwargs.values())))
+        return
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _flat(kwargs.get(argument.name) if argument.name in kwargs else args[number : number + 1])
+
+
+def _flat(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _flat(value)

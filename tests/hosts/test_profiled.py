@@ -1,0 +1,110 @@
+"""What a profiler and the log say of a step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import CommTime, Marker, mark_with
+from megatron_distopt.comm.ranges import _markers
+from megatron_distopt.hosts.comm_log import CommLog
+from tests.support.spawn import run_ranks
+
+RANKS, BUCKETS = 2, 2
+
+
+def _ranges(*, overlap: bool) -> list[str]:
+    """Names of the third step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    config = DistOptConfig(
+        bucket_numel=70, clip_grad=1.0, overlap_grad_reduce=overlap, overlap_param_gather=overlap, log_communication=2
+    )
+    optimizer = distribute(model, config)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    with profile() as profiled:
+        step()
+        optimizer.finish_param_gather()
+    names = {event.key for event in profiled.key_averages()}
+    return sorted(name.removeprefix("megatron_distopt::") for name in names if name.startswith("megatron_distopt::"))
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _collect(rank: int, size: int) -> dict[str, Any]:
+    lines = _Lines()
+    logger = logging.getLogger("megatron_distopt")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    marked: list[str] = []
+    mark_with(Marker(lambda name: marked.append(f"+{name}"), lambda: marked.append("-")))
+    found = {"at once": _ranges(overlap=False), "beside": _ranges(overlap=True)}
+    _markers.clear()
+    return {**found, "lines": lines.lines, "marked": marked}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(_collect, RANKS)
+
+
+PHASES = ["measure gradients", "update", "write model params"]
+
+
+def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(found: list[dict[str, Any]]) -> None:
+    collectives = [f"{kind} {number}" for kind in ("all-gather", "reduce-scatter") for number in range(BUCKETS)]
+    for each in found:
+        assert each["at once"] == sorted([*collectives, *PHASES])
+
+
+def test_profile_when_communication_runs_beside_then_beginning_and_waiting_have_names(
+    found: list[dict[str, Any]],
+) -> None:
+    both = [f"{kind} {number}" for kind in ("all-gather", "reduce-scatter") for number in range(BUCKETS)]
+    wanted = [f"{what} {each}" for what in ("begin", "wait for") for each in both]
+    for each in found:
+        assert each["beside"] == sorted([*wanted, *PHASES])
+
+
+def test_markers_when_there_are_any_then_they_are_told_too(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "+megatron_distopt::reduce-scatter 1" in each["marked"]
+        assert each["marked"].count("-") * 2 == len(each["marked"])
+
+
+def test_log_when_asked_for_then_the_first_rank_says_what_was_hidden(found: list[dict[str, Any]]) -> None:
+    lines = [line for line in found[0]["lines"] if line.startswith("communication of step 2: ")]
+    assert len(lines) == 2
+    assert all("reduce-scatter" in line and "all-gather" in line and "exposed" in line for line in lines)
+    assert not [line for line in found[1]["lines"] if "communication" in line]
+
+
+def test_log_when_a_backend_does_not_say_its_time_then_what_was_waited_for_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="megatron_distopt"):
+        log = CommLog(1, is_first=True)
+        log.step(CommTime(None, 0.002), CommTime(0.25, 0.05) + CommTime(0.25, 0.0))
+    assert caplog.messages == [
+        "communication of step 1: reduce-scatter 2.0 ms exposed; "
+        "all-gather 500.0 ms, of which 50.0 exposed and 450.0 hidden"
+    ]
