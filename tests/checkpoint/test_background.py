@@ -637,7 +637,7 @@ def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_befo
         "Free space there, or save elsewhere; the last checkpoint is untouched."
     )
     told = (first[name].kind, first[name].text)
-    rest = "Must pass on all 2 ranks. Mend what that rank reports."
+    rest = "Must pass on all ranks. Mend what that rank reports."
     read = f"Invalid save: rank 1 failed with «{second[name].text}». {rest}"
     # The first rank hears it from the second, or has read it in the folder before.
     assert told in (("RanksDisagreeError", _told(1, second[name].text)), ("CheckpointError", read))

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group
+from megatron_distopt.comm import Group, wire
 from megatron_distopt.comm.collectives import begin_reduce_scatter, reduce_scatter
-from megatron_distopt.comm.wire import _CHUNK_NUMEL, begin_sum
+from megatron_distopt.comm.wire import begin_sum
 from megatron_distopt.errors import ConfigError
 from tests.support.spawn import run_ranks
 
 RANKS = 3
 #: Of a shard: less than a chunk, and one chunk and a part.
-NUMELS = {"small": 1000, "two chunks": _CHUNK_NUMEL + 77}
+CHUNK = 1000
+NUMELS = {"small": 900, "two chunks": CHUNK + 77}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,6 +37,7 @@ def _wanted(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     group, found = Group.of(), {}
+    wire._CHUNK_NUMEL = CHUNK
     for name, dtype in DTYPES.items():
         for kind, numel in NUMELS.items():
             for way in ("at once", "beside", "backend's own"):
@@ -48,14 +50,16 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 else:
                     begin_sum(bucket, shard, group, dtype).wait()
                 found[f"{name} {kind} {way}"] = torch.equal(shard, _wanted(rank, numel, dtype))
-    found["trained"] = [_train(rank, wire, overlap) for wire in (None, "bfloat16") for overlap in (False, True)]
+    found["trained"] = [_train(rank, dtype, overlap) for dtype in (None, "bfloat16") for overlap in (False, True)]
     return found
 
 
-def _train(rank: int, wire: str | None, overlap: bool) -> list[Tensor]:
+def _train(rank: int, dtype: str | None, overlap: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-    config = DistOptConfig(adam="torch_foreach", lr=0.01, bucket_numel=70, overlap_grad_reduce=overlap, wire_dtype=wire)
+    config = DistOptConfig(
+        adam="torch_foreach", lr=0.01, bucket_numel=70, overlap_grad_reduce=overlap, wire_dtype=dtype
+    )
     optimizer = distribute(model, config)
     for step in range(3):
         optimizer.zero_grad()

@@ -398,14 +398,14 @@ def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_a
 ) -> None:
     output = launched("workers").launched.output
     assert output.count("workers say [4, 6]") == SIZE
-    assert len(launched("workers").block) == 9
+    assert len(launched("workers").block) == 10
 
 
 @pytest.mark.parametrize("name", ["entry point", "entry point, runner, module"])
 def test_entry_point_when_the_fork_finds_us_by_itself_then_it_is_announced_once(
     launched: Callable[[str], Done], name: str
 ) -> None:
-    assert len(launched(name).block) == 9
+    assert len(launched(name).block) == 10
 
 
 def test_entry_point_when_the_script_installs_with_options_then_they_count(launched: Callable[[str], Done]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ FP16 = "--fp16 --initial-loss-scale 4096"
 EXPERTS = "--experts --expert-model-parallel-size 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
+#: What is not long: the others run with scripts/test.sh -m long.
+SHORT = (
+    *("bf16", "fp16", "fp16 that overflows", "accumulation", "fp32 norms", "experts"),
+    *("pp2", "tp2 sequence-parallel", "tp2", "bf16 with fp32 norms"),
+)
 #: On two ranks of an A2.
 TWO = {
     "fp32": "",
@@ -62,6 +67,16 @@ FOUR = {
     "experts": f"{EXPERTS} --bf16 --fp32-norms",
     "ulysses": "--bf16 --ds-sequence-parallel-size 2",
 }
+
+
+def _cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in names]
+
+
+def _run(cases: Mapping[str, str], request: pytest.FixtureRequest) -> dict[str, str]:
+    """Without those that are long where none of them is asked for."""
+    leaves_long_out = request.config.option.markexpr == "not long"
+    return {name: words for name, words in cases.items() if name in SHORT or not leaves_long_out}
 
 
 @dataclass(frozen=True)
@@ -175,29 +190,30 @@ FILES = {"fp32": "", "bf16 with fp32 norms": "--bf16 --fp32-norms", "pp2": f"{PP
 FORMATS = ("native", "distopt")
 
 
-def _collect(rank: int, size: int, cases: dict[str, str], folder: Path) -> dict[str, Any]:
+def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str], folder: Path) -> dict[str, Any]:
     fork = MiniFork.imported(era="a2", adam="torch")
     pairwise.all_gather = _slowly(pairwise.all_gather)
     with contextlib.redirect_stdout(io.StringIO()):
         found: dict[str, Any] = {name: _compare(fork, words) for name, words in cases.items()}
-        for name, words in FILES.items() if size == 2 else ():
+        for name, words in files.items():
             for format in FORMATS:
                 found[f"{name} {format}"] = _files(fork, words, format, folder / f"{name} {format}".replace(" ", "_"))
         return found
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect, 2, TWO, tmp_path_factory.mktemp("files"), seconds=240.0)
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("files")
+    return run_ranks(_collect, 2, _run(TWO, request), _run(FILES, request), folder, seconds=240.0)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return run_ranks(_collect, 4, FOUR, tmp_path_factory.mktemp("files"), seconds=240.0)
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return run_ranks(_collect, 4, _run(FOUR, request), {}, tmp_path_factory.mktemp("files"), seconds=240.0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", _cases(FILES))
 def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(
     name: str, format: str, two: list[dict[str, Files]]
 ) -> None:
@@ -207,7 +223,7 @@ def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(
         }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", _cases(FILES))
 def test_file_of_the_fork_when_written_from_many_buckets_then_it_is_in_the_forks_order(
     name: str, two: list[dict[str, Files]]
 ) -> None:
@@ -215,7 +231,7 @@ def test_file_of_the_fork_when_written_from_many_buckets_then_it_is_in_the_forks
 
 
 @pytest.mark.parametrize("what", ["grads", "both"])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", _cases(TWO))
 def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
     name: str, what: str, two: list[dict[str, Found]]
 ) -> None:
@@ -223,14 +239,14 @@ def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
 
 
 @pytest.mark.parametrize("what", ["grads", "both"])
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", _cases(FOUR))
 def test_four_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
     name: str, what: str, four: list[dict[str, Found]]
 ) -> None:
     assert [each[name].same[what] for each in four] == [True] * 4
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", _cases(TWO))
 def test_buckets_when_backward_ends_then_all_are_under_way_from_the_second_step_on(
     name: str, two: list[dict[str, Found]]
 ) -> None:
