@@ -86,6 +86,7 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for run in optimizer.runs:
         _load_run(optimizer, run, state["param_shards"])
         run.write_model()
+    optimizer.forget_verdict()
 
 
 def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[MainRun, ParamShard]]:

@@ -1,7 +1,7 @@
 """Communication. The only folder, beside checkpoint/, that imports torch.distributed."""
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
-from megatron_distopt.comm.clock import CommTime
+from megatron_distopt.comm.clock import CommTime, waited_since
 from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, shares_memory, sum_over
 from megatron_distopt.comm.grad_overlap import GradOverlap
 from megatron_distopt.comm.grad_sync import AS_THEY_ARE, Reduction, reduce_grads
@@ -40,4 +40,5 @@ __all__ = [
     "shares_memory",
     "sum_over",
     "try_collectives",
+    "waited_since",
 ]

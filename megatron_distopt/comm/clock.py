@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.collectives import Pending
 from megatron_distopt.comm.ranges import profiled
 
-__all__ = ["CommTime", "waited"]
+__all__ = ["CommTime", "waited", "waited_since"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,18 @@ class CommTime:
         known = self.total is not None and other.total is not None
         total = (self.total or 0.0) + (other.total or 0.0) if known else None
         return CommTime(total, self.exposed + other.exposed)
+
+
+def waited_since(start: float, buffers: Sequence[ShardedBuffer]) -> CommTime:
+    """Of collectives that were waited for at once.
+
+    Args:
+        start: as `perf_counter` said before the first of them.
+        buffers: of what travelled; on a device the CPU only launches them, and nobody knows how long they take.
+    """
+    seconds = perf_counter() - start
+    is_known = all(buffer.grad.device.type == "cpu" for buffer in buffers)
+    return CommTime(seconds if is_known else None, seconds)
 
 
 def waited(pending: Mapping[str, Pending]) -> CommTime:

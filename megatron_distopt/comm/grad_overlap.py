@@ -13,7 +13,7 @@ The same holds for a bucket that somebody still adds to after backward (`defer`)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
@@ -54,6 +54,7 @@ class GradOverlap:
         group: over which they are reduced.
         num_microbatches: of the step that begins; asked once a step.
         how: see `Reduction`.
+        frozen: params in the buffers of which no gradient will come.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class GradOverlap:
         *,
         num_microbatches: Callable[[], int] = lambda: 1,
         how: Reduction = AS_THEY_ARE,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self._group, self._num_microbatches, self._how = group, num_microbatches, how
-        self._units = [unit for buffer in buffers for unit in _units_of(buffer)]
+        self._units = [unit for buffer in buffers for unit in _units_of(buffer, frozen)]
         self._unit_of = {name: number for number, unit in enumerate(self._units) for name in unit.names}
         self._order = list(range(len(self._units)))
         self._is_agreed = False
@@ -163,15 +165,11 @@ class GradOverlap:
         return not is_early, self._last.get(number, 0), number
 
 
-def _units_of(buffer: ShardedBuffer) -> list[_Unit]:
-    return [_Unit(buffer, bucket, names) for bucket, names in zip(buffer.layout.buckets, _names(buffer), strict=True)]
-
-
-def _names(buffer: ShardedBuffer) -> Iterable[frozenset[str]]:
+def _units_of(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[_Unit]:
     names: list[set[str]] = [set() for _ in buffer.layout.buckets]
     for slot in buffer.layout.slots:
         names[slot.bucket].add(slot.name)
-    return map(frozenset, names)
+    return [_Unit(buffer, bucket, frozenset(names[bucket.index]) - frozen) for bucket in buffer.layout.buckets]
 
 
 def _late(name: str) -> LayoutError:

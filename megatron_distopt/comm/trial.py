@@ -30,7 +30,8 @@ def try_collectives(device: torch.device, group: Group, wire: torch.dtype | None
         reduce_scatter(numbers, shard, group, wire)
         all_gather(numbers, shard, group)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise _missing(device, group, str(error).strip().splitlines()[0]) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _missing(device, group, reason) from error
     if numbers.tolist() != [group.size] * group.size:
         raise _missing(device, group, f"ones of {group.size} ranks add up to {numbers.tolist()}")
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
-from megatron_distopt.comm import AS_THEY_ARE, CommTime, GradOverlap, Group, Reduction, reduce_grads
+from megatron_distopt.comm import AS_THEY_ARE, CommTime, GradOverlap, Group, Reduction, reduce_grads, waited_since
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 
 __all__ = ["GradSync", "as_it_arrives", "behind_the_hosts_hook", "wire_of"]
 
+#: Where a param keeps the hook that tells of its gradient.
+_HOOK = "_distopt_arrival"
 #: Lets somebody know, with the param's name, that its gradient is in the buffer.
 Arrived = Callable[[str], None]
 
@@ -86,8 +88,7 @@ class GradSync:
         start = perf_counter()
         for buffer in self._buffers:
             reduce_grads(buffer, self._data, self._how)
-        seconds = perf_counter() - start
-        return CommTime(seconds, seconds)
+        return waited_since(start, self._buffers)
 
     def drop(self) -> None:
         """Collective where backward ran and no step followed: the grads are zeros afterwards."""
@@ -117,7 +118,10 @@ def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> l
     for name, param in named.items():
         with torch.enable_grad():
             node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        node.register_hook(partial(_tell_of_node, arrived, name))
+        # The host keeps the node, so a hook of an optimizer that was built before would go on.
+        if (before := getattr(param, _HOOK, None)) is not None:
+            before.remove()
+        setattr(param, _HOOK, node.register_hook(partial(_tell_of_node, arrived, name)))
         nodes.append(node)
     return nodes
 

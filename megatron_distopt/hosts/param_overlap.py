@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import CommTime, Group, ParamOverlap, gather_params
+from megatron_distopt.comm import CommTime, Group, ParamOverlap, gather_params, waited_since
 from megatron_distopt.hosts.watch import Watch
 
 __all__ = ["OverlappedParamSync", "ParamSync"]
@@ -45,8 +45,7 @@ class ParamSync:
         start = perf_counter()
         for buffer in self._buffers:
             gather_params(buffer, self._data)
-        seconds = perf_counter() - start
-        self._time = CommTime(seconds, seconds)
+        self._time = waited_since(start, self._buffers)
 
     def finish(self) -> CommTime:
         """Until all params are there; the time of the last gather."""
@@ -80,12 +79,18 @@ class OverlappedParamSync(ParamSync):
         """A copy of the model comes with its hooks, for which nothing is ever under way but what is here."""
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A model that is read from a file waits for nothing."""
+        return OverlappedParamSync, ((), Group(None, 0, 1), (), {})
+
     def _hook(self, module: Module, first_step: _FirstStep) -> None:
         names = {param: name for name, param in self._named.items()}
         own = [names[param] for param in module.parameters(recurse=False) if param in names]
         first_step.hook(module)
-        module.register_forward_pre_hook(partial(self._is_called, self.overlap.numbers_of(own)))
+        # In front of whatever else is hooked there, which may read params.
+        module.register_forward_pre_hook(partial(self._is_called, self.overlap.numbers_of(own)), prepend=True)
         module.register_state_dict_pre_hook(self._is_saved)  # type: ignore[no-untyped-call]
+        module._register_load_state_dict_pre_hook(self._is_saved)  # type: ignore[no-untyped-call]
 
     def gather(self) -> None:
         """Collective: begins to gather what the owners have updated."""
@@ -139,8 +144,12 @@ class _FirstStep:
         #: Whether there was anything to see.
         self.has_watched = False
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without the handles, which lead to the hooks of all modules."""
+        return _FirstStep, (self._sync,)
+
     def hook(self, module: Module) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._begins))
+        self._handles.append(module.register_forward_pre_hook(self._begins, prepend=True))
         self._handles.append(module.register_forward_hook(self._ends, always_call=True))
 
     def end(self) -> None:

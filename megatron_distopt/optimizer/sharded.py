@@ -148,6 +148,10 @@ class ShardedOptimizer:
         self.num_skipped = self.num_skipped  # counts it
         return late
 
+    def forget_verdict(self) -> None:
+        """After loading: a verdict that is still open was on a state that is gone."""
+        self._late = None
+
     @torch.no_grad()
     def step(self) -> StepResult:
         """Collective: statistics, then the update. Needs the reduced grads in this rank's shards.

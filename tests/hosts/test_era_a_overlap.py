@@ -120,6 +120,37 @@ def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
     return slow
 
 
+def _frozen_after_wrapping(fork: MiniFork, chunks: Any) -> None:
+    """What a fork's grad buffers have a place for, and no gradient comes of."""
+    for name, param in chunks[0].named_parameters():
+        param.requires_grad_("input_layernorm" not in name)
+
+
+def _built_before(fork: MiniFork, chunks: Any) -> None:
+    """An optimizer of which nothing is left but what it hooked."""
+    fork.training.get_megatron_optimizer(chunks)
+
+
+@contextlib.contextmanager
+def _changed(fork: MiniFork, change: Callable[[MiniFork, Any], None]) -> Iterator[None]:
+    original = fork.training.get_model
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        change(fork, chunks)
+        return chunks
+
+    fork.training.get_model = get_model
+    try:
+        yield
+    finally:
+        fork.training.get_model = original
+
+
+#: What happens to the wrapped model before its optimizer is built.
+CHANGES = {"frozen after wrapping": _frozen_after_wrapping, "had an optimizer before": _built_before}
+
+
 def _same(one: TrainingRun, other: TrainingRun) -> bool:
     params = [torch.equal(param, other.params[name]) for name, param in one.params.items()]
     return all(params) and bool(params) and one.iterations == other.iterations
@@ -195,6 +226,9 @@ def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str],
     pairwise.all_gather = _slowly(pairwise.all_gather)
     with contextlib.redirect_stdout(io.StringIO()):
         found: dict[str, Any] = {name: _compare(fork, words) for name, words in cases.items()}
+        for name in CHANGES if size == 2 else ():
+            with _changed(fork, CHANGES[name]):
+                found[name] = _compare(fork, "--bf16")
         for name, words in files.items():
             for format in FORMATS:
                 found[f"{name} {format}"] = _files(fork, words, format, folder / f"{name} {format}".replace(" ", "_"))
@@ -236,6 +270,15 @@ def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
     name: str, what: str, two: list[dict[str, Found]]
 ) -> None:
     assert [each[name].same[what] for each in two] == [True, True]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_model_when_it_was_changed_after_wrapping_then_every_bit_is_the_same_and_all_buckets_go_early(
+    name: str, two: list[dict[str, Found]]
+) -> None:
+    for each in two:
+        assert each[name].same == {"grads": True, "both": True}
+        assert each[name].early[-3:] == [each[name].buckets] * 3
 
 
 @pytest.mark.parametrize("what", ["grads", "both"])

@@ -319,9 +319,9 @@ def _of_overlap(at: Attempts) -> Cases:
                 patch.delattr(sys.modules[module], "get_num_microbatches")
             return at.train(*words)
 
-    def beside_params_norm() -> Refused:
+    def beside(name: str, value: object) -> Refused:
         def change(chunks: list[Any]) -> list[Any]:
-            sys.modules["megatron"].get_args().log_params_norm = True
+            setattr(sys.modules["megatron"].get_args(), name, value)
             return chunks
 
         return at.train("--distopt-overlap-param-gather", change=change)
@@ -332,7 +332,9 @@ def _of_overlap(at: Attempts) -> Cases:
         "other buckets on one rank": lambda: at.train("--distopt-bucket-size", "700" if at.rank == 1 else "800"),
         "overlap on one rank": lambda: at.train("--distopt-overlap-grad-reduce", "yes" if at.rank == 1 else "no"),
         "bad overlap": lambda: at.train("--distopt-overlap-grad-reduce", "always"),
-        "params read outside of forward": beside_params_norm,
+        "params read outside of forward": lambda: beside("log_params_norm", True),
+        "params averaged outside of forward": lambda: beside("vision_pretraining_type", "dino"),
+        "wire on one rank": lambda: at.train("--distopt-wire-dtype", "bfloat16" if at.rank == 1 else "none"),
         "no microbatch count": lambda: without_count("--distopt-overlap-grad-reduce"),
         "no microbatch count, by itself": without_count,
     }
@@ -507,6 +509,16 @@ WANTED: dict[str, tuple[str, str]] = {
         "ConfigError",
         "Invalid overlap_param_gather: set beside --log-params-norm. Must be off where the fork reads params outside "
         "of a forward pass. Drop --distopt-overlap-param-gather, or --log-params-norm.",
+    ),
+    "params averaged outside of forward": (
+        "ConfigError",
+        "Invalid overlap_param_gather: set beside --vision-pretraining-type dino. Must be off where the fork reads "
+        "params outside of a forward pass. Drop --distopt-overlap-param-gather, or --vision-pretraining-type dino.",
+    ),
+    "wire on one rank": (
+        "RanksDisagreeError",
+        "Invalid options: rank 1 has wire_dtype='bfloat16' as number 27 where rank 0 has wire_dtype=None. Must be the "
+        "same on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
     ),
     "no microbatch count": (
         "ConfigError",

@@ -48,6 +48,9 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "precision aware": lambda rank: _build(optimizer={"use_precision_aware_optimizer": True}),
         "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
         "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
+        "our buckets": lambda rank: _build(options=DistOptConfig(bucket_numel=1000)),
+        "our overlap, off": lambda rank: _build(options=DistOptConfig(overlap_grad_reduce=False)),
+        "our shared memory, off": lambda rank: _with_variable("SHARED_MEMORY", "no", True),
         "one rank only": lambda rank: _build(double=rank == 1),
         "ranks disagree on options": lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
         "required and not used": lambda rank: _required(),
@@ -157,6 +160,21 @@ WANTED: dict[str, Refusal] = {
         ConfigError,
         "Invalid DistributedDataParallel: built without use_distributed_optimizer. Must be built with it. "
         "Write DistributedDataParallelConfig(use_distributed_optimizer=True).",
+    ),
+    "our buckets": (
+        ConfigError,
+        "Invalid bucket_numel: set with megatron-core. Must be left to the host's --ddp-bucket-size. "
+        "Drop --distopt-bucket-size.",
+    ),
+    "our overlap, off": (
+        ConfigError,
+        "Invalid overlap_grad_reduce: set with megatron-core. Must be left to the host's --overlap-grad-reduce. "
+        "Drop --distopt-overlap-grad-reduce.",
+    ),
+    "our shared memory, off": (
+        ConfigError,
+        "Invalid shared_memory: set with megatron-core. Must be left to the host's own collectives. "
+        "Drop --distopt-shared-memory.",
     ),
     "no ddp": (
         HostError,

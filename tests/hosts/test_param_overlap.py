@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,8 @@ CASES = {
     "optimizer state": Case(_usual, between="optimizer"),
     "copy of the model": Case(_usual, between="deepcopy"),
     "part of the model": Case(_usual, between="part"),
+    "rolled back": Case(_usual, between="rolled back"),
+    "pickled": Case(_usual, between="pickled"),
 }
 
 
@@ -154,6 +157,17 @@ def _between(what: str, model: Net, optimizer: Any) -> list[Tensor]:
     if what == "deepcopy":
         optimizer.finish_param_gather()
         return [copy.deepcopy(model)(words, [0, 1, 2], "")]
+    if what == "rolled back":
+        kept = {name: value * 0.5 for name, value in model.state_dict().items()}
+        optimizer.zero_grad()
+        model(words, [0, 1, 2], "").backward()
+        optimizer.step()
+        model.load_state_dict(kept)
+        optimizer.reload_model_params()
+        return [value.clone() for value in model.state_dict().values()]
+    if what == "pickled":
+        optimizer.finish_param_gather()
+        return [pickle.loads(pickle.dumps(model.layers[1]))(torch.ones(1, WIDTH)).detach()]
     if what == "part":
         return [model.layers[1](torch.ones(1, WIDTH)).detach()]
     return []

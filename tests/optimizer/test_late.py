@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator
@@ -205,6 +206,20 @@ def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_
     with pytest.raises(NonFiniteGradError):
         optimizer.sharded.step()
     assert all(run.main.grad is None for run in optimizer.sharded.runs)
+
+
+@pytest.mark.parametrize("by", ["folder", "state_dict"])
+def test_load_when_a_verdict_is_open_then_it_is_forgotten(by: str, one_rank: None, tmp_path: Path) -> None:
+    model, optimizer = _built("raise fp32", late=True)
+    _step(model, optimizer, 0, 0, poison=False)
+    optimizer.save(tmp_path / "saved")
+    state = copy.deepcopy(optimizer.state_dict())
+    assert not _step(model, optimizer, 0, 1, poison=True).updated
+    if by == "folder":
+        optimizer.load(tmp_path / "saved")
+    else:
+        optimizer.load_state_dict(state)
+    assert _step(model, optimizer, 0, 2, poison=False).updated
 
 
 def test_save_when_the_last_step_was_skipped_then_the_checkpoint_has_counted_it(one_rank: None, tmp_path: Path) -> None:

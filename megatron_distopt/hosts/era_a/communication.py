@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch.nn import Module
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import CommTime, GradOverlap, Group, Reduction, gather_params, reduce_grads
+from megatron_distopt.comm import CommTime, GradOverlap, Group, gather_params, reduce_grads
 from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.era_a.buffers import GradBuffer, main_grads
 from megatron_distopt.hosts.era_a.overlap import num_microbatches_of
@@ -37,13 +37,15 @@ class Communication:
         self._how = start.how
         dense = [buffer for buffer in buffers if not buffer.plan.is_ours]
         self._experts = [buffer for buffer in buffers if buffer.plan.is_ours]
-        self._grads = _grad_sync(start, [buffer.sharded[0] for buffer in dense], self._how)
         self._named = {name: param for buffer in dense for name, param in buffer.plan.params.items()}
+        trained = {name: param for name, param in self._named.items() if param.requires_grad}
+        frozen = frozenset(self._named.keys() - trained.keys())
+        self._grads = _grad_sync(start, [buffer.sharded[0] for buffer in dense], frozen)
         self._nodes: list[object] = []
         self._watch: Watch | None = None
         if self._grads.overlap is not None:
-            self._nodes = behind_the_hosts_hook(self._named, self._grads.arrived)
-            self._watch = Watch(main_grads(self._named), self._grads.overlap.defer, writes_only=True)
+            self._nodes = behind_the_hosts_hook(trained, self._grads.arrived)
+            self._watch = Watch(main_grads(trained), self._grads.overlap.defer, writes_only=True)
         params = [each for buffer in dense for each in buffer.sharded]
         self._params = ParamSync(params, start.data)
         if start.overlap.params:
@@ -95,9 +97,9 @@ class Communication:
             buffer.grad.zero_()
 
 
-def _grad_sync(start: Start, buffers: Sequence[ShardedBuffer], how: Reduction) -> GradSync:
+def _grad_sync(start: Start, buffers: Sequence[ShardedBuffer], frozen: frozenset[str]) -> GradSync:
     num_microbatches = num_microbatches_of()
     if not start.overlap.grads or num_microbatches is None:
-        return GradSync(buffers, start.data, how=how)
-    overlap = GradOverlap(buffers, start.data, num_microbatches=num_microbatches, how=how)
+        return GradSync(buffers, start.data, how=start.how)
+    overlap = GradOverlap(buffers, start.data, num_microbatches=num_microbatches, how=start.how, frozen=frozen)
     return GradSync(buffers, start.data, overlap)

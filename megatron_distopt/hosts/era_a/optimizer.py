@@ -22,7 +22,16 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Group, allow_shared_memory, described, exchange, raise_together, try_collectives
+from megatron_distopt.comm import (
+    Field,
+    Group,
+    allow_shared_memory,
+    compare,
+    described,
+    exchange,
+    raise_together,
+    try_collectives,
+)
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.era_a.buffers import main_grads, take_over
@@ -89,6 +98,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.everyone = Group.of()
         request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
         decided = raise_together(lambda: decide(request, self.everyone), self.everyone)
+        # What is tried together must be the same, and the rest of what is compared is not known yet.
+        compare([Field("options", decided.plan.config.described())], self.everyone)
         allow_shared_memory(decided.plan.config.shared_memory)
         raise_together(lambda: try_collectives(decided.device, decided.data, decided.how.wire), self.everyone)
         start = raise_together(decided.overlapping, self.everyone)

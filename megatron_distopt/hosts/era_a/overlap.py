@@ -70,7 +70,7 @@ def plan_overlap(
         ConfigError: what was asked for by name cannot be had.
     """
     _check_bucket(config, data)
-    _check_params_norm(config, args)
+    _check_readers(config, args)
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     params = config.overlap_param_gather and data.size > 1
@@ -84,11 +84,17 @@ def _check_bucket(config: DistOptConfig, data: Group) -> None:
         raise ConfigError(refusal("bucket_numel", got, rule, "Write --distopt-bucket-size 40000000, or leave it out"))
 
 
-def _check_params_norm(config: DistOptConfig, args: object) -> None:
-    if config.overlap_param_gather and getattr(args, "log_params_norm", False):
-        got, rule = "set beside --log-params-norm", "be off where the fork reads params outside of a forward pass"
-        remedy = "Drop --distopt-overlap-param-gather, or --log-params-norm"
-        raise ConfigError(refusal("overlap_param_gather", got, rule, remedy))
+def _check_readers(config: DistOptConfig, args: object) -> None:
+    """Code of a fork's training loop that reads params outside of a forward pass."""
+    readers = {
+        "--log-params-norm": bool(getattr(args, "log_params_norm", False)),
+        "--vision-pretraining-type dino": getattr(args, "vision_pretraining_type", None) == "dino",
+    }
+    for flag, is_set in readers.items():
+        if config.overlap_param_gather and is_set:
+            rule = "be off where the fork reads params outside of a forward pass"
+            remedy = f"Drop --distopt-overlap-param-gather, or {flag}"
+            raise ConfigError(refusal("overlap_param_gather", f"set beside {flag}", rule, remedy))
 
 
 def _why_not(

@@ -195,6 +195,7 @@ def install_state(
         step: the update count; None for a class that does not count.
     """
     inner = optimizer.sharded.inner
+    optimizer.sharded.forget_verdict()
     for group in inner.param_groups:
         restore_group(inner, group, step)
     for run in optimizer.sharded.runs:

@@ -74,7 +74,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
 def _check_own(options: DistOptConfig) -> None:
     """The host's own DistributedDataParallel decides what runs beside what."""
     for name in HOSTS_OWN:
-        if getattr(options, name):
+        if getattr(options, name) != getattr(DistOptConfig(), name):
             rule = f"be left to the host's {HOSTS_OWN[name]}"
             raise ConfigError(refusal(name, "set with megatron-core", rule, f"Drop {flag_of(name)}"))
 

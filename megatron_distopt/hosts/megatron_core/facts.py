@@ -58,5 +58,6 @@ HOSTS_OWN = {
     "overlap_param_gather": "--overlap-param-gather",
     "bucket_numel": "--ddp-bucket-size",
     "wire_dtype": "--grad-reduce-in-bf16",
+    "shared_memory": "own collectives",
     "log_communication": "timers (--timing-log-level 2)",
 }
