@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import collectives, pairwise
+from megatron_distopt.comm import collectives, pairwise, try_collectives
+from megatron_distopt.comm.fake import fake_world
 from megatron_distopt.errors import DistOptError
 from tests.support.spawn import run_ranks
 
@@ -79,3 +80,8 @@ def test_backend_when_a_collective_fails_then_refused_before_anything_is_moved(
 
 def test_backend_when_it_has_both_then_it_trains(found: list[dict[str, str]]) -> None:
     assert [each["usual"] for each in found] == ["trains", "trains"]
+
+
+def test_backend_when_its_ranks_do_not_exist_then_nothing_is_tried() -> None:
+    with fake_world(3, 8) as everybody:
+        try_collectives(torch.device("cpu"), everybody)
