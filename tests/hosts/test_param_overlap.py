@@ -24,7 +24,7 @@ from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import pairwise
 from tests.support.spawn import run_ranks
 
-RANKS, STEPS, WIDTH, LAYERS, WORDS = 3, 4, 16, 3, 20
+RANKS, STEPS, WIDTH, LAYERS, WORDS = 3, 3, 16, 3, 20
 #: Seconds: longer than forward and backward of this model.
 SLOW = 0.01
 #: A bucket a layer and more.

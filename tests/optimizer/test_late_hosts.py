@@ -16,6 +16,8 @@ from tests.support.cases import Case, Curve
 from tests.support.mini_fork import MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.long
+
 CORE = {
     "bf16": Case("distopt", dp=2, precision="bf16", steps=4, clip_grad=0.5, log_num_zeros=True),
     "tp2 without clipping": Case("distopt", tp=2, precision="fp32", steps=3, clip_grad=0.0),
