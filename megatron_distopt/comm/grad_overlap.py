@@ -166,10 +166,9 @@ class GradOverlap:
 
 
 def _units_of(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[_Unit]:
-    names: list[set[str]] = [set() for _ in buffer.layout.buckets]
-    for slot in buffer.layout.slots:
-        names[slot.bucket].add(slot.name)
-    return [_Unit(buffer, bucket, frozenset(names[bucket.index]) - frozen) for bucket in buffer.layout.buckets]
+    layout = buffer.layout
+    names = [frozenset(slot.name for slot in slots) - frozen for slots in layout.slots_of_bucket]
+    return [_Unit(buffer, bucket, names[bucket.index]) for bucket in layout.buckets]
 
 
 def _late(name: str) -> LayoutError:

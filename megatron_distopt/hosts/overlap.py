@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
@@ -104,10 +103,6 @@ def as_it_arrives(named: Mapping[str, Parameter], arrived: Arrived) -> None:
         param.register_post_accumulate_grad_hook(partial(_tell, arrived, name))  # type: ignore[no-untyped-call]
 
 
-def _tell(arrived: Arrived, name: str, _: Tensor) -> None:
-    arrived(name)
-
-
 def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> list[object]:
     """The same behind a hook on the node of autograd that accumulates the gradient.
 
@@ -121,10 +116,10 @@ def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> l
         # The host keeps the node, so a hook of an optimizer that was built before would go on.
         if (before := getattr(param, _HOOK, None)) is not None:
             before.remove()
-        setattr(param, _HOOK, node.register_hook(partial(_tell_of_node, arrived, name)))
+        setattr(param, _HOOK, node.register_hook(partial(_tell, arrived, name)))
         nodes.append(node)
     return nodes
 
 
-def _tell_of_node(arrived: Arrived, name: str, *_: object) -> None:
+def _tell(arrived: Arrived, name: str, *_: object) -> None:
     arrived(name)

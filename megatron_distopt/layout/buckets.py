@@ -77,6 +77,14 @@ class BufferLayout:
         """Slot by parameter name."""
         return {slot.name: slot for slot in self.slots}
 
+    @cached_property
+    def slots_of_bucket(self) -> tuple[tuple[ParamSlot, ...], ...]:
+        """Slots by index of their bucket."""
+        slots: list[list[ParamSlot]] = [[] for _ in self.buckets]
+        for slot in self.slots:
+            slots[slot.bucket].append(slot)
+        return tuple(map(tuple, slots))
+
 
 def _prove_shards(layout: BufferLayout) -> None:
     if layout.num_shards < 1:

@@ -211,9 +211,8 @@ def _by_bucket(whole: Tensor, layout: BufferLayout) -> Iterator[tuple[Bucket, Te
 
 
 def _slots_of(bucket: Bucket, layout: BufferLayout) -> Iterator[tuple[str, Span]]:
-    for slot in layout.slots:
-        if slot.bucket == bucket.index:
-            yield slot.name, slot.in_buffer.relative_to(bucket.in_buffer.start)
+    for slot in layout.slots_of_bucket[bucket.index]:
+        yield slot.name, slot.in_buffer.relative_to(bucket.in_buffer.start)
 
 
 def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | None:
