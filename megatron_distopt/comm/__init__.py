@@ -2,9 +2,17 @@
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
 from megatron_distopt.comm.clock import CommTime, waited_since
-from megatron_distopt.comm.collectives import described, gather_to_first, scatter_from_first, shares_memory, sum_over
+from megatron_distopt.comm.collectives import (
+    AS_THEY_ARE,
+    Reduction,
+    described,
+    gather_to_first,
+    scatter_from_first,
+    shares_memory,
+    sum_over,
+)
 from megatron_distopt.comm.grad_overlap import GradOverlap
-from megatron_distopt.comm.grad_sync import AS_THEY_ARE, Reduction, reduce_grads
+from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
 from megatron_distopt.comm.param_overlap import ParamOverlap
 from megatron_distopt.comm.param_sync import gather_params, share_initial

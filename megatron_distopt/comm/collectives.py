@@ -2,23 +2,27 @@
 
 [Note: whose collective] A backend's own, but for tensors on the CPU over gloo, whose own are slow: those go from pair
 to pair (pairwise.py). They do so at every size, so that a gradient is added up in the same order in every bucket.
+
+[Note: average in the collective] Where grads are divided before they are added up, NCCL multiplies by the reciprocal as
+it reads them, which saves the pass over the buffer. For a power of two that is the division, to the bit; for any other
+number it would round twice, so we divide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from time import perf_counter
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.pending import BetweenPairs, Done, Pending, begin_in_thread, in_turn
 from megatron_distopt.comm.wire import begin_sum, sum_over_pairs
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
@@ -26,7 +30,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = [
+    "AS_THEY_ARE",
     "Pending",
+    "Reduction",
     "all_gather",
     "begin_all_gather",
     "begin_reduce_scatter",
@@ -45,35 +51,25 @@ __all__ = [
 _PAIRWISE_OVER = "gloo"
 #: Backends on which each launch costs the CPU and the device something.
 _COALESCING = ("nccl",)
-_Pairwise = Callable[[Tensor, Tensor, Group], None]
+_AVERAGING = ("nccl",)
 
 
-class Pending(Protocol):
-    """A collective that is under way."""
-
-    def wait(self) -> object:
-        """Until what it writes is there; raises what went wrong in it. A float is the seconds that it took."""
-
-
-class _InThread:
-    """One that the thread of this process carries out.
+@dataclass(frozen=True)
+class Reduction:
+    """How grads are added up.
 
     Args:
-        future: gives the seconds that it took.
+        divide_by: before they are added up; a pass over the buffer, or see [Note: average in the collective]. An fp16
+            sum of n gradients overflows at an n times smaller loss scale than their average.
+        wire: what fp32 grads are rounded to on their way, see wire.py; None for as they are.
     """
 
-    def __init__(self, future: Future[float]) -> None:
-        self._future = future
-
-    def wait(self) -> float:
-        return self._future.result()
+    divide_by: int = 1
+    wire: torch.dtype | None = None
 
 
-class _Done:
-    """One that there was no need for."""
-
-    def wait(self) -> float:
-        return 0.0
+#: Nothing is done to grads before they are added up.
+AS_THEY_ARE = Reduction()
 
 
 def is_pairwise(tensor: Tensor, group: Group) -> bool:
@@ -81,12 +77,13 @@ def is_pairwise(tensor: Tensor, group: Group) -> bool:
     return carrier_of(tensor.device, group) == _PAIRWISE_OVER
 
 
-def described(device: torch.device, group: Group) -> str:
+def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
     """How buckets on a device travel in a group, for a person; after the first of them did."""
-    carrier = carrier_of(device, group)
+    carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
+    short = "" if how.wire is None else f", grads in {dtype_name(how.wire)}" + is_shared * " as messages"
     if carrier != _PAIRWISE_OVER:
-        return carrier
-    return f"{carrier}, from pair to pair {'in shared memory' if shares_memory(device, group) else 'as messages'}"
+        return carrier + short
+    return f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
 
 
 def shares_memory(device: torch.device, group: Group) -> bool:
@@ -102,37 +99,55 @@ def carrier_of(device: torch.device, group: Group) -> str:
     return by_device.get(device.type, config)
 
 
-def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, wire: torch.dtype | None = None) -> None:
-    """Collective: sums `bucket` over the group; this rank's part lands in `shard`.
+def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+    """Collective: adds up `bucket` over the group; this rank's part lands in `shard`.
 
     Args:
         bucket: 1-D; outside `shard` it holds nothing of meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        wire: what the values of an fp32 bucket are rounded to on their way; None for as they are.
+        how: see `Reduction`.
     """
+    op = _operation(bucket, group, how)
     if group.size == 1:
         return
     if is_pairwise(bucket, group):
-        _in_turn(_sum_by_pairs(wire), bucket, shard, group)
-    elif wire is not None:
-        begin_sum(bucket, shard, group, wire).wait()
+        in_turn(_sum_by_pairs(how.wire), bucket, shard, group)
+    elif how.wire is not None:
+        begin_sum(bucket, shard, group, how.wire).wait()
     else:
-        _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle)
+        _reduce_scatter(shard, bucket, op=op, group=group.handle)
 
 
-def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, wire: torch.dtype | None = None) -> Pending:
+def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> Pending:
     """Collective: `reduce_scatter` beside what the caller does next; in the order in which they are begun.
 
     Args: as of `reduce_scatter`; nobody touches `bucket` until it is waited for.
     """
+    op = _operation(bucket, group, how)
     if group.size == 1:
-        return _Done()
+        return Done()
     if is_pairwise(bucket, group):
-        return _InThread(_thread().submit(_timed, _sum_by_pairs(wire), bucket, shard, group))
-    if wire is not None:
-        return begin_sum(bucket, shard, group, wire)
-    work: Pending = _reduce_scatter(shard, bucket, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+        return begin_in_thread(_sum_by_pairs(how.wire), bucket, shard, group)
+    if how.wire is not None:
+        return begin_sum(bucket, shard, group, how.wire)
+    work: Pending = _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=True)
     return work
+
+
+def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
+    """Of the collective, before which the bucket is divided where it does not average by itself."""
+    if how.divide_by == 1:
+        return dist.ReduceOp.SUM
+    if how.wire is None and _averages(bucket, group, how.divide_by):
+        return dist.ReduceOp.AVG
+    bucket.div_(how.divide_by)
+    return dist.ReduceOp.SUM
+
+
+def _averages(bucket: Tensor, group: Group, divide_by: int) -> bool:
+    """See [Note: average in the collective]; the same on all ranks."""
+    is_exact = divide_by == group.size and group.size.bit_count() == 1
+    return is_exact and carrier_of(bucket.device, group) in _AVERAGING
 
 
 def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -141,40 +156,15 @@ def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
     Args: as of `all_gather`; nobody touches `bucket` until it is waited for.
     """
     if group.size == 1:
-        return _Done()
+        return Done()
     if is_pairwise(bucket, group):
-        return _InThread(_thread().submit(_timed, pairwise.all_gather, bucket, shard, group))
+        return begin_in_thread(pairwise.all_gather, bucket, shard, group)
     work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
     return work
 
 
-def _sum_by_pairs(wire: torch.dtype | None) -> _Pairwise:
+def _sum_by_pairs(wire: torch.dtype | None) -> BetweenPairs:
     return pairwise.reduce_scatter if wire is None else partial(sum_over_pairs, dtype=wire)
-
-
-def _in_turn(act: _Pairwise, bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Behind what is under way, whose messages have the same tags."""
-    if _thread.cache_info().currsize:
-        _thread().submit(_timed, act, bucket, shard, group).result()
-    else:
-        act(bucket, shard, group)
-
-
-def _timed(act: _Pairwise, bucket: Tensor, shard: Tensor, group: Group) -> float:
-    start = perf_counter()
-    with torch.no_grad():  # the caller's mode is that of its own thread
-        act(bucket, shard, group)
-    return perf_counter() - start
-
-
-@cache
-def _thread() -> ThreadPoolExecutor:
-    """One, so that collectives keep their order.
-
-    Never gloo's own in it: those match each other by order alone, and the caller goes on with some of its own.
-    """
-    num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
-    return ThreadPoolExecutor(1, "megatron_distopt collectives", lambda: torch.set_num_threads(num_threads))
 
 
 def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -187,7 +177,7 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     if group.size == 1:
         return
     if is_pairwise(bucket, group):
-        _in_turn(pairwise.all_gather, bucket, shard, group)
+        in_turn(pairwise.all_gather, bucket, shard, group)
     else:
         _all_gather(bucket, shard, group=group.handle)
 

@@ -16,18 +16,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import RLock
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.clock import CommTime, waited
-from megatron_distopt.comm.collectives import Pending, begin_reduce_scatter
-from megatron_distopt.comm.grad_sync import AS_THEY_ARE, Reduction
-from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.collectives import AS_THEY_ARE, Pending, Reduction, begin_reduce_scatter
+from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.ranges import profiled
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket
 
 __all__ = ["GradOverlap"]
+
+#: By group, who launched the last bucket in it.
+_launched: WeakKeyDictionary[ProcessGroup, ReferenceType[GradOverlap]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +44,7 @@ class _Unit:
     def begin(self, group: Group, how: Reduction) -> Pending:
         """Collective."""
         whole, shard = (of(self.buffer.grad, self.bucket) for of in (self.buffer.bucket_of, self.buffer.shard_of))
-        if how.divide_by != 1:
-            whole.div_(how.divide_by)
-        return begin_reduce_scatter(whole, shard, group, how.wire)
+        return begin_reduce_scatter(whole, shard, group, how)
 
 
 class GradOverlap:
@@ -106,8 +107,7 @@ class GradOverlap:
         """
         with self._lock:
             number = self._unit_of[name]
-            if number in self._begun:
-                raise _late(name)
+            self.check_open(name)
             if not self._arrived:
                 self._microbatches = self._num_microbatches()
             self._arrived[name] += 1
@@ -116,6 +116,15 @@ class GradOverlap:
             if self._arrived[name] == self._each[name] * self._microbatches and name not in self._irregular:
                 self._missing[number].discard(name)
                 self._begin_complete()
+
+    def check_open(self, name: str) -> None:
+        """Whether something may still be added to a gradient.
+
+        Raises:
+            LayoutError: its bucket is under way already.
+        """
+        if self._unit_of[name] in self._begun:
+            raise _late(name)
 
     def defer(self, name: str) -> None:
         """Somebody adds to this gradient after backward: its bucket is launched by `finish`, from now on.
@@ -135,8 +144,21 @@ class GradOverlap:
             self._begin(number)
 
     def _begin(self, number: int) -> None:
+        self._check_alone()
         with profiled(f"begin reduce-scatter {number}"):
             self._begun[number] = self._units[number].begin(self._group, self._how)
+
+    def _check_alone(self) -> None:
+        """Ranks that begin buckets of two optimizers in different orders would add up one with the other.
+
+        Raises:
+            LayoutError: another one has buckets under way in the group.
+        """
+        if self._group.size > 1:
+            last = _launched.get(self._group.own_handle, lambda: None)()
+            if last is not None and last is not self and last.num_begun:
+                raise _shared()
+            _launched[self._group.own_handle] = ref(self)
 
     def finish(self) -> CommTime:
         """Collective: launches the rest, waits for all, and learns for the next step."""
@@ -181,3 +203,9 @@ def _touched(name: str) -> LayoutError:
     got, rule = "changed after backward, when its bucket was under way", "be complete when backward ends"
     remedy = "Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False"
     return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
+
+
+def _shared() -> LayoutError:
+    got, rule = "shared by two optimizers with buckets under way", "be of one that reduces grads beside backward"
+    remedy = "Give the second one process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False"
+    return LayoutError(refusal("data-parallel group", got, rule, remedy))

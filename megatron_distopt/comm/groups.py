@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError, InvariantError, refusal
 
 __all__ = ["Group", "ProcessGroup", "is_initialized"]
 
@@ -46,6 +46,18 @@ class Group:
     def global_rank(self, rank: int) -> int:
         """What the launcher calls a rank of this group; every message that names a rank means that one."""
         return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
+
+    @property
+    def own_handle(self) -> ProcessGroup:
+        """torch's group, also where `handle` stands for all ranks.
+
+        Raises:
+            InvariantError: torch.distributed is over.
+        """
+        handle = self.handle or dist.group.WORLD
+        if handle is None:
+            raise InvariantError(refusal("process group", "none", "be there until the last collective", "Report this"))
+        return handle
 
     @property
     def backend(self) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.clock import CommTime, waited
@@ -24,13 +26,13 @@ class _Unit:
     """What is gathered at once: a bucket, or the packed params of a minority dtype."""
 
     buffer: ShardedBuffer
-    number: int
+    whole: Tensor
+    part: Tensor
     names: frozenset[str]
 
     def begin(self, group: Group) -> Pending:
         """Collective."""
-        whole, part = list(self.buffer.gathers())[self.number]
-        return begin_all_gather(whole, part, group)
+        return begin_all_gather(self.whole, self.part, group)
 
 
 class ParamOverlap:
@@ -84,7 +86,8 @@ class ParamOverlap:
     def wait_for(self, numbers: Iterable[int]) -> None:
         """Until these buckets are there; at once where they are."""
         for number in sorted(set(numbers) & self._pending.keys(), key=self._order.index):
-            self.time += waited({f"wait for all-gather {number}": self._pending.pop(number)})
+            self.time += waited({f"wait for all-gather {number}": self._pending[number]})
+            del self._pending[number]  # not before it is there: what went wrong in it is raised again
             self._met.append(number)
             self._publish(number)
 
@@ -111,4 +114,4 @@ def _units_of(buffer: ShardedBuffer) -> list[_Unit]:
     for slot in buffer.layout.slots:
         if buffer.holds(slot.name):
             names[slot.bucket if len(gathers) == len(buffer.layout.buckets) else 0].add(slot.name)
-    return [_Unit(buffer, number, frozenset(each)) for number, each in enumerate(names)]
+    return [_Unit(buffer, *each, frozenset(of_bucket)) for each, of_bucket in zip(gathers, names, strict=True)]

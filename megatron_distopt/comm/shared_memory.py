@@ -33,7 +33,8 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.messages import swap
-from megatron_distopt.errors import InvariantError, RanksDisagreeError, refusal
+from megatron_distopt.comm.pending import settle
+from megatron_distopt.errors import RanksDisagreeError, refusal
 
 __all__ = ["GATHER", "SHARED_NBYTES", "SUM", "Lane", "allow_shared_memory", "lane_of", "may_share_memory"]
 
@@ -57,7 +58,11 @@ _is_forbidden = threading.Event()
 
 
 def allow_shared_memory(is_allowed: bool) -> None:
-    """Of groups that have not communicated yet; where one rank of a group does not, none of them does."""
+    """From now on; where one rank of a group does not, none of them does.
+
+    To be called between the same two collectives on all ranks: those before go the way in which they were begun.
+    """
+    settle()
     if is_allowed:
         _is_forbidden.clear()
     else:
@@ -176,7 +181,7 @@ def _lost(rank: int, has_ended: bool, seconds: float) -> str:
 
 def _timeout_of(group: Group) -> float:
     """Seconds, as given to init_process_group or new_group."""
-    backend = _handle_of(group)._get_backend(torch.device("cpu"))
+    backend = group.own_handle._get_backend(torch.device("cpu"))
     options = getattr(backend, "options", None)
     return getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
 
@@ -194,26 +199,21 @@ class _Meeting:
     lanes: Sequence[Lane] | None = None
 
 
-_meetings: WeakKeyDictionary[ProcessGroup, _Meeting] = WeakKeyDictionary()
+#: By group, and whether this rank allowed it then.
+_meetings: WeakKeyDictionary[ProcessGroup, dict[bool, _Meeting]] = WeakKeyDictionary()
 _meetings_lock = threading.Lock()
 
 
 def lane_of(group: Group, collective: int) -> Lane | None:
-    """Collective for the group's first time: None for messages."""
+    """Collective for the group's first time, and its first one after a permission: None for messages."""
     with _meetings_lock:
-        meeting = _meetings.setdefault(_handle_of(group), _Meeting())
+        by_permission = _meetings.setdefault(group.own_handle, {})
+        meeting = by_permission.setdefault(not _is_forbidden.is_set(), _Meeting())
     with meeting.lock:
         if meeting.lanes is None:
             segments = _meet(group)
             meeting.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if segments else []
         return meeting.lanes[collective] if meeting.lanes else None
-
-
-def _handle_of(group: Group) -> ProcessGroup:
-    handle = group.handle or dist.group.WORLD
-    if handle is None:
-        raise InvariantError(refusal("process group", "none", "be there until the last collective", "Report this"))
-    return handle
 
 
 def _meet(group: Group) -> list[_Segment]:

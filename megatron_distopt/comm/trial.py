@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_distopt.comm.collectives import all_gather, carrier_of, reduce_scatter
+from megatron_distopt.comm.collectives import AS_THEY_ARE, Reduction, all_gather, carrier_of, reduce_scatter
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.errors import ConfigError, refusal
 
@@ -14,23 +14,23 @@ __all__ = ["try_collectives"]
 _FAKE = "fake"
 
 
-def try_collectives(device: torch.device, group: Group, wire: torch.dtype | None = None) -> None:
+def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> None:
     """Collective: a reduce-scatter and an all-gather of one number a rank.
 
     Args:
         device: of what will travel.
         group: over which.
-        wire: see `Reduction`.
+        how: grads will be added up.
 
     Raises:
         ConfigError: the backend does not have one of them, or gives something else.
     """
     if group.size == 1 or device.type == "meta" or carrier_of(device, group) == _FAKE:
         return
-    numbers = torch.ones(group.size, device=device)
+    numbers = torch.full((group.size,), float(how.divide_by), device=device)
     shard = numbers[group.rank : group.rank + 1]
     try:
-        reduce_scatter(numbers, shard, group, wire)
+        reduce_scatter(numbers, shard, group, how)
         all_gather(numbers, shard, group)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

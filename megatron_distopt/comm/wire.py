@@ -15,8 +15,8 @@ from megatron_distopt.comm.messages import others, receive, send, wait
 
 __all__ = ["Summing", "begin_sum", "sum_over_pairs"]
 
-#: Elements of a shard at a time, where ranks exchange messages: what is rounded and what arrives is scratch memory.
-_CHUNK_NUMEL = 1 << 20
+#: Memory for what is rounded and what arrives of all ranks, where they exchange messages; given back afterwards.
+_SCRATCH_NBYTES = 16 << 20
 _TAG = 1 << 27
 
 
@@ -27,9 +27,9 @@ def sum_over_pairs(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dty
         bucket, shard: fp32, as there.
         dtype: of what travels.
     """
-    shares = bucket.view(group.size, -1)
-    for number, start in enumerate(range(0, shard.numel(), _CHUNK_NUMEL)):
-        chunk = slice(start, min(start + _CHUNK_NUMEL, shard.numel()))
+    shares, step = bucket.view(group.size, -1), max(_SCRATCH_NBYTES // (2 * group.size * dtype.itemsize), 1)
+    for number, start in enumerate(range(0, shard.numel(), step)):
+        chunk = slice(start, min(start + step, shard.numel()))
         sent, received = shares[:, chunk].to(dtype), shares.new_empty(shares[:, chunk].shape, dtype=dtype)
         works = [receive(received[rank], rank, _TAG + number, group) for rank in others(group)]
         works += [send(sent[rank], rank, _TAG + number, group) for rank in others(group)]

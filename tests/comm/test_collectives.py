@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group, Reduction, gather_to_first, reduce_grads, scatter_from_first
+from megatron_distopt.comm import Group, Reduction, collectives, gather_to_first, reduce_grads, scatter_from_first
 from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.spawn import run_ranks
 
@@ -60,6 +60,30 @@ def _overflows(group: Group, divide_by: int) -> bool:
     return not bool(shard.isfinite().all())
 
 
+def _averaged(group: Group, divide_by: int, wire: torch.dtype | None = None) -> dict[str, Any]:
+    """Over a backend that averages: what it was asked for, and what came out, at once and beside computation."""
+    found: dict[str, Any] = {"ops": [], "out": []}
+    own = collectives._reduce_scatter
+
+    def averaging(shard: Tensor, bucket: Tensor, *, op: Any, group: Any, async_op: bool = False) -> Any:
+        found["ops"].append("average" if op == dist.ReduceOp.AVG else "sum")
+        if op == dist.ReduceOp.AVG:
+            bucket.mul_(1 / dist.get_world_size(group))
+        return own(shard, bucket, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
+        patch.setattr(collectives, "_AVERAGING", ("gloo",))
+        patch.setattr(collectives, "_reduce_scatter", averaging)
+        for act in (collectives.reduce_scatter, collectives.begin_reduce_scatter):
+            bucket = (torch.arange(group.size * PART) * 0.3 + group.rank).float()
+            shard = bucket.view(group.size, -1)[group.rank]
+            if (pending := act(bucket, shard, group, Reduction(divide_by, wire))) is not None:
+                pending.wait()
+            found["out"].append(shard.tolist())
+    return found
+
+
 def run_all(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, members in GROUPS.items():
@@ -74,6 +98,9 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
             "divided": _reduced(group, rank, 4, torch.float32),
             "fp16 sum overflows": _overflows(group, 1),
             "fp16 average overflows": _overflows(group, group.size),
+            "averaged": _averaged(group, group.size),
+            "averaged otherwise": _averaged(group, 4),
+            "averaged in 16 bits": _averaged(group, group.size, torch.bfloat16),
         }
     return found
 
@@ -140,3 +167,33 @@ def test_reduce_grads_when_in_fp16_then_an_average_fits_where_the_sum_does_not(
 ) -> None:
     assert set(by_member(found, name, "fp16 sum overflows")) == {True}
     assert set(by_member(found, name, "fp16 average overflows")) == {False}
+
+
+def _averages_of(name: str) -> list[list[float]]:
+    """By rank: its shard of what was divided, in fp32, and then added up."""
+    size = len(GROUPS[name])
+    divided = [(torch.arange(size * PART) * 0.3 + rank).float() / size for rank in range(size)]
+    total: Tensor = sum(divided[1:], divided[0])
+    return [part.tolist() for part in total.view(size, -1)]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_reduce_scatter_when_the_backend_averages_then_it_does_where_that_is_the_division_to_the_bit(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    of_members = by_member(found, name, "averaged")
+    wanted = {"all": ["sum", "sum"], "alone": [], "first two": ["average"] * 2, "last two": ["average"] * 2}
+    assert [each["ops"] for each in of_members] == [wanted[name]] * len(of_members)
+    for each, average in zip(of_members, _averages_of(name), strict=True):
+        assert each["out"] == [each["out"][0]] * 2
+        # Three summands may be added up in another order: the last bit of numbers up to 4.
+        assert each["out"][0] == (pytest.approx(average, abs=5e-7) if len(of_members) > 2 else average)
+
+
+@pytest.mark.parametrize("what", ["averaged otherwise", "averaged in 16 bits"])
+def test_reduce_scatter_when_divided_by_something_else_or_in_16_bits_then_the_backend_adds_up(
+    what: str, found: list[dict[str, Any]]
+) -> None:
+    asked = [op for name in GROUPS for each in by_member(found, name, what) for op in each["ops"]]
+    sums = 2 * sum(len(members) for members in GROUPS.values() if len(members) > 1)
+    assert asked == (["sum"] * sums if what == "averaged otherwise" else [])

@@ -99,6 +99,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
         _reduced(Group.of(), MEMBERS[4], numel, torch.float32, collectives.reduce_scatter) for numel in (1, 999)
     ]
     found["refused"] = _refused(Group.of())
+    found["permitted"] = _permitted(rank)
     found["apart"] = _apart(rank)
     found["raced"] = _raced(rank)
     return found
@@ -149,6 +150,25 @@ def _apart(rank: int) -> dict[str, tuple[str, bool]]:
                 patch.setattr(shared_memory, attribute, replacement)
             right = _reduced(group, MEMBERS[4], 100, torch.float32, pairwise.reduce_scatter)
             found[name] = _way_of(group), right
+    return found
+
+
+def _permitted(rank: int) -> list[tuple[str, bool]]:
+    """The way of one group as all ranks allow memory, forbid it, and allow it again, with sums under way meanwhile."""
+    group, found = Group.of(dist.new_group()), []
+    for is_allowed in (True, False, True):
+        shared_memory.allow_shared_memory(is_allowed)
+        bucket = _bucket(rank, RANKS * 50_000, torch.float32)
+        own = bucket.view(RANKS, -1)[rank]
+        wanted = _sum_in_order(
+            [_bucket(each, RANKS * 50_000, torch.float32).view(RANKS, -1)[rank] for each in range(RANKS)], rank
+        )
+        pending = begin_reduce_scatter(bucket, own, group)
+        time.sleep(0.02 * rank)
+        shared_memory.allow_shared_memory(not is_allowed)
+        pending.wait()
+        shared_memory.allow_shared_memory(is_allowed)
+        found.append((_way_of(group), torch.equal(own, wanted)))
     return found
 
 
@@ -226,6 +246,13 @@ def test_pairwise_when_ranks_are_on_one_machine_then_they_share_memory_unless_to
 ) -> None:
     for each in found:
         assert {name: way for name, way in each["way"].items() if f", {way}," not in name} == {}
+
+
+def test_pairwise_when_permission_changes_then_the_way_does_after_what_is_under_way(
+    found: list[dict[str, Any]],
+) -> None:
+    ways = [("memory", True), ("messages", True), ("memory", True)]
+    assert [each["permitted"] for each in found] == [ways] * RANKS
 
 
 def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[str, Any]]) -> None:

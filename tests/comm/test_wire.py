@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group, wire
+from megatron_distopt.comm import Group, Reduction, described, wire
 from megatron_distopt.comm.collectives import begin_reduce_scatter, reduce_scatter
 from megatron_distopt.comm.wire import begin_sum
 from megatron_distopt.errors import ConfigError
@@ -37,19 +37,21 @@ def _wanted(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     group, found = Group.of(), {}
-    wire._CHUNK_NUMEL = CHUNK
+    wire._SCRATCH_NBYTES = CHUNK * 2 * RANKS * 2  # what is sent and what arrives, of two bytes each
     for name, dtype in DTYPES.items():
         for kind, numel in NUMELS.items():
             for way in ("at once", "beside", "backend's own"):
                 bucket = _values(rank, numel)
                 shard = bucket.view(RANKS, -1)[rank]
                 if way == "at once":
-                    reduce_scatter(bucket, shard, group, dtype)
+                    reduce_scatter(bucket, shard, group, Reduction(wire=dtype))
                 elif way == "beside":
-                    begin_reduce_scatter(bucket, shard, group, dtype).wait()
+                    begin_reduce_scatter(bucket, shard, group, Reduction(wire=dtype)).wait()
                 else:
                     begin_sum(bucket, shard, group, dtype).wait()
                 found[f"{name} {kind} {way}"] = torch.equal(shard, _wanted(rank, numel, dtype))
+    ways = [described(torch.device("cpu"), group, how) for how in (Reduction(), Reduction(wire=torch.bfloat16))]
+    found["described"] = ways
     found["trained"] = [_train(rank, dtype, overlap) for dtype in (None, "bfloat16") for overlap in (False, True)]
     return found
 
@@ -92,6 +94,13 @@ def test_training_when_grads_travel_in_16_bits_then_overlap_changes_nothing_and_
         assert not all(torch.equal(*pair) for pair in zip(plain, short, strict=True))
         # Three updates of 0.01 an element, which rounding to 8 bits can turn around where a gradient is small.
         assert all((one - other).abs().max() < 0.06 for one, other in zip(plain, short, strict=True))
+
+
+def test_described_when_grads_travel_in_16_bits_then_it_says_that_they_do_not_share_memory(
+    found: list[dict[str, Any]],
+) -> None:
+    shared = "gloo, from pair to pair in shared memory"
+    assert [each["described"] for each in found] == [[shared, f"{shared}, grads in bfloat16 as messages"]] * RANKS
 
 
 def _refusal(rank: int, size: int) -> str:
