@@ -32,12 +32,14 @@ class Widths:
         grad: of the grad buffer.
         main: of main params of their own; 0 where the model param is its own main param.
         moments: of all that the inner optimizer keeps for an element.
+        wire: of a gradient on its way to its owner; 0 for as many as in the grad buffer.
     """
 
     param: int
     grad: int
     main: int
     moments: int = 8
+    wire: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Collective:
 
     Args:
         kind: of collective.
-        nbytes: of the whole tensor.
+        nbytes: of the whole tensor, in the dtype in which it travels.
         num_ranks: that take part.
         bucket: index; None of the statistics.
     """
@@ -162,8 +164,13 @@ def collectives_of(layout: BufferLayout, widths: Widths) -> Iterator[Collective]
     Args:
         layout: of one grad buffer and its param buffer.
         widths: bytes an element.
+
+    >>> from megatron_distopt.layout import ParamSpec, lay_out
+    >>> layout = lay_out([ParamSpec("a", 128)], num_shards=2)
+    >>> [each.nbytes for each in collectives_of(layout, Widths(param=2, grad=4, main=4, wire=2))]
+    [256, 256]
     """
-    for kind, width in ((Kind.REDUCE_SCATTER, widths.grad), (Kind.ALL_GATHER, widths.param)):
+    for kind, width in ((Kind.REDUCE_SCATTER, widths.wire or widths.grad), (Kind.ALL_GATHER, widths.param)):
         for bucket in layout.buckets if layout.num_shards > 1 else ():
             yield Collective(kind, bucket.in_buffer.numel * width, layout.num_shards, bucket.index)
 

@@ -75,16 +75,25 @@ def answer(parsed: argparse.Namespace) -> Answer:
     """
     gpt = sizes_of(parsed)
     assumed = assumed_of(parsed, gpt)
-    if parsed.plot and assumed.backward_seconds is None:
-        rule, remedy = "have the length of backward", "Write --backward-ms MS or --tokens-per-second N beside it"
-        raise ConfigError(refusal("--plot", "no time of backward", rule, remedy))
     plans = [plan_choice(gpt, choice) for choice in choices_of(parsed)]
     rows = [Row(plan, times_of(plan.fullest, assumed)) for plan in plans]
+    if parsed.plot:
+        _check_drawable(rows)
     built = [] if parsed.rank is None else [_build(gpt, plan, parsed.rank) for plan in plans]
     planned = Planned(gpt, assumed, rows, built)
     if parsed.plot:
         _beside("plan_plot").draw(planned, parsed.plot)
     return Answer(_document(planned), lambda width: _beside("plan_text").lines(planned, width))
+
+
+def _check_drawable(rows: Sequence[Row]) -> None:
+    timelines = [row.times.timeline for row in rows if row.times.timeline is not None]
+    if not timelines:
+        rule, remedy = "have the length of backward", "Write --backward-ms MS or --tokens-per-second N beside it"
+        raise ConfigError(refusal("--plot", "no time of backward", rule, remedy))
+    if not any(timeline.intervals for timeline in timelines):
+        rule, remedy = "have something to draw", "Write a --backward-ms above 0"
+        raise ConfigError(refusal("--plot", "a step that takes no time", rule, remedy))
 
 
 def _beside(name: str) -> Any:
@@ -121,6 +130,7 @@ def _row_document(row: Row) -> dict[str, Any]:
         "ranks": choice.cut.num_ranks,
         "dtype": choice.dtype,
         "grad_dtype": choice.grad_dtype,
+        "wire_dtype": choice.wire_dtype,
         "bucket_numel": choice.bucket_numel,
         "stages": [_stage_document(row.plan, stage) for stage in row.plan.stages],
         "fullest_stage": row.plan.fullest.stage,

@@ -7,11 +7,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.plugin.commands.plan_choice import DTYPES, Choice
+from megatron_distopt.plugin.commands.plan_choice import AUTO, DTYPES, WIRE_NBYTES, Choice
 from megatron_distopt.plugin.commands.plan_config import sizes_in_file
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
 from megatron_distopt.plugin.commands.plan_timeline import Assumed
@@ -48,6 +49,8 @@ _SWITCHES = (
     ("--rms", "is_rms", True, "RMSNorm"),
     ("--rotary", "positions", 0, "no learned positions"),
 )
+#: What nobody has to write, in lists of values to compare.
+_ONE_BUCKET, _AS_THEY_ARE = "all", "none"
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -78,8 +81,12 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
         group.add_argument(f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes")
     group.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of the params; bf16")
     group.add_argument("--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="of grads; fp32")
-    text = "elements of a bucket; one bucket a buffer where left out"
-    group.add_argument("--bucket-size", type=count, nargs="+", default=[None], metavar="N", help=text)
+    text = "bfloat16 or float16, which fp32 grads are rounded to on their way; none"
+    wires = (_AS_THEY_ARE, *WIRE_NBYTES)
+    group.add_argument("--wire-dtype", choices=wires, nargs="+", default=[_AS_THEY_ARE], help=text)
+    text = "elements of a bucket; auto for as many as runs with overlap take by themselves; all, one bucket a buffer"
+    bucket = partial(_bucket_numel, count)
+    group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
 
 
 def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
@@ -88,8 +95,9 @@ def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     text = "that a message takes beside its bytes; 0"
     group.add_argument("--latency-us", type=_amount, default=0.0, metavar="US", help=text)
     backward = group.add_mutually_exclusive_group()
-    backward.add_argument("--backward-ms", type=_amount, metavar="MS", help="backward of a microbatch on a rank")
-    text = "of one model replica; two thirds of a microbatch's time are backward"
+    text = "backward of a microbatch on a rank, the same for every choice"
+    backward.add_argument("--backward-ms", type=_amount, metavar="MS", help=text)
+    text = "of one model replica, the same for every choice; two thirds of a microbatch's time are backward"
     backward.add_argument("--tokens-per-second", type=_rate, metavar="N", help=text)
     group.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences, for the above; 1")
     group.add_argument("--update-ms", type=_amount, default=0.0, metavar="MS", help="statistics and update; 0")
@@ -117,15 +125,16 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
     """Every combination, in the order of the flags.
 
     Raises:
-        ConfigError: `--ranks` is no multiple of tp times pp.
+        ConfigError: `--ranks` is no multiple of tp times pp, or grads that are kept in 16 bits are to be rounded.
     """
     cuts = [
         Cut(dp, tp, pp, ep) if parsed.ranks is None else Cut(_left_of(dp, tp, pp), tp, pp, ep)
         for dp, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep)
     ]
+    others = (parsed.dtype, parsed.grad_dtype, parsed.wire_dtype, parsed.bucket_size)
     return [
-        Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket)
-        for cut, dtype, grads, bucket in itertools.product(cuts, parsed.dtype, parsed.grad_dtype, parsed.bucket_size)
+        Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if wire == _AS_THEY_ARE else wire)
+        for cut, dtype, grads, wire, bucket in itertools.product(cuts, *others)
     ]
 
 
@@ -145,6 +154,10 @@ def assumed_of(parsed: argparse.Namespace, gpt: GptSizes) -> Assumed:
     if parsed.tokens_per_second is not None:
         backward = parsed.micro_batch * gpt.seq / parsed.tokens_per_second * 2 / 3
     return Assumed(parsed.bandwidth * 1e9 / 8, parsed.latency_us / 1e6, backward, parsed.update_ms / 1e3)
+
+
+def _bucket_numel(count: Callable[[str], int], text: str) -> int | str | None:
+    return AUTO if text == AUTO else None if text == _ONE_BUCKET else count(text)
 
 
 def _amount(text: str) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final, Literal
 
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import BufferLayout, lay_out
+from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
 from megatron_distopt.layout.estimate import (
     Collective,
     Footprint,
@@ -19,10 +20,25 @@ from megatron_distopt.layout.estimate import (
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes, check_cut
 from megatron_distopt.plugin.commands.plan_stage import StageParam, stage_params
 
-__all__ = ["DTYPES", "Choice", "ChoicePlan", "Part", "StagePlan", "plan_choice", "plan_stage"]
+__all__ = [
+    "AUTO",
+    "DTYPES",
+    "WIRE_NBYTES",
+    "Choice",
+    "ChoicePlan",
+    "Part",
+    "StagePlan",
+    "layout_of",
+    "plan_choice",
+    "plan_stage",
+]
 
 #: What torch calls them, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
+#: By what `DistOptConfig.wire_dtype` can be: bytes an element.
+WIRE_NBYTES = {"bfloat16": 2, "float16": 2}
+#: Buckets as large as runs have them that communicate beside computation and are told no size.
+AUTO: Final = "auto"
 
 
 @dataclass(frozen=True)
@@ -33,19 +49,31 @@ class Choice:
         cut: sizes of the groups.
         dtype: of the params, a key of `DTYPES`.
         has_fp32_grads: the grad buffer is fp32 whatever the params are.
-        bucket_numel: elements of a bucket; None for one bucket a buffer.
+        bucket_numel: elements of a bucket; None for one bucket a buffer, or `AUTO`.
+        wire_dtype: what fp32 grads are rounded to on their way, a key of `WIRE_NBYTES`; None for as they are.
+
+    Raises:
+        ConfigError: grads that are kept in 16 bits are to be rounded, which training refuses, too.
     """
 
     cut: Cut
     dtype: str = "bf16"
     has_fp32_grads: bool = True
-    bucket_numel: int | None = None
+    bucket_numel: int | Literal["auto"] | None = None
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype is not None and self.grad_dtype != "fp32":
+            got = f"{self.wire_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
+            remedy = "Write --grad-dtype fp32, or --wire-dtype none"
+            raise ConfigError(refusal("wire_dtype", got, "have fp32 grads to round", remedy))
 
     @property
     def widths(self) -> Widths:
         """Bytes an element."""
-        width = DTYPES[self.dtype][1]
-        return Widths(param=width, grad=4 if self.has_fp32_grads else width, main=0 if self.dtype == "fp32" else 4)
+        width, wire = DTYPES[self.dtype][1], 0 if self.wire_dtype is None else WIRE_NBYTES[self.wire_dtype]
+        grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
+        return Widths(param=width, grad=grad, main=main, wire=wire)
 
     @property
     def grad_dtype(self) -> str:
@@ -176,7 +204,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
 
 def _part(params: tuple[StageParam, ...], choice: Choice, num_shards: int, rank: int) -> Part:
     numel = choice.bucket_numel
-    if numel is not None and numel < num_shards:
+    if isinstance(numel, int) and numel < num_shards:
         rule, remedy = f"be at least one element for each of {num_shards} ranks", "Write --bucket-size 40000000"
         raise ConfigError(refusal("bucket size", f"{numel} elements", rule, remedy))
     return Part(params, layout_of(params, choice, num_shards), rank)
@@ -190,5 +218,7 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
         choice: says the size of a bucket.
         num_shards: size of the data-parallel group.
     """
-    specs = [param.spec for param in reversed(params)]
-    return lay_out(specs, num_shards=num_shards, bucket_numel=choice.bucket_numel)
+    specs, numel = [param.spec for param in reversed(params)], choice.bucket_numel
+    if isinstance(numel, str):
+        numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
+    return lay_out(specs, num_shards=num_shards, bucket_numel=numel)

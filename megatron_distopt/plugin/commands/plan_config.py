@@ -21,7 +21,8 @@ _NUMBERS = {
     "ffn": ("ffn", "ffn_hidden_size", "intermediate_size", "n_inner"),
     "vocab": ("padded_vocab_size", "vocab", "vocab_size"),
     "vocab_multiple": ("make_vocab_size_divisible_by",),
-    "seq": ("seq", "seq_length", "max_position_embeddings", "n_positions"),
+    # Not the positions: a model that has learned 131,072 of them is seldom trained on as many tokens at once.
+    "seq": ("seq", "seq_length"),
     "positions": ("positions", "max_position_embeddings", "n_positions"),
     "experts": ("experts", "num_moe_experts", "num_experts", "num_local_experts"),
     "expert_ffn": ("expert_ffn", "moe_ffn_hidden_size", "moe_intermediate_size"),
@@ -30,6 +31,7 @@ _NUMBERS = {
 #: The same for those that are true or false; a key after "not " means the opposite.
 _SWITCHES = {
     "is_gated": ("gated", "swiglu", "gated_linear_unit"),
+    # A HuggingFace config has the key wherever it is false and may leave it out where it is true, as Gemma's does.
     "is_tied": (
         "tied",
         "tie_word_embeddings",
@@ -97,7 +99,7 @@ def _settled(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What one key says only beside another."""
     is_llama = "rms_norm_eps" in given
     if is_llama:  # what HuggingFace's classes with that key take for granted
-        found = {"is_gated": True, "is_rms": True, "is_tied": False, "has_bias": False, **found}
+        found = {"is_gated": True, "is_rms": True, "has_bias": False, **found}
     if given.get("normalization") is not None:
         found["is_rms"] = given["normalization"] == "RMSNorm"
     if given.get("padded_vocab_size") is not None:

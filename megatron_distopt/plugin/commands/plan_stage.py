@@ -20,8 +20,9 @@ class StageParam:
         spec: name, shape and dtype.
         work: multiplications a token in forward, as a measure of the time that is spent on it.
         is_expert: it belongs to an expert that other ranks do not have.
-        is_early: its work is at the end of forward, so at the beginning of backward, though it was registered first
-            and its gradient is complete last: a word embedding that is the output layer too.
+        is_early: its work is at the end of forward, so at the beginning of backward, and its gradient is complete last
+            all the same: a word embedding that is the output layer too. On one stage it was registered first; the copy
+            on a last stage of its own waits for the sum with the first stage's, after backward.
     """
 
     spec: ParamSpec
@@ -61,7 +62,8 @@ class _Rank:
         if is_last:
             yield from self._norm("decoder.final_layernorm")
             if not (is_first and self.gpt.is_tied):  # a last stage of its own has a copy of a tied embedding
-                yield self._param("output_layer.weight", *self._vocab_shape())
+                shape = self._vocab_shape()
+                yield StageParam(self._spec("output_layer.weight", *shape), math.prod(shape), is_early=self.gpt.is_tied)
 
     def _embedding(self, *, is_output: bool) -> Iterator[StageParam]:
         shape = self._vocab_shape()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_distopt.layout.estimate import Footprint, Kind
-from megatron_distopt.plugin.commands.plan_choice import ChoicePlan, StagePlan
+from megatron_distopt.plugin.commands.plan_choice import AUTO, Choice, ChoicePlan, StagePlan
 from megatron_distopt.plugin.commands.plan_model import GptSizes
 from megatron_distopt.plugin.commands.plan_timeline import Assumed, Times
 from megatron_distopt.plugin.commands.show import Column, counted, facts, number_text, ranges, size_text, table
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["lines", "name_of", "time_text"]
 
 _KINDS = ("params", "grads", "main", "moments")
+#: By column: what need not be said where all choices have it.
+_USUAL = {"ep": "1", "wire": "none", "bucket": "all", "stage": "0"}
+#: Sizes of buckets that are no number, in a sentence.
+_BUCKETS = {_USUAL["bucket"]: "one bucket", AUTO: "buckets as runs choose them"}
 
 
 def lines(planned: Planned, width: int | None) -> list[str]:
@@ -53,8 +57,16 @@ def name_of(plan: ChoicePlan) -> str:
     choice = plan.choice
     sizes = [f"dp {choice.cut.dp}", f"tp {choice.cut.tp}", f"pp {choice.cut.pp}"]
     sizes += [f"ep {choice.cut.ep}"] * (choice.cut.ep > 1)
-    bucket = "one bucket" if choice.bucket_numel is None else f"buckets of {choice.bucket_numel:,}"
-    return ", ".join([*sizes, f"{choice.dtype} with {choice.grad_dtype} grads", bucket])
+    sent = "" if choice.wire_dtype is None else f" sent as {choice.wire_dtype}"
+    bucket = _BUCKETS.get(_bucket(choice), f"buckets of {_bucket(choice)}")
+    return ", ".join([*sizes, f"{choice.dtype} with {choice.grad_dtype} grads{sent}", bucket])
+
+
+def _bucket(choice: Choice) -> str:
+    """As it is written on the command line, with commas."""
+    if choice.bucket_numel is None:
+        return _USUAL["bucket"]
+    return choice.bucket_numel if isinstance(choice.bucket_numel, str) else f"{choice.bucket_numel:,}"
 
 
 def _model(gpt: GptSizes) -> Iterator[tuple[str, str]]:
@@ -82,15 +94,15 @@ def _assumed(assumed: Assumed) -> Iterator[tuple[str, str]]:
 
 
 def _choices(rows: Sequence[Row], width: int | None) -> list[str]:
-    titles = ("dp", "tp", "pp", "ep", "dtype", "grads", "bucket", "stage")
+    titles = ("dp", "tp", "pp", "ep", "dtype", "grads", "wire", "bucket", "stage")
     columns = [Column(title) for title in titles]
     columns += [Column(title, is_optional=True) for title in _KINDS]
     columns += [Column("all"), Column("not sharded", is_optional=True), Column("buckets", is_optional=True)]
     columns += [Column("collectives", is_optional=True), Column("sent"), Column("takes", is_optional=True)]
     columns += [Column("hidden", is_optional=True), Column("exposed")]
     cells = [_choice_cells(row) for row in rows]
-    for number, title in enumerate(titles):  # what all choices have alike and need not be said
-        if title in ("ep", "bucket", "stage") and {row[number] for row in cells} <= {"1", "all", "0"}:
+    for number, title in enumerate(titles):
+        if all(row[number] == _USUAL.get(title) for row in cells):
             for row in cells:
                 row[number] = ""
     return table(columns, cells, width)
@@ -101,8 +113,7 @@ def _choice_cells(row: Row) -> list[str]:
     exposed, hidden = times.exposed_seconds, times.hidden_seconds
     return [
         *(str(size) for size in (choice.cut.dp, choice.cut.tp, choice.cut.pp, choice.cut.ep)),
-        *(choice.dtype, choice.grad_dtype),
-        "all" if choice.bucket_numel is None else f"{choice.bucket_numel:,}",
+        *(choice.dtype, choice.grad_dtype, choice.wire_dtype or _USUAL["wire"], _bucket(choice)),
         ranges(row.plan.stage_numbers(stage)),
         *_bytes(stage.footprint),
         size_text(_unsharded_nbytes(stage.footprint)),
