@@ -20,11 +20,11 @@ from tests.support.spawn import run_ranks
 
 PAIRS = (("distopt", "host-plain"), ("distopt", "host-distributed"), ("host-distributed", "host-plain"))
 LAYOUTS = {
-    "dp2": Case("host-plain", dp=2),
-    "tp2": Case("host-plain", tp=2),
-    "pp2": Case("host-plain", pp=2),
-    "pp2-vp2": Case("host-plain", pp=2, vp=2),
-    "tp2-pp2": Case("host-plain", tp=2, pp=2),
+    "dp2": Case("host-plain", dp=2, steps=12),
+    "tp2": Case("host-plain", tp=2, steps=12),
+    "pp2": Case("host-plain", pp=2, steps=12),
+    "pp2-vp2": Case("host-plain", pp=2, vp=2, steps=12),
+    "tp2-pp2": Case("host-plain", tp=2, pp=2, steps=12),
     "dp4": Case("host-plain", dp=4, steps=12),
     "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=12),
     "pp2-dp2": Case("host-plain", pp=2, dp=2, steps=12),
@@ -47,8 +47,8 @@ class Tolerance:
 
 TOLERANCES = {
     # Two correct programs add the squares of the norm and the terms of the update in different orders: an ulp of fp32
-    # (5e-7 at a loss of 4) each step, twenty steps. The first update moves a param by lr = 3e-3 times at most 1; an
-    # ulp or two of that and of a param near 1 is 2e-7.
+    # (5e-7 at a loss of 4) each step, at most twenty steps. The first update moves a param by lr = 3e-3 times at most
+    # 1; an ulp or two of that and of a param near 1 is 2e-7.
     "fp32": Tolerance(loss=5e-6, grad_norm=1e-5, first_param=5e-7, first_share=0.0),
     # Main params that agree to 1e-7 round to different bf16 values where they straddle a boundary: 2**-8 apart below 1,
     # for one element in ten thousand. From then on the forward passes differ, and the gradients of the key biases,
@@ -77,12 +77,12 @@ def _ordinary_cases(size: int) -> dict[str, Case]:
 
 
 DP2 = LAYOUTS["dp2"]
+LONGER = DP2.of(steps=20)
 # Starts above what fp16 holds, so that steps are skipped; grows again every five good steps.
-FP16 = DP2.of(precision="fp16", initial_loss_scale=2.0**20, loss_scale_window=5)
-SGD = DP2.of(optimizer_name="sgd", lr=0.03, weight_decay=0.01)
-SHORT = DP2.of(steps=12)
-FP32_NORMS = SHORT.of(precision="bf16", fp32_norms=True)
-FROZEN = SHORT.of(frozen=("position_embeddings", "layers.0.", "layers.1.mlp.linear_fc1"))
+FP16 = LONGER.of(precision="fp16", initial_loss_scale=2.0**20, loss_scale_window=5)
+SGD = LONGER.of(optimizer_name="sgd", lr=0.03, weight_decay=0.01)
+FP32_NORMS = DP2.of(precision="bf16", fp32_norms=True)
+FROZEN = DP2.of(frozen=("position_embeddings", "layers.0.", "layers.1.mlp.linear_fc1"))
 FROZEN_STAGE = Case("host-plain", pp=2, steps=12, tied=False, frozen=("embedding", "layers."))
 # Without the query, key and value biases: whether rounding noise is zero or not would decide the count.
 ZEROS = DP2.of(steps=6, tied=False, log_num_zeros=True, frozen=("linear_qkv.bias",))
@@ -101,15 +101,15 @@ def _special_cases() -> dict[str, Case]:
     cases = {
         **_of_every_optimizer("dp2-fp16", FP16),
         **_of_every_optimizer("dp2-fp16-grads16", FP16.of(grad_reduce_in_fp32=False)),
-        **_of_every_optimizer("dp2-bf16-grads16", SHORT.of(precision="bf16", grad_reduce_in_fp32=False)),
+        **_of_every_optimizer("dp2-bf16-grads16", DP2.of(precision="bf16", grad_reduce_in_fp32=False)),
         **_of_every_optimizer("fp32-norms", FP32_NORMS),
         **_of_every_optimizer("frozen", FROZEN),
-        **_of_every_optimizer("untied", SHORT.of(tied=False)),
+        **_of_every_optimizer("untied", DP2.of(tied=False)),
         **_of_every_optimizer("zeros-dp2", ZEROS),
-        **_of_every_optimizer("unclipped", SHORT.of(clip_grad=0.0)),
+        **_of_every_optimizer("unclipped", DP2.of(clip_grad=0.0)),
         # L2 decay, which the host's distributed optimizer refuses with torch's Adam.
-        "l2-host-plain": SHORT.of(decoupled_weight_decay=False),
-        "l2-distopt": SHORT.of(decoupled_weight_decay=False, optimizer="distopt"),
+        "l2-host-plain": DP2.of(decoupled_weight_decay=False),
+        "l2-distopt": DP2.of(decoupled_weight_decay=False, optimizer="distopt"),
         "sgd-host-plain": SGD,
         "sgd-distopt": SGD.of(optimizer="distopt"),
     }
@@ -278,7 +278,7 @@ def test_curve_when_weight_decay_is_l2_then_it_is_the_one_of_plain_adam(
     ours, theirs = two_ranks["l2-distopt"], two_ranks["l2-host-plain"]
     check_alike(ours, theirs, "fp32", record_property, "L2 decay distopt vs host-plain")
     # Otherwise both could have decayed in the same, other way.
-    assert abs(ours[0].losses[-1] - two_ranks["dp2-fp32-distopt"][0].losses[SHORT.steps - 1]) > 1e-3
+    assert abs(ours[0].losses[-1] - two_ranks["dp2-fp32-distopt"][0].losses[DP2.steps - 1]) > 1e-3
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
