@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -10,18 +10,36 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import AS_THEY_ARE, CommTime, GradOverlap, Group, Reduction, reduce_grads, waited_since
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["GradSync", "as_it_arrives", "behind_the_hosts_hook", "wire_of"]
+__all__ = ["GradSync", "as_it_arrives", "behind_the_hosts_hook", "check_bucket", "wire_of"]
 
-#: Where a param keeps the hook that tells of its gradient.
-_HOOK = "_distopt_arrival"
+#: The hook that tells of a param's gradient; beside the param and not in it, because a model may be pickled.
+_hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 #: Lets somebody know, with the param's name, that its gradient is in the buffer.
 Arrived = Callable[[str], None]
+
+
+def check_bucket(config: DistOptConfig, num_ranks: int, write: str) -> None:
+    """Whether every rank can own an element of a bucket.
+
+    Args:
+        config: merged.
+        num_ranks: that share each bucket.
+        write: what a good one looks like.
+
+    Raises:
+        ConfigError
+    """
+    if config.bucket_numel is not None and config.bucket_numel < num_ranks:
+        got, rule = f"{config.bucket_numel} elements", f"have one for each of the {num_ranks} data-parallel ranks"
+        raise ConfigError(refusal("bucket_numel", got, rule, f"Write {write}, or leave it out"))
 
 
 def wire_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
@@ -68,7 +86,9 @@ class GradSync:
         Raises:
             LayoutError: its bucket is under way already.
         """
-        if self.overlap is not None and not self._is_paused:
+        if self.overlap is not None and self._is_paused:
+            self.overlap.check_open(name)
+        elif self.overlap is not None:
             self.overlap.arrived(name)
 
     @contextmanager
@@ -114,9 +134,9 @@ def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> l
         with torch.enable_grad():
             node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         # The host keeps the node, so a hook of an optimizer that was built before would go on.
-        if (before := getattr(param, _HOOK, None)) is not None:
+        if (before := _hooks.get(param)) is not None:
             before.remove()
-        setattr(param, _HOOK, node.register_hook(partial(_tell, arrived, name)))
+        _hooks[param] = node.register_hook(partial(_tell, arrived, name))
         nodes.append(node)
     return nodes
 

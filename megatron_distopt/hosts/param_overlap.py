@@ -2,8 +2,8 @@
 
 [Note: who waits] A module waits for the params that are its own. Others read params of modules that are never called
 (a tied embedding on the last pipeline stage), so in the first step every operation is watched: it waits by itself, and
-the innermost module that runs waits from then on. What nobody has read by then is waited for by the first module that
-is called, and so is everything in evaluation, whose path may be another one.
+the innermost module that runs waits from then on. Params that nobody has read by then are waited for by the first
+module that is called, and so is everything in evaluation, whose path may be another one.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class OverlappedParamSync(ParamSync):
         self.overlap, self._named = ParamOverlap(buffers, data), named
         #: By module, the buckets that it has read; see [Note: who waits].
         self._needs: dict[Module, set[int]] = {}
-        #: Buckets that nobody has read; known when the first step is over.
+        #: Buckets of params that nobody has read; known when the first step is over.
         self._unread: frozenset[int] = frozenset()
+        self._read: set[str] = set()
         self._first_step: _FirstStep | None = _FirstStep(self)
+        names = {param: name for name, param in named.items()}
         for module in {module: None for chunk in chunks for module in chunk.modules()}:
             if not isinstance(module, ScriptModule):  # takes no hooks; its params are read by whoever calls it
-                self._hook(module, self._first_step)
+                self._hook(module, self._first_step, names)
 
     def __deepcopy__(self, memo: object) -> OverlappedParamSync:
         """A copy of the model comes with its hooks, for which nothing is ever under way but what is here."""
@@ -83,8 +85,7 @@ class OverlappedParamSync(ParamSync):
         """A model that is read from a file waits for nothing."""
         return OverlappedParamSync, ((), Group(None, 0, 1), (), {})
 
-    def _hook(self, module: Module, first_step: _FirstStep) -> None:
-        names = {param: name for name, param in self._named.items()}
+    def _hook(self, module: Module, first_step: _FirstStep, names: Mapping[Parameter, str]) -> None:
         own = [names[param] for param in module.parameters(recurse=False) if param in names]
         first_step.hook(module)
         # In front of whatever else is hooked there, which may read params.
@@ -99,7 +100,7 @@ class OverlappedParamSync(ParamSync):
         if self._first_step is not None and has_watched:
             self._first_step.end()
             self._first_step = None
-            self._unread = self.overlap.numbers_of(self._named) - set().union(*self._needs.values())
+            self._unread = self.overlap.numbers_of(self._named.keys() - self._read)
 
     def gather_now(self) -> None:
         """Collective: gathers it and waits."""
@@ -118,6 +119,7 @@ class OverlappedParamSync(ParamSync):
 
     def _is_read(self, name: str, module: Module) -> None:
         numbers = self.overlap.numbers_of([name])
+        self._read.add(name)
         self._needs.setdefault(module, set()).update(numbers)
         self.overlap.wait_for(numbers)
 
@@ -134,7 +136,7 @@ class OverlappedParamSync(ParamSync):
 
 
 class _FirstStep:
-    """The watch while modules run in training and not all params are there, until `end`."""
+    """The watch while modules run in training, from the first time that not all params are there to `end`."""
 
     def __init__(self, sync: OverlappedParamSync) -> None:
         self._sync = sync
@@ -159,7 +161,8 @@ class _FirstStep:
 
     def _begins(self, module: Module, *_: Any) -> None:
         self._running.append(module)
-        if self._watch is None and module.training and self._sync.overlap.is_pending:
+        is_begun = self.has_watched or self._sync.overlap.is_pending
+        if self._watch is None and module.training and is_begun:
             self._watch = self._sync.watch(self._running)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             self.has_watched = True

@@ -16,6 +16,7 @@ True
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,6 +41,7 @@ from megatron_distopt.comm import (
     Group,
     ProcessGroup,
     allow_shared_memory,
+    described,
     raise_together,
     share_initial,
     try_collectives,
@@ -53,10 +55,12 @@ from megatron_distopt.hosts.base import (
 from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.overlap import GradSync, as_it_arrives
 from megatron_distopt.hosts.param_overlap import OverlappedParamSync, ParamSync
-from megatron_distopt.hosts.plain_start import Part, Request, decide
+from megatron_distopt.hosts.plain_start import Part, Plan, Request, decide
+from megatron_distopt.hosts.report import describe
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import (
+    CapturedStep,
     Memory,
     ShardedOptimizer,
     StepPlan,
@@ -64,8 +68,11 @@ from megatron_distopt.optimizer import (
     make_loss_scale,
     measure_memory,
 )
+from megatron_distopt.optimizer.graph import Record
 
 __all__ = ["PlainOptimizer", "distribute"]
+
+_log = logging.getLogger("megatron_distopt")
 
 
 def _as_it_is(name: str, param: Parameter) -> Placement:
@@ -121,7 +128,7 @@ def distribute(
     layouts, grad_dtypes = zip(*((part.layout, dtype_name(part.grad_dtype)) for part in plan.parts), strict=True)
     compare_ranks(StartUp(plan.named, step_plan, layouts, grad_dtypes), data, stats)
     allow_shared_memory(plan.config.shared_memory)
-    raise_together(lambda: try_collectives(plan.device, data, plan.how.wire), stats)
+    raise_together(lambda: try_collectives(plan.device, data, plan.how), stats)
     buffers = [_allocate(part, data) for part in plan.parts]
     share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)
     placements = {name: placement(name, param) for name, param in plan.named.items()}
@@ -131,7 +138,19 @@ def distribute(
     params = ParamSync(buffers, data)
     if plan.config.overlap_param_gather:
         params = OverlappedParamSync(buffers, data, chunks, plan.named)
-    return PlainOptimizer(ShardedOptimizer(buffers, step_plan), data, placements, grads, params)
+    sharded = ShardedOptimizer(buffers, step_plan)
+    if stats.rank == 0:
+        _log.info("%s", _described(sharded, plan, data))
+    return PlainOptimizer(sharded, data, placements, grads, params)
+
+
+def _described(sharded: ShardedOptimizer, plan: Plan, data: Group) -> str:
+    """For a program that logs at INFO."""
+    carrier = f" by {described(plan.device, data, plan.how)}" if data.size > 1 else ""
+    beside = {"grads": plan.config.overlap_grad_reduce, "params": plan.config.overlap_param_gather}
+    overlap = ", ".join(f"{what} {'' if is_beside else 'not '}beside computation" for what, is_beside in beside.items())
+    groups = f"groups     optimizer sharded over {data.size}{carrier}"
+    return describe("a loop of its own", ("distribute",), [sharded], plan.device, groups, f"overlap    {overlap}")
 
 
 def _allocate(part: Part, data: Group) -> ShardedBuffer:
@@ -177,6 +196,7 @@ class PlainOptimizer(Optimizer):
         self._model = WholeModel([Share(sharded, placements, sharded.plan.counted)], about=about)
         self._saver = Saver(sharded.config, everyone)
         self._log = CommLog(sharded.config.log_communication, is_first=everyone.rank == 0)
+        self._update: Callable[[], StepResult] = sharded.step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -223,10 +243,21 @@ class PlainOptimizer(Optimizer):
         gathered = self._params.finish()
         reduced = self._grads.finish()
         self._log.step(reduced, gathered)
-        result = self.sharded.step()
+        result = self._update()
         if result.may_have_updated:
             self._params.gather()
         return result
+
+    def capture_step(self, record: Record | None = None) -> None:
+        """From the second step after this on, all between reduce-scatter and all-gather is one launch of a graph.
+
+        Args:
+            record: see `CapturedStep`.
+
+        Raises:
+            ConfigError: the device records nothing, or the CPU has to decide in every step.
+        """
+        self._update = CapturedStep(self.sharded, record).step
 
     def finish_param_gather(self) -> None:
         """With `overlap_param_gather`: until all params are there.

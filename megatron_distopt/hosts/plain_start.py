@@ -15,7 +15,7 @@ from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_trainable, plan_groups, spec_of
-from megatron_distopt.hosts.overlap import wire_of
+from megatron_distopt.hosts.overlap import check_bucket, wire_of
 from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
@@ -78,6 +78,7 @@ def decide(request: Request, data: Group) -> Plan:
     _check_params(named, config)
     device = check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
     _check_backend(data, device)
+    check_bucket(config, data.size, "bucket_numel=40_000_000")
     own, given = request.optimizer, request.param_groups
     if given is None:
         given = own.param_groups if own is not None else [{"params": list(named.values())}]

@@ -9,7 +9,8 @@ import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.hosts.seams import Seam
-from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator, measure_memory
+from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
+from megatron_distopt.optimizer.accelerator import CPU
 from megatron_distopt.version import VERSION
 
 __all__ = ["announce", "describe"]
@@ -26,13 +27,13 @@ def announce(text: str) -> None:
 
 
 def describe(
-    host: str, seams: Sequence[Seam], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
+    host: str, seams: Sequence[Seam | str], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
 ) -> str:
     """Several lines for a person.
 
     Args:
         host: its name.
-        seams: what was replaced.
+        seams: what was replaced, or called.
         optimizers: of this rank, with one plan.
         device: of the params.
         more: lines of the host's own, such as its groups.
@@ -44,7 +45,7 @@ def describe(
         f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
         f"  inner      {plan.choice.name}" + "".join(f"; {reason}" for reason in plan.choice.why),
         f"  decay      {plan.config.decay}",
-        f"  nonfinite  {plan.config.nonfinite}",
+        f"  nonfinite  {plan.config.nonfinite}{_when_known(optimizers[0])}",
         *(f"  {line}" for line in more),
     ]
     for optimizer in optimizers:
@@ -55,6 +56,16 @@ def describe(
             nbytes["moments"] = sum(2 * run.main.numel() * run.main.element_size() for run in optimizer.runs)
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)
+
+
+def _when_known(optimizer: ShardedOptimizer) -> str:
+    """Nothing on a CPU, which knows at once and waits for nobody. See optimizer/late.py."""
+    if optimizer.is_late:
+        return ", known one step later"
+    if optimizer.device.type == CPU:
+        return ""
+    is_constant = isinstance(optimizer.loss_scale, ConstantLossScale)
+    return ", for which every step waits" + ("; with adam torch_fused none does" if is_constant else "")
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:

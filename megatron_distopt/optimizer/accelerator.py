@@ -7,7 +7,7 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ __all__ = [
     "Accelerator",
     "can_record",
     "check_devices",
+    "current",
     "find_accelerator",
     "has_torch_fused",
     "mark",
@@ -124,10 +125,16 @@ def mark(device: torch.device) -> Callable[[], None]:
     """
     if device.type == CPU:
         return lambda: None
-    event: Any = getattr(torch, device.type).Event()
-    event.record()
+    library: Any = getattr(torch, device.type)
+    event = library.Event()
+    event.record(library.current_stream(device))  # by itself it would take that of the current device
     wait: Callable[[], None] = event.synchronize
     return wait
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Meanwhile the device is the one that libraries take which are told of none."""
+    return nullcontext() if device.type == CPU else getattr(torch, device.type).device(device)
 
 
 def can_record(device: torch.device) -> bool:

@@ -41,8 +41,6 @@ class _InBlocks(Optimizer):
     #: See `inner.READS_TENSORS`.
     reads_tensors = True
     _models: Mapping[Tensor, Tensor] = {}
-    #: Many small main params cost more in calls than the cache saves.
-    _is_worthwhile = False
     _kernel: Callable[..., None]
 
     def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
@@ -52,12 +50,11 @@ class _InBlocks(Optimizer):
             models: from a main param to the model param of the same elements, both 1-D.
         """
         self._models = dict(models)
-        self._is_worthwhile = sum(main.numel() for main in models) >= len(models) * _BLOCK_NUMEL
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """As torch's, then the rounding; in blocks from the second step on, when all state is there."""
-        if closure is None and self._models and self._is_worthwhile and all(map(self._is_usual, self.param_groups)):
+        if closure is None and self._models and all(map(self._is_usual, self.param_groups)):
             for group in self.param_groups:
                 self._sweep(group)
             return None

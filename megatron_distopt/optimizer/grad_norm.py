@@ -104,7 +104,7 @@ def _sum_of_squares(grad: Tensor) -> Tensor:
     total = _sum_of_squares_unseen(grad)
     # fp32 overflows at a norm of 1.8e19. On a CPU it costs nothing to look, and float64 tells large from infinite;
     # elsewhere looking would make the CPU wait, and so large a gradient counts as infinite.
-    return total if grad.device.type != CPU or torch.isfinite(total) else grad.double().square().sum()
+    return total if grad.device.type != CPU or math.isfinite(total.item()) else grad.double().square().sum()
 
 
 def _sum_of_squares_unseen(grad: Tensor) -> Tensor:
@@ -112,9 +112,10 @@ def _sum_of_squares_unseen(grad: Tensor) -> Tensor:
 
 
 def _in_pieces(grad: Tensor, numel: int) -> Tensor:
-    return (
-        torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, numel)]).to(stats_dtype(grad.device)).sum()
-    )
+    dtype = stats_dtype(grad.device)
+    if grad.numel() <= numel:
+        return torch.dot(grad, grad).to(dtype)
+    return torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, numel)]).to(dtype).sum()
 
 
 def _num_zeros(run: MainRun) -> Tensor:

@@ -22,7 +22,7 @@ from megatron_distopt.optimizer.decide import divide_late, measure_late, send_la
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.verdict import Decision, StepResult, Verdict
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "Record"]
 
 #: On the device: see `LateVerdict`; what the gradient was divided by; found_inf, or None where nothing is skipped.
 Output = tuple[Tensor, float | Tensor, Tensor | None]
@@ -100,7 +100,7 @@ class CapturedStep:
             optimizer.update(*divided)
             return numbers, *divided
 
-        with self._recordable_groups():
+        with self._recordable_groups(), accelerator.current(optimizer.device):
             replay, output = self._record(work)
         return _Recording(baked, replay, output)
 

@@ -32,15 +32,22 @@ __all__ = ["arrived", "find_synchronisations", "forbid_synchronisations"]
 #: Operations whose value, or the shape of whose result, the CPU has to know.
 _WAIT = (
     "_local_scalar_dense",
+    "_unique",
     "_unique2",
     "allclose",
+    "bincount",
     "equal",
     "is_nonzero",
     "item",
     "masked_select",
     "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
     "unique_dim",
 )
+#: Operations that wait where they are given a mask: torch looks for what is set in it.
+_TAKE, _PUT = ("index",), ("index_put", "index_put_", "_index_put_impl_")
+_MASKS = (torch.bool, torch.uint8)
 #: Methods that read a tensor of the CPU without an operation.
 _UNSEEN = ("tolist", "numpy", "__array__")
 
@@ -100,7 +107,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if not getattr(_here, "reads_a_copy", False) and (name in _WAIT or _copies_to_cpu(name, args, kwargs or {})):
+        waits = name in _WAIT or _looks_through_mask(name, args) or _copies_to_cpu(name, args, kwargs or {})
+        if waits and not getattr(_here, "reads_a_copy", False):
             self._report(name)
         return func(*args, **(kwargs or {}))
 
@@ -120,6 +128,13 @@ class _Methods(TorchFunctionMode):
         if name in _UNSEEN and args[0].device.type == CPU and not getattr(_here, "reads_a_copy", False):
             self._report(name)
         return func(*args, **(kwargs or {}))
+
+
+def _looks_through_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """One value for all that is set needs no look: that is a `masked_fill`."""
+    is_one_value = name in _PUT and args[2].numel() == 1
+    has_mask = name in _TAKE + _PUT and any(each is not None and each.dtype in _MASKS for each in args[1])
+    return has_mask and not is_one_value
 
 
 def _copies_to_cpu(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.optimizer.accelerator import current
 from megatron_distopt.optimizer.inner import Groups
 
 __all__ = ["TritonAdamW"]
@@ -154,7 +155,8 @@ class TritonAdamW(torch.optim.AdamW):
         if divisor is None:
             divisor = torch.ones((), device=params[0].device)
         for param, state, row in zip(params, states, self._scalars(group, steps), strict=True):
-            self._launch(group, param, state, row, divisor, found_inf)
+            with current(param.device):
+                self._launch(group, param, state, row, divisor, found_inf)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

@@ -203,6 +203,8 @@ def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> 
     _resumed(fork, own, rank, size, folder, runs, found)
     _with_any_bits(runs, found)
     _undistributed(fork, own, runs, found)
+    if size == 3:
+        _without_count(fork, own, runs, found)
     if size == 2:
         found.refused = _refused(runs["many"], rank)
     return found
@@ -270,6 +272,19 @@ def _forget_updates(inner: torch.optim.Optimizer) -> None:
     for holder in (*inner.param_groups, *inner.state.values()):
         if "step" in holder:
             holder["step"] = 0 * holder["step"]
+
+
+def _without_count(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    """As a fork's torch Adam leaves it, which keeps the update count where A1 does not save it."""
+    for kind, words in own.kinds().items():
+        state = copy.deepcopy(runs[kind].optimizer.state_dict())["optimizer"]
+        for holder in (*state["param_groups"], *state["state"].values()):
+            holder.pop("step", None)
+        run = fork.train(*f"{words} --train-iters 2 --distopt-resume-step 7".split())
+        run.optimizer.load_state_dict({**runs[kind].optimizer.state_dict(), "optimizer": state})
+        inner = run.optimizer.sharded.inner
+        has_count = any("step" in holder for holder in (*inner.param_groups, *inner.state.values()))
+        found.facts[f"{kind} goes on from the flag's update count"] = not has_count or count_updates(inner) == 7
 
 
 def _undistributed(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:

@@ -59,6 +59,7 @@ class Case:
     Args:
         order: by step and rank, which layers are called, one after the other.
         head: which params are read by code that does not call their module, see `Net`.
+        is_late: they are read in the second microbatch alone, and in the first one of the last step.
         dtype: of the params but the norm's.
         norm: dtype of the norm's params.
         between: what happens between two steps.
@@ -73,6 +74,11 @@ class Case:
     between: str = ""
     microbatches: int = 1
     grads: bool = False
+    is_late: bool = False
+
+    def head_of(self, step: int, number: int) -> str:
+        """Of a microbatch."""
+        return self.head if not self.is_late or (number == 1) == (step < STEPS - 1) else ""
 
 
 def _usual(step: int, rank: int) -> list[int]:
@@ -101,6 +107,8 @@ CASES = {
     "embedding that is never called": Case(_usual, head="weight alone"),
     "weight of a layer that nobody calls": Case(lambda step, rank: [0, 1], head="foreign"),
     "weight of a layer read behind it": Case(_usual, head="foreign"),
+    # Its neighbours in the bucket, those of the norm, are read in every microbatch.
+    "weight that is read later": Case(lambda step, rank: [0, 1], head="foreign", microbatches=2, is_late=True),
     "bf16": Case(_usual, dtype=BF16, norm=BF16),
     "two dtypes": Case(_usual, dtype=BF16, norm=torch.float32),
     "several microbatches": Case(_usual, microbatches=3),
@@ -198,7 +206,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
             generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
             words = torch.randint(WORDS, (4, 5), generator=generator)
             with _not_last(optimizer, number == case.microbatches - 1):
-                model(words, case.order(step, rank), case.head).backward()
+                model(words, case.order(step, rank), case.head_of(step, number)).backward()
         optimizer.step()
         pending.append(_num_pending(optimizer))
         seen += _between(case.between, model, optimizer)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Linear, Module, Sequential
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, DistOptError, LayoutError, RanksDisagreeError
+from megatron_distopt.version import VERSION
 from tests.support.models import Params, exact_grads
 from tests.support.spawn import run_ranks
 
@@ -443,3 +446,25 @@ def test_distribute_when_process_group_is_missing_then_says_how_to_start() -> No
         "Invalid process group: torch.distributed is not initialised. Must exist. "
         "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed."
     )
+
+
+def test_distribute_when_the_program_logs_then_it_says_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with caplog.at_level(logging.INFO, logger="megatron_distopt"):
+            distribute(Linear(4, 4), DistOptConfig(accelerator="torch", overlap_param_gather=True))
+    finally:
+        dist.destroy_process_group()
+    first, *lines = caplog.records[-1].getMessage().splitlines()
+    assert first == f"megatron_distopt {VERSION} is active in a loop of its own (distribute)"
+    assert [line.split()[0] for line in lines] == [
+        "device",
+        "inner",
+        "decay",
+        "nonfinite",
+        "groups",
+        "overlap",
+        "buffer",
+        "bytes",
+    ]
+    assert lines[5].strip() == "overlap    grads not beside computation, params beside computation"

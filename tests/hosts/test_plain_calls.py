@@ -231,7 +231,11 @@ def _other_grad_dtype(rank: int) -> object:
 
 
 def _other_buckets(rank: int) -> object:
-    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=1 if rank == 2 else None))
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=100 if rank == 2 else None))
+
+
+def _bucket_too_small(rank: int) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=3))
 
 
 def _other_counted(rank: int) -> object:
@@ -356,7 +360,15 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "other members": (_other_members, differing("param group members", "bias in 0", 0, "weight in 0")),
     "other number of groups": (_other_number_of_groups, differing("param groups", "nothing", 1, "group 1: ")),
     "other grad dtype": (_other_grad_dtype, differing("options", "grads_in_fp32=False", 18, "grads_in_fp32=True")),
-    "other buckets": (_other_buckets, differing("options", "bucket_numel=1", 19, "bucket_numel=None")),
+    "other buckets": (_other_buckets, differing("options", "bucket_numel=100", 19, "bucket_numel=None")),
+    "bucket too small": (
+        _bucket_too_small,
+        everyone(
+            ConfigError,
+            "Invalid bucket_numel: 3 elements. Must have one for each of the 4 data-parallel ranks. "
+            "Write bucket_numel=40_000_000, or leave it out.",
+        ),
+    ),
     "other counted": (_other_counted, differing("counted params", "weight", 0, "bias")),
     "other class of instance": (_other_class_of_instance, differing("inner optimizer", "Adagrad", 0, "RMSprop")),
     "other defaults of instance": (

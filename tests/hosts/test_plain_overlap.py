@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Linear, Module, ModuleList
+from torch.nn import Linear, Module, ModuleList, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.errors import LayoutError
+from megatron_distopt.hosts.overlap import behind_the_hosts_hook
 from tests.support.spawn import run_ranks
 
 RANKS, STEPS, WIDTH, LAYERS = 3, 5, 16, 4
@@ -175,13 +179,56 @@ def _dropped(rank: int) -> bool:
     return all(torch.equal(left, right) for left, right in zip(*found, strict=True))
 
 
+def _reversed_no_sync() -> str:
+    """The second backward says that more is to come, when all has come that did in the first step."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+    model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
+    optimizer.step()
+    model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
+    try:
+        with optimizer.no_sync():
+            model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
+    except LayoutError as error:
+        return str(error)
+    finally:
+        optimizer.zero_grad()
+    return "nothing"
+
+
+def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[str, list[Tensor]]:
+    """Both have buckets under way at once, and the second rank begins with those of the other one."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    config = DistOptConfig(adam="torch_foreach", bucket_numel=BUCKET, overlap_grad_reduce=overlap)
+    groups = [None, dist.new_group() if apart else None]
+    optimizers = [distribute(model, config, process_group=group) for model, group in zip(models, groups, strict=True)]
+    text = "nothing"
+    try:
+        for step in range(STEPS):
+            for model in models[:: -1 if rank == 1 else 1]:
+                model(torch.full((4, WIDTH), 1.0 + rank + step), _usual(0, 0), "").backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    except LayoutError as error:
+        text = str(error)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return text, [param.detach().clone() for model in models for param in model.parameters()]
+
+
 def _collect(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
         same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
         found[name] = same, with_it.early
-    return {**found, "late": _late(), "dropped": _dropped(rank)}
+    found |= {"late": _late(), "dropped": _dropped(rank), "reversed no_sync": _reversed_no_sync()}
+    found["two in two groups"] = [_two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)]
+    found["two in one group"], _ = _two_optimizers(0, apart=False)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +291,36 @@ def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: lis
 
 def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
     assert [each["dropped"] for each in found] == [True] * RANKS
+
+
+def test_overlap_when_a_backward_inside_no_sync_comes_last_then_it_is_refused(found: list[dict[str, Any]]) -> None:
+    assert {each["reversed no_sync"][:70] for each in found} == {
+        "Invalid gradient of 'layers.3.bias': arrived after its bucket was redu"
+    }
+
+
+def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_begin_with_either(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in found:
+        (text, params), (_, wanted) = each["two in two groups"]
+        assert text == "nothing"
+        assert all(torch.equal(*pair) for pair in zip(params, wanted, strict=True))
+
+
+def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
+    assert {each["two in one group"] for each in found} == {
+        "Invalid data-parallel group: shared by two optimizers with buckets under way. Must be of one that reduces "
+        "grads beside backward. Give the second one process_group=torch.distributed.new_group(), or write "
+        "overlap_grad_reduce=False."
+    }
+
+
+def test_param_when_its_hosts_hook_is_followed_then_it_tells_once_and_can_be_pickled() -> None:
+    param, told = Parameter(torch.ones(2)), list[str]()
+    with torch.enable_grad():
+        kept = param.expand_as(param).grad_fn
+    nodes = [behind_the_hosts_hook({"a": param}, told.append) for _ in range(2)]
+    param.sum().backward()
+    assert (len(nodes), told, kept is None) == (2, ["a"], False)
+    assert torch.equal(pickle.loads(pickle.dumps(param)), param)

@@ -203,8 +203,8 @@ class Event:
         self.calls: list[str] = []
         EVENTS.append(self)
 
-    def record(self) -> None:
-        self.calls.append("record")
+    def record(self, stream: str) -> None:
+        self.calls.append(f"record in {stream}")
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
@@ -218,10 +218,11 @@ def test_mark_when_on_a_device_then_the_event_is_recorded_at_once_and_waited_for
 ) -> None:
     EVENTS.clear()
     monkeypatch.setattr(torch.xpu, "Event", Event)
-    wait = mark(torch.device("xpu"))
-    assert [event.calls for event in EVENTS] == [["record"]]
+    monkeypatch.setattr(torch.xpu, "current_stream", lambda device: f"the stream of {device}")
+    wait = mark(torch.device("xpu:1"))
+    assert [event.calls for event in EVENTS] == [["record in the stream of xpu:1"]]
     wait()
-    assert [event.calls for event in EVENTS] == [["record", "synchronize"]]
+    assert [event.calls for event in EVENTS] == [["record in the stream of xpu:1", "synchronize"]]
     mark(torch.device("cpu"))()
     assert len(EVENTS) == 1
 

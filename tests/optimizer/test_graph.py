@@ -204,6 +204,22 @@ def test_captured_step_when_the_device_records_nothing_then_refused() -> None:
     )
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_capture_step_when_called_then_the_optimizers_own_step_is_the_recorded_one() -> None:
+    found = []
+    for is_captured in (False, True):
+        model, optimizer = _built(nonfinite="skip", clip_grad=0.25)
+        stand_in = StandIn(optimizer.sharded)
+        if is_captured:
+            optimizer.capture_step(stand_in)
+        for step in range(STEPS):
+            _reduced(model, optimizer, step)
+            optimizer.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+        assert stand_in.times == int(is_captured)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that records graphs")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_captured_step_when_on_a_gpu_then_bit_for_bit_as_without_a_graph(name: str, one_rank: None) -> None:

@@ -40,7 +40,12 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "equal": (lambda x: torch.equal(x, x), "equal"),
     "nonzero": (lambda x: x.nonzero(), "nonzero"),
     "mask": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "taken by a mask": (lambda x: x[x > 0], "index"),
+    "put by a mask": (lambda x: x.clone().index_put_((x > 0,), x[1:]), "index_put_"),
     "unique": (lambda x: x.unique(), "_unique2"),
+    "neighbours": (lambda x: x.unique_consecutive(), "unique_consecutive"),
+    "repeated": (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
+    "counted": (lambda x: x.long().bincount(), "bincount"),
     "tolist": (lambda x: x.tolist(), "tolist"),
     "numpy": (lambda x: x.numpy(), "numpy"),
 }
@@ -122,6 +127,8 @@ def test_find_synchronisations_when_the_cpu_waits_for_nothing_then_the_list_is_e
         x.add_(1).sum().sqrt()
         torch.empty(4).copy_(x)
         x.clone().to(torch.bfloat16)
+        x[torch.tensor([0, 2])]
+        x.clone().index_put_((x > 0,), torch.zeros(()))
     assert found == []
     x.sum().item()  # nobody listens any more
     assert found == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,24 @@ class BufferPlan:
     in_file: Mapping[str, Span]
     file_numel: int
     is_ours: bool = False
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether the run has the split of the files; the same on all ranks of the group."""
+        layout = self.layout
+        is_padded_alike = 0 <= layout.numel - self.file_numel < layout.num_shards
+        in_order = all(slot.in_buffer == self.in_file[slot.name] for slot in layout.slots)
+        return len(layout.buckets) == 1 and is_padded_alike and in_order
+
+    @cached_property
+    def file_layout(self) -> BufferLayout:
+        """Of the buffer as the files have it: one bucket in the fork's order, with its padding."""
+        if self.is_in_place:
+            return self.layout
+        slots = [ParamSlot(name, 0, span) for name, span in self.in_file.items()]
+        num_shards = self.group.size
+        padded = Span(0, -(-self.file_numel // num_shards) * num_shards)
+        return adopt(slots, [padded], num_shards=num_shards, numel_unpadded=[self.file_numel])
 
 
 @dataclass(frozen=True)

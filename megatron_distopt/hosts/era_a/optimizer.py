@@ -101,7 +101,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         # What is tried together must be the same, and the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
         allow_shared_memory(decided.plan.config.shared_memory)
-        raise_together(lambda: try_collectives(decided.device, decided.data, decided.how.wire), self.everyone)
+        raise_together(lambda: try_collectives(decided.device, decided.data, decided.how), self.everyone)
         start = raise_together(decided.overlapping, self.everyone)
         MegatronOptimizer.__init__(
             self,
@@ -147,7 +147,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def _announce(self) -> None:
         kind = f"A2, {_FILES[self.sharded.config.checkpoint_format]}" if self.gathers_state else f"A1, {_A1_FILES}"
         data = self.start.data
-        carrier = f" by {described(self.start.device, data)}" if data.size > 1 else ""
+        carrier = f" by {described(self.start.device, data, self.start.how)}" if data.size > 1 else ""
         groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {data.size}{carrier}"
         more = (groups, f"overlap    {self.start.overlap}", f"files      {kind}")
         announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))

@@ -13,6 +13,7 @@ from megatron_distopt.comm import Group, shares_memory
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.era_a.buffers import BufferPlan
+from megatron_distopt.hosts.overlap import check_bucket
 from megatron_distopt.layout import ParamSpec, default_bucket_numel, lay_out
 
 __all__ = ["NO_OVERLAP", "OverlapPlan", "in_buckets", "num_microbatches_of", "plan_overlap"]
@@ -69,19 +70,13 @@ def plan_overlap(
     Raises:
         ConfigError: what was asked for by name cannot be had.
     """
-    _check_bucket(config, data)
+    check_bucket(config, data.size, "--distopt-bucket-size 40000000")
     _check_readers(config, args)
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     params = config.overlap_param_gather and data.size > 1
     has_buckets = grads or params or config.bucket_numel is not None
     return OverlapPlan(grads, params, _bucket_numel(config, data) if has_buckets else None, why_not)
-
-
-def _check_bucket(config: DistOptConfig, data: Group) -> None:
-    if config.bucket_numel is not None and config.bucket_numel < data.size:
-        got, rule = f"{config.bucket_numel} elements", f"have one for each of the {data.size} data-parallel ranks"
-        raise ConfigError(refusal("bucket_numel", got, rule, "Write --distopt-bucket-size 40000000, or leave it out"))
 
 
 def _check_readers(config: DistOptConfig, args: object) -> None:
@@ -108,12 +103,12 @@ def _why_not(
             remedy = "Write --distopt-overlap-grad-reduce no, or give the fork that function"
             raise ConfigError(refusal("number of microbatches", got, rule, remedy))
         return "the number of microbatches is unknown"
-    numel_of = _bucket_numel(config, data)
+    numel_of, dense = _bucket_numel(config, data), [each.layout.numel for each in buffers if not each.is_ours]
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
         "one data-parallel rank": data.size == 1,
         "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
-        "all grads fit into one bucket": all(numel_of(each.layout.numel) >= each.layout.numel for each in buffers),
+        "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),
         # What the processors copy while they compute is not hidden, and costs more than afterwards.
         "its ranks share memory": shares_memory(device, data),
     }

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.hosts.era_a.buffers import BufferPlan
-from megatron_distopt.layout import BufferLayout, ParamShard, ParamSlot, Span, adopt
+from megatron_distopt.layout import BufferLayout, ParamShard, Span
 
-__all__ = ["Place", "fetch", "file_layout", "is_in_place", "send", "stretches"]
+__all__ = ["Place", "fetch", "send", "stretches"]
 
 #: Elements that travel at once, all ranks' together, so that it takes little memory.
 PIECE_NUMEL = 1 << 26
@@ -46,32 +46,14 @@ class Place:
         return part.relative_to(piece.start).as_slice(), self.values[part.relative_to(self.in_shard.start).as_slice()]
 
 
-def file_layout(plan: BufferPlan) -> BufferLayout:
-    """Of the buffer as the files have it: one bucket in the fork's order, with its padding."""
-    if is_in_place(plan):
-        return plan.layout
-    slots = [ParamSlot(name, 0, span) for name, span in plan.in_file.items()]
-    num_shards = plan.group.size
-    padded = Span(0, -(-plan.file_numel // num_shards) * num_shards)
-    return adopt(slots, [padded], num_shards=num_shards, numel_unpadded=[plan.file_numel])
-
-
-def is_in_place(plan: BufferPlan) -> bool:
-    """Whether the run has the split of the files; the same on all ranks of the group."""
-    layout = plan.layout
-    is_padded_alike = 0 <= layout.numel - plan.file_numel < layout.num_shards
-    in_order = all(slot.in_buffer == plan.in_file[slot.name] for slot in layout.slots)
-    return len(layout.buckets) == 1 and is_padded_alike and in_order
-
-
-def stretches(plan: BufferPlan, files: BufferLayout, shard: ParamShard) -> Iterator[tuple[int, Span, Span]]:
+def stretches(plan: BufferPlan, shard: ParamShard) -> Iterator[tuple[int, Span, Span]]:
     """Where a shard of the run lies in the files: (rank, in that rank's file, in the shard).
 
     Args:
         plan: of the run.
-        files: `file_layout` of it.
         shard: in the run's split.
     """
+    files = plan.file_layout
     in_file, numel = shard.in_param.moved_by(plan.in_file[shard.name].start), files.shard_numel
     for rank in range(in_file.start // numel, (in_file.stop - 1) // numel + 1):
         owned = in_file.intersect(files.buckets[0].shard(rank, files.num_shards)) or Span(0, 0)
@@ -87,7 +69,7 @@ def send(places: Sequence[Place], plan: BufferPlan, dtype: torch.dtype, device: 
         dtype: of the values, the same on all ranks.
         device: the same.
     """
-    files, group = file_layout(plan), plan.group
+    files, group = plan.file_layout, plan.group
     own = torch.zeros(files.shard_numel, dtype=dtype, device=device)
     for piece in _pieces(files):
         rows = own.new_zeros(group.size, piece.numel)
@@ -107,7 +89,7 @@ def fetch(own: Tensor, places: Sequence[Place], plan: BufferPlan) -> None:
         places: this rank's, in all files; their values are written.
         plan: of the run.
     """
-    files, group = file_layout(plan), plan.group
+    files, group = plan.file_layout, plan.group
     for piece in _pieces(files):
         rows = own.new_empty(group.size, piece.numel)
         rows[group.rank] = own[piece.as_slice()]

@@ -120,8 +120,13 @@ def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str
     return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
 
 
-def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
+def check_step(optimizer: DistributedOptimizer, step: int | None, *, has_begun: bool = True) -> int | None:
     """The update count to go on from.
+
+    Args:
+        optimizer: that goes on.
+        step: in the checkpoint; None where it is not there.
+        has_begun: whether the checkpoint has any state; the count of one that has none is 0 unless the flag says more.
 
     Raises:
         CheckpointError: Adam needs one and nobody knows it, or the file and the flag say different ones.
@@ -133,6 +138,8 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
         raise CheckpointError(refusal("update count", known, rule, remedy))
     if given is not None or step is not None:
         return given if given is not None else step
+    if not has_begun:
+        return 0
     if choice.is_adam:
         got = "none: torch's Adam keeps it where this file layout does not save it"
         remedy = "Write --distopt-resume-step N with the number of updates so far (iterations without skipped ones)"

@@ -36,6 +36,7 @@ from megatron_distopt.hosts.era_a.state_a1_positions import FilePosition, flat, 
 from megatron_distopt.hosts.era_a.state_a1_saved import (
     REMEDY,
     Numel,
+    has_begun,
     keys_in,
     moments_in,
     numel_of,
@@ -103,10 +104,9 @@ def check_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) ->
     if mains != wanted:
         got, rule = f"main params of {mains} elements by group", f"fit this rank's, of {wanted}"
         raise CheckpointError(refusal("optimizer state", got, rule, REMEDY))
-    has_begun = any(state["optimizer"]["state"].values())
     for kept in state["optimizer"]["state"].values():
-        check_moments(optimizer, "optimizer state", moments_in(kept), may_be_none=not has_begun)
-    check_step(optimizer, step_of(state))
+        check_moments(optimizer, "optimizer state", moments_in(kept), may_be_none=not has_begun(state))
+    check_step(optimizer, step_of(state), has_begun=has_begun(state))
 
 
 @torch.no_grad()
@@ -119,7 +119,8 @@ def load_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> 
     saved = saved_groups(optimizer, by_group, state)
     values = values_of(by_group, saved, state)
     groups = {number: each.options for number, each in zip(by_group, saved, strict=True)}
-    facts = agree(optimizer, Facts(keys_in(by_group, values), check_step(optimizer, step_of(state)), groups))
+    step = check_step(optimizer, step_of(state), has_begun=has_begun(state))
+    facts = agree(optimizer, Facts(keys_in(by_group, values), step, groups))
     load_groups([optimizer.param_groups[number] for number in facts.groups], list(facts.groups.values()))
     load_loss_scale(optimizer, state)
     for buffer in optimizer.sharded.buffers:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import exchange
-from megatron_distopt.hosts.era_a.resplit import is_in_place
 from megatron_distopt.optimizer import MainRun, moments_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Facts:
 
 def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
     """Collective where values travel: what any rank knows. Elsewhere this one's own, which is all that it needs."""
-    if all(is_in_place(buffer.plan) for buffer in optimizer.grad_buffers):
+    if all(buffer.plan.is_in_place for buffer in optimizer.grad_buffers):
         return facts
     by_rank = exchange(facts, optimizer.start.data)
     keys: dict[Kind, dict[str, torch.dtype]] = {}

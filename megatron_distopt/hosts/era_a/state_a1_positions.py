@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_distopt.hosts.era_a.buffers import BufferPlan
-from megatron_distopt.hosts.era_a.resplit import file_layout
 from megatron_distopt.hosts.era_a.state_a1_facts import Kind, kinds
 from megatron_distopt.layout import ParamShard, owned_shards
 
@@ -49,7 +48,7 @@ def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[File
         plan: of the run.
         kind_of: `kinds` of the optimizer.
     """
-    for shard in owned_shards(file_layout(plan), plan.group.rank):
+    for shard in owned_shards(plan.file_layout, plan.group.rank):
         if shard.name in plan.params and shard.name in kind_of:
             yield FilePosition(kind_of[shard.name], shard)
 

@@ -17,7 +17,18 @@ from megatron_distopt.hosts.era_a.state_a1_positions import FilePosition, flat
 if TYPE_CHECKING:
     from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
 
-__all__ = ["REMEDY", "Numel", "SavedGroup", "keys_in", "moments_in", "numel_of", "saved_groups", "step_of", "values_of"]
+__all__ = [
+    "REMEDY",
+    "Numel",
+    "SavedGroup",
+    "has_begun",
+    "keys_in",
+    "moments_in",
+    "numel_of",
+    "saved_groups",
+    "step_of",
+    "values_of",
+]
 
 REMEDY = "Resume with the ranks of the saved run; another size needs a checkpoint in another layout"
 
@@ -98,5 +109,9 @@ def numel_of(state: Mapping[str, Any], number: int) -> Numel:
 def step_of(state: Mapping[str, Any]) -> int | None:
     """Updates so far; None where they were lost."""
     saved = state["optimizer"]
-    found = saved_step(saved["param_groups"], list(saved["state"].values()))
-    return 0 if found is None and not any(saved["state"].values()) else found
+    return saved_step(saved["param_groups"], list(saved["state"].values()))
+
+
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether the rank that wrote it had updated anything."""
+    return any(state["optimizer"]["state"].values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.hosts.era_a.buffers import BufferPlan, GradBuffer
-from megatron_distopt.hosts.era_a.resplit import Place, fetch, file_layout, is_in_place, send, stretches
+from megatron_distopt.hosts.era_a.resplit import Place, fetch, send, stretches
 from megatron_distopt.hosts.era_a.state import shards_of
 from megatron_distopt.hosts.era_a.state_a1_facts import MAIN, Facts, Kind, kept, kind_of_run, kinds
 from megatron_distopt.hosts.era_a.state_a1_positions import positions_in
@@ -35,7 +35,7 @@ def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[st
     """
     values: dict[str, dict[str, Tensor]] = {}
     for buffer in optimizer.grad_buffers:
-        if is_in_place(buffer.plan):
+        if buffer.plan.is_in_place:
             # A view would be saved with everything that it is a view of.
             values |= {
                 shard.name: {key: run.cut(each, shard).clone() for key, each in kept(optimizer, run).items()}
@@ -71,7 +71,7 @@ def from_files(optimizer: DistributedOptimizer, values: Values, facts: Facts) ->
     """
     taken: dict[MainRun, dict[str, Tensor]] = {run: {MAIN: run.main} for run in optimizer.sharded.runs}
     for buffer in optimizer.grad_buffers:
-        if is_in_place(buffer.plan):
+        if buffer.plan.is_in_place:
             for run, shard in _owned_in(optimizer, buffer.plan):
                 for key, tensor in values[shard.name].items():
                     run.cut(_whole(taken, run, key), shard).copy_(tensor)
@@ -89,7 +89,7 @@ def _fetch(
 ) -> None:
     kind_of = kinds(optimizer)
     for key, dtype in _columns(buffer.plan, kind_of, facts):
-        own = torch.zeros(file_layout(buffer.plan).shard_numel, dtype=dtype, device=buffer.grad.device)
+        own = torch.zeros(buffer.plan.file_layout.shard_numel, dtype=dtype, device=buffer.grad.device)
         for each in positions_in(buffer.plan, kind_of):
             if key in values[each.name]:
                 own[each.shard.in_shard.as_slice()] = values[each.name][key]
@@ -120,10 +120,9 @@ def _columns(plan: BufferPlan, kind_of: Mapping[str, Kind], facts: Facts) -> lis
 
 def _places(optimizer: DistributedOptimizer, plan: BufferPlan, tensors: Mapping[MainRun, Tensor]) -> list[Place]:
     """In all files, of what this rank owns of the runs that are given."""
-    files = file_layout(plan)
     return [
         Place(rank, in_file, run.cut(tensors[run], shard)[in_shard.as_slice()])
         for run, shard in _owned_in(optimizer, plan)
         if run in tensors
-        for rank, in_file, in_shard in stretches(plan, files, shard)
+        for rank, in_file, in_shard in stretches(plan, shard)
     ]

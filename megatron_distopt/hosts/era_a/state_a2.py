@@ -181,8 +181,8 @@ def _place_of(shard: ParamShard, buffer: GradBuffer, shard_tensor: Tensor) -> Te
 
 def _in_file(whole: Tensor, buffer: GradBuffer) -> Tensor:
     """From the order of ranks, each with its shards of all buckets, to that of the fork's file."""
-    layout, numel = buffer.plan.layout, buffer.plan.file_numel
-    file = torch.zeros(-(-numel // layout.num_shards) * layout.num_shards, dtype=whole.dtype)
+    layout = buffer.plan.layout
+    file = torch.zeros(buffer.plan.file_layout.numel, dtype=whole.dtype)
     for bucket, values in _by_bucket(whole, layout):
         flat = values.flatten()
         for name, in_bucket in _slots_of(bucket, layout):

@@ -76,7 +76,7 @@ def check_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> No
                 got, rule = f"{list(tensor.shape)} for {each.name!r}", f"have the param's shape {list(shape)}"
                 raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
         check_moments(optimizer, "optimizer state", each.moments, may_be_none=not has_begun)
-    check_step(optimizer, _step_of(inner))
+    check_step(optimizer, _step_of(inner), has_begun=has_begun)
 
 
 @torch.no_grad()
@@ -97,7 +97,8 @@ def load_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Non
         for key, tensor in saved.moments.items():
             whole = moments[run].setdefault(key, torch.zeros_like(run.main))
             run.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
-    install_state(optimizer, moments, check_step(optimizer, _step_of(inner)))
+    step = check_step(optimizer, _step_of(inner), has_begun=any(inner["state"].values()))
+    install_state(optimizer, moments, step)
 
 
 def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,5 +130,4 @@ def _params(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Iterat
 
 
 def _step_of(inner: Mapping[str, Any]) -> int | None:
-    found = saved_step(inner["param_groups"], list(inner["state"].values()))
-    return 0 if found is None and not any(inner["state"].values()) else found
+    return saved_step(inner["param_groups"], list(inner["state"].values()))
