@@ -11,7 +11,7 @@ from megatron_distopt.comm.collectives import (
     shares_memory,
     sum_over,
 )
-from megatron_distopt.comm.grad_overlap import GradOverlap
+from megatron_distopt.comm.grad_overlap import GradOverlap, check_alone
 from megatron_distopt.comm.grad_sync import reduce_grads
 from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized
 from megatron_distopt.comm.param_overlap import ParamOverlap
@@ -31,6 +31,7 @@ __all__ = [
     "ProcessGroup",
     "Reduction",
     "allow_shared_memory",
+    "check_alone",
     "compare",
     "described",
     "exchange",

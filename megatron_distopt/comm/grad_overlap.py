@@ -27,7 +27,7 @@ from megatron_distopt.comm.ranges import profiled
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket
 
-__all__ = ["GradOverlap"]
+__all__ = ["GradOverlap", "check_alone"]
 
 #: By group, who launched the last bucket in it.
 _launched: WeakKeyDictionary[ProcessGroup, ReferenceType[GradOverlap]] = WeakKeyDictionary()
@@ -78,6 +78,8 @@ class GradOverlap:
         self._irregular: set[str] = set()
         #: A gradient that no kernel returns (it was added up elsewhere) may be announced by another thread.
         self._lock = RLock()
+        if group.size > 1:  # one that was given up in the middle of a step counts no more, on all ranks alike
+            _launched.pop(group.own_handle, None)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -144,21 +146,9 @@ class GradOverlap:
             self._begin(number)
 
     def _begin(self, number: int) -> None:
-        self._check_alone()
+        check_alone(self._group, self)
         with profiled(f"begin reduce-scatter {number}"):
             self._begun[number] = self._units[number].begin(self._group, self._how)
-
-    def _check_alone(self) -> None:
-        """Ranks that begin buckets of two optimizers in different orders would add up one with the other.
-
-        Raises:
-            LayoutError: another one has buckets under way in the group.
-        """
-        if self._group.size > 1:
-            last = _launched.get(self._group.own_handle, lambda: None)()
-            if last is not None and last is not self and last.num_begun:
-                raise _shared()
-            _launched[self._group.own_handle] = ref(self)
 
     def finish(self) -> CommTime:
         """Collective: launches the rest, waits for all, and learns for the next step."""
@@ -187,6 +177,25 @@ class GradOverlap:
         return not is_early, self._last.get(number, 0), number
 
 
+def check_alone(group: Group, mine: GradOverlap | None) -> None:
+    """Ranks that begin buckets of two optimizers in different orders would add up one with the other.
+
+    Args:
+        group: in which a bucket is about to be reduced.
+        mine: whose it is; None for one that reduces them at once.
+
+    Raises:
+        LayoutError: another one has buckets under way in the group.
+    """
+    if group.size == 1:
+        return
+    last = _launched.get(group.own_handle, lambda: None)()
+    if last is not None and last is not mine and last.num_begun:
+        raise _shared()
+    if mine is not None:
+        _launched[group.own_handle] = ref(mine)
+
+
 def _units_of(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[_Unit]:
     layout = buffer.layout
     names = [frozenset(slot.name for slot in slots) - frozen for slots in layout.slots_of_bucket]
@@ -207,5 +216,7 @@ def _touched(name: str) -> LayoutError:
 
 def _shared() -> LayoutError:
     got, rule = "shared by two optimizers with buckets under way", "be of one that reduces grads beside backward"
-    remedy = "Give the second one process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False"
+    remedy = (
+        "Give the second one process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False for both"
+    )
     return LayoutError(refusal("data-parallel group", got, rule, remedy))

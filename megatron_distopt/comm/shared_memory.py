@@ -54,25 +54,22 @@ _ORDERED = ("x86_64", "AMD64")
 _LOOKS, _LEAST_SLEEP, _MOST_SLEEP, _PATIENCE = 100, 3e-5, 1e-3, 0.1
 
 
-_is_forbidden = threading.Event()
+#: By group, where somebody said it; elsewhere it is allowed.
+_is_allowed: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
-def allow_shared_memory(is_allowed: bool) -> None:
-    """From now on; where one rank of a group does not, none of them does.
+def allow_shared_memory(group: Group, is_allowed: bool) -> None:
+    """From now on; where one rank of the group does not, none of them does.
 
-    To be called between the same two collectives on all ranks: those before go the way in which they were begun.
+    To be called by all of its ranks between the same two collectives: those before go the way in which they were begun.
     """
-    settle()
-    if is_allowed:
-        _is_forbidden.clear()
-    else:
-        _is_forbidden.set()
+    if group.size > 1:
+        settle()
+        _is_allowed[group.own_handle] = is_allowed
 
 
 def may_share_memory() -> bool:
-    """Whether this system has what [Note: shared memory] needs, and it is allowed."""
-    if _is_forbidden.is_set():
-        return False
+    """Whether this system has what [Note: shared memory] needs."""
     return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and platform.machine() in _ORDERED
 
 
@@ -207,19 +204,19 @@ _meetings_lock = threading.Lock()
 def lane_of(group: Group, collective: int) -> Lane | None:
     """Collective for the group's first time, and its first one after a permission: None for messages."""
     with _meetings_lock:
-        by_permission = _meetings.setdefault(group.own_handle, {})
-        meeting = by_permission.setdefault(not _is_forbidden.is_set(), _Meeting())
+        is_allowed = _is_allowed.get(group.own_handle, True)
+        meeting = _meetings.setdefault(group.own_handle, {}).setdefault(is_allowed, _Meeting())
     with meeting.lock:
         if meeting.lanes is None:
-            segments = _meet(group)
+            segments = _meet(group, is_allowed)
             meeting.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if segments else []
         return meeting.lanes[collective] if meeting.lanes else None
 
 
-def _meet(group: Group) -> list[_Segment]:
+def _meet(group: Group, is_allowed: bool) -> list[_Segment]:
     """Collective: the segments of all ranks; none, on all ranks alike, where one rank cannot map one of them."""
     secret = secrets.randbits(62)
-    own = _new_segment(secret)
+    own = _new_segment(secret) if is_allowed else -1
     try:
         said = swap(_numbers(os.getpid(), own, secret, _network()), _MEET_TAG, group)
         segments = _found(said)

@@ -14,7 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
-from megatron_distopt.comm import AS_THEY_ARE, CommTime, GradOverlap, Group, Reduction, reduce_grads, waited_since
+from megatron_distopt.comm import (
+    AS_THEY_ARE,
+    CommTime,
+    GradOverlap,
+    Group,
+    Reduction,
+    check_alone,
+    reduce_grads,
+    waited_since,
+)
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 
@@ -104,6 +113,7 @@ class GradSync:
         """Collective: what is not reduced yet is; afterwards every rank has the sums of its shards."""
         if self.overlap is not None:
             return self.overlap.finish()
+        check_alone(self._data, None)
         start = perf_counter()
         for buffer in self._buffers:
             reduce_grads(buffer, self._data, self._how)

@@ -8,11 +8,12 @@ module that is called, and so is everything in evaluation, whose path may be ano
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
@@ -87,7 +88,7 @@ class OverlappedParamSync(ParamSync):
 
     def _hook(self, module: Module, first_step: _FirstStep, names: Mapping[Parameter, str]) -> None:
         own = [names[param] for param in module.parameters(recurse=False) if param in names]
-        first_step.hook(module)
+        first_step.hook(module, own)
         # In front of whatever else is hooked there, which may read params.
         module.register_forward_pre_hook(partial(self._is_called, self.overlap.numbers_of(own)), prepend=True)
         module.register_state_dict_pre_hook(self._is_saved)  # type: ignore[no-untyped-call]
@@ -117,6 +118,10 @@ class OverlappedParamSync(ParamSync):
         tensors = {name: param.data for name, param in self._named.items()}
         return Watch(tensors, lambda name: self._is_read(name, running[-1]), writes_only=False)
 
+    def are_waited_for(self, names: Iterable[str]) -> None:
+        """Their module was called; what reads them may be a kernel that nobody sees."""
+        self._read.update(names)
+
     def _is_read(self, name: str, module: Module) -> None:
         numbers = self.overlap.numbers_of([name])
         self._read.add(name)
@@ -136,22 +141,34 @@ class OverlappedParamSync(ParamSync):
 
 
 class _FirstStep:
-    """The watch while modules run in training, from the first time that not all params are there to `end`."""
+    """The watch over forward passes in training, from the first one in which not all params are there to `end`.
+
+    What backward computes anew reads what forward has read, and is not watched.
+    """
 
     def __init__(self, sync: OverlappedParamSync) -> None:
         self._sync = sync
         self._handles: list[RemovableHandle] = []
         self._watch: Watch | None = None
+        self._is_open = False
         self._running: list[Module] = []
-        #: Whether there was anything to see.
-        self.has_watched = False
 
     def __reduce__(self) -> tuple[object, ...]:
         """Without the handles, which lead to the hooks of all modules."""
         return _FirstStep, (self._sync,)
 
-    def hook(self, module: Module) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._begins, prepend=True))
+    @property
+    def has_watched(self) -> bool:
+        """Whether there was anything to see."""
+        return self._watch is not None
+
+    def hook(self, module: Module, own: Sequence[str]) -> None:
+        """
+        Args:
+            module: of the model.
+            own: names of its params.
+        """
+        self._handles.append(module.register_forward_pre_hook(partial(self._begins, own), prepend=True))
         self._handles.append(module.register_forward_hook(self._ends, always_call=True))
 
     def end(self) -> None:
@@ -159,16 +176,22 @@ class _FirstStep:
         for handle in self._handles:
             handle.remove()
 
-    def _begins(self, module: Module, *_: Any) -> None:
+    def _begins(self, own: Sequence[str], module: Module, *_: Any) -> None:
         self._running.append(module)
-        is_begun = self.has_watched or self._sync.overlap.is_pending
-        if self._watch is None and module.training and is_begun:
+        if self._watch is None and module.training and self._sync.overlap.is_pending:
             self._watch = self._sync.watch(self._running)
+        if self._watch is not None and module.training and not self._is_open and not _is_in_backward():
             self._watch.__enter__()  # type: ignore[no-untyped-call]
-            self.has_watched = True
+            self._is_open = True
+        if self._is_open:
+            self._sync.are_waited_for(own)
 
     def _ends(self, *_: Any) -> None:
         self._running.pop()
-        if self._watch is not None and not self._running:
+        if self._watch is not None and self._is_open and not self._running:
+            self._is_open = False
             self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._watch = None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

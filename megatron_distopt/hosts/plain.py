@@ -127,7 +127,7 @@ def distribute(
     )
     layouts, grad_dtypes = zip(*((part.layout, dtype_name(part.grad_dtype)) for part in plan.parts), strict=True)
     compare_ranks(StartUp(plan.named, step_plan, layouts, grad_dtypes), data, stats)
-    allow_shared_memory(plan.config.shared_memory)
+    allow_shared_memory(data, plan.config.shared_memory)
     raise_together(lambda: try_collectives(plan.device, data, plan.how), stats)
     buffers = [_allocate(part, data) for part in plan.parts]
     share_initial([buffer.param for buffer in buffers] + _outside_buffers(chunks), data)

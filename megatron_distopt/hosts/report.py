@@ -10,7 +10,7 @@ import torch
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.hosts.seams import Seam
 from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
-from megatron_distopt.optimizer.accelerator import CPU
+from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
 from megatron_distopt.version import VERSION
 
 __all__ = ["announce", "describe"]
@@ -64,8 +64,8 @@ def _when_known(optimizer: ShardedOptimizer) -> str:
         return ", known one step later"
     if optimizer.device.type == CPU:
         return ""
-    is_constant = isinstance(optimizer.loss_scale, ConstantLossScale)
-    return ", for which every step waits" + ("; with adam torch_fused none does" if is_constant else "")
+    can_be_late = stats_dtype(optimizer.device) is torch.float64 and isinstance(optimizer.loss_scale, ConstantLossScale)
+    return ", for which every step waits" + ("; with adam torch_fused none does" if can_be_late else "")
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:

@@ -41,13 +41,14 @@ _WAIT = (
     "item",
     "masked_select",
     "nonzero",
-    "repeat_interleave",
     "unique_consecutive",
     "unique_dim",
 )
 #: Operations that wait where they are given a mask: torch looks for what is set in it.
 _TAKE, _PUT = ("index",), ("index_put", "index_put_", "_index_put_impl_")
 _MASKS = (torch.bool, torch.uint8)
+#: Waits unless it is told how long its result is.
+_REPEAT = "repeat_interleave"
 #: Methods that read a tensor of the CPU without an operation.
 _UNSEEN = ("tolist", "numpy", "__array__")
 
@@ -107,8 +108,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        waits = name in _WAIT or _looks_through_mask(name, args) or _copies_to_cpu(name, args, kwargs or {})
-        if waits and not getattr(_here, "reads_a_copy", False):
+        given = kwargs or {}
+        waits = name in _WAIT or _looks_through_mask(name, args, given) or _copies_to_cpu(name, args, given)
+        waits = waits or (name == _REPEAT and given.get("output_size") is None)
+        if waits and func.namespace == "aten" and not getattr(_here, "reads_a_copy", False):
             self._report(name)
         return func(*args, **(kwargs or {}))
 
@@ -130,11 +133,14 @@ class _Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _looks_through_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """One value for all that is set needs no look: that is a `masked_fill`."""
-    is_one_value = name in _PUT and args[2].numel() == 1
-    has_mask = name in _TAKE + _PUT and any(each is not None and each.dtype in _MASKS for each in args[1])
-    return has_mask and not is_one_value
+def _looks_through_mask(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """One value of the CPU's for all that is set in one mask needs no look: that is a `masked_fill`."""
+    if name not in _TAKE + _PUT:
+        return False
+    indices = [each for each in args[1] if each is not None]
+    is_filled = name in _PUT and len(indices) == 1 and args[2].numel() == 1 and args[2].device.type == CPU
+    adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    return any(each.dtype in _MASKS for each in indices) and (adds or not is_filled)
 
 
 def _copies_to_cpu(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -139,10 +139,9 @@ def _apart(rank: int) -> dict[str, tuple[str, bool]]:
     }
     found = {}
     group = Group.of(dist.new_group())
-    shared_memory.allow_shared_memory(rank != 1)
+    shared_memory.allow_shared_memory(group, rank != 1)
     right = _reduced(group, MEMBERS[4], 100, torch.float32, pairwise.reduce_scatter)
     found["option"] = _way_of(group), right
-    shared_memory.allow_shared_memory(True)
     for name, (attribute, replacement) in faults.items():
         group = Group.of(dist.new_group())
         with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +156,7 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
     """The way of one group as all ranks allow memory, forbid it, and allow it again, with sums under way meanwhile."""
     group, found = Group.of(dist.new_group()), []
     for is_allowed in (True, False, True):
-        shared_memory.allow_shared_memory(is_allowed)
+        shared_memory.allow_shared_memory(group, is_allowed)
         bucket = _bucket(rank, RANKS * 50_000, torch.float32)
         own = bucket.view(RANKS, -1)[rank]
         wanted = _sum_in_order(
@@ -165,9 +164,9 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
         )
         pending = begin_reduce_scatter(bucket, own, group)
         time.sleep(0.02 * rank)
-        shared_memory.allow_shared_memory(not is_allowed)
+        shared_memory.allow_shared_memory(group, not is_allowed)
         pending.wait()
-        shared_memory.allow_shared_memory(is_allowed)
+        shared_memory.allow_shared_memory(group, is_allowed)
         found.append((_way_of(group), torch.equal(own, wanted)))
     return found
 

@@ -312,7 +312,7 @@ def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(fo
     assert {each["two in one group"] for each in found} == {
         "Invalid data-parallel group: shared by two optimizers with buckets under way. Must be of one that reduces "
         "grads beside backward. Give the second one process_group=torch.distributed.new_group(), or write "
-        "overlap_grad_reduce=False."
+        "overlap_grad_reduce=False for both."
     }
 
 

@@ -42,6 +42,7 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "mask": (lambda x: x.masked_select(x > 0), "masked_select"),
     "taken by a mask": (lambda x: x[x > 0], "index"),
     "put by a mask": (lambda x: x.clone().index_put_((x > 0,), x[1:]), "index_put_"),
+    "added by a mask": (lambda x: x.clone().index_put_((x > 0,), x[1], accumulate=True), "index_put_"),
     "unique": (lambda x: x.unique(), "_unique2"),
     "neighbours": (lambda x: x.unique_consecutive(), "unique_consecutive"),
     "repeated": (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
@@ -129,6 +130,7 @@ def test_find_synchronisations_when_the_cpu_waits_for_nothing_then_the_list_is_e
         x.clone().to(torch.bfloat16)
         x[torch.tensor([0, 2])]
         x.clone().index_put_((x > 0,), torch.zeros(()))
+        x.repeat_interleave(x.long(), output_size=10)
     assert found == []
     x.sum().item()  # nobody listens any more
     assert found == []

@@ -100,7 +100,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         decided = raise_together(lambda: decide(request, self.everyone), self.everyone)
         # What is tried together must be the same, and the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
-        allow_shared_memory(decided.plan.config.shared_memory)
+        for group in dict.fromkeys((decided.data, *(buffer.group for buffer in decided.buffers))):
+            allow_shared_memory(group, decided.plan.config.shared_memory)
         raise_together(lambda: try_collectives(decided.device, decided.data, decided.how), self.everyone)
         start = raise_together(decided.overlapping, self.everyone)
         MegatronOptimizer.__init__(
