@@ -1,6 +1,7 @@
 """How long saving and loading the optimizer state takes, beside what a user would use instead.
 
-    python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--json FILE] [--folder DIR]
+    python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--folder DIR] [--json FILE]
+                                    [--plot FILE]
 
 Sizes are millions of elements: bf16 params, an fp32 main param and two moments each. All contestants hold the same
 state and run one after the other in the same processes, round after round. benchmarks/README.md says how every
@@ -31,6 +32,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from peers import machine, ranks  # noqa: E402
 from peers.measuring import Reading, read, touch_free_memory  # noqa: E402
+from peers.plot import Drawing, draw  # noqa: E402
 from peers.report import lines_of, result_of  # noqa: E402
 from peers.state import Setting  # noqa: E402
 
@@ -39,6 +41,8 @@ HIDDEN, HIDDEN_QUICK = 1024, 512
 #: Many times the state of the quick form.
 TOUCHED_QUICK_NBYTES = 1 << 29
 TIME_LIMIT = timedelta(hours=1)
+#: Its save takes many times as long as any other, and it cannot load.
+LEFT_OUT_QUICK = ("megatron-core fully_reshardable",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Plan:
         layers: of the model.
         hidden: its width.
         rounds: over all contestants.
-        names: of the contestants.
+        names: of the contestants; all but those left out where there is none.
+        left_out: names, too.
         folder: where to write.
         log: a line for every reading, so that a rank that is killed takes nothing with it.
     """
@@ -58,12 +63,15 @@ class Plan:
     hidden: int
     rounds: int
     names: tuple[str, ...]
+    left_out: tuple[str, ...]
     folder: Path
     log: Path
 
 
 def main() -> None:
-    args = parse_args()
+    args, drawing = parse_args()
+    if drawing.of_kept(draw):
+        return
     start = time.monotonic()
     touch_free_memory(TOUCHED_QUICK_NBYTES if args.quick else sys.maxsize)
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
@@ -84,10 +92,7 @@ def main() -> None:
         print(line)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if args.plot:
-        from peers.plot import draw
-
-        draw(result, args.plot)
+    drawing.of_result(draw, result)
 
 
 def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> Plan:
@@ -95,7 +100,12 @@ def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> P
     hidden = HIDDEN_QUICK if args.quick else HIDDEN
     layers = max(round(args.sizes[number] * 1e6 / (12 * hidden**2 + 13 * hidden)), 1)
     rounds = args.rounds[0 if len(args.rounds) == 1 else number]
-    return Plan(layers, hidden, rounds, tuple(args.contestants), folder, log)
+    left_out = LEFT_OUT_QUICK if args.quick else ()
+    return Plan(layers, hidden, rounds, tuple(args.contestants), left_out, folder, log)
+
+
+def is_wanted(name: str, plan: Plan) -> bool:
+    return name in plan.names if plan.names else name not in plan.left_out
 
 
 def run(rank: int, size: int, plan: Plan) -> None:
@@ -106,7 +116,7 @@ def run(rank: int, size: int, plan: Plan) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     store = dist.FileStore(str(plan.folder.with_suffix(".store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIME_LIMIT)
-    entries = [entry for entry in peers.table.ENTRIES if not plan.names or entry.name in plan.names]
+    entries = [entry for entry in peers.table.ENTRIES if is_wanted(entry.name, plan)]
     setting = Setting(plan.layers, plan.hidden, rank, size)
     for entry in entries:
         read(entry, setting, plan.folder, -1)
@@ -142,23 +152,23 @@ def file_system(folder: Path) -> str:
     return f"{kind} on {device}"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[50, 150, 500], help="millions of elements")
     parser.add_argument("--rounds", type=int, nargs="+", default=[3, 3, 1], help="of each size, or of all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--contestants", nargs="+", default=[], help="names; all where left out")
-    parser.add_argument("--quick", action="store_true", help="6 million elements, 2 ranks, 2 rounds")
+    parser.add_argument("--quick", action="store_true", help="6 million elements, 2 ranks, 2 rounds, one peer less")
     parser.add_argument("--folder", type=Path, help="where to write; the system's folder for temporary files")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--plot", type=Path, help="where to draw it")
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     args.load_before = os.getloadavg()
     if args.quick:
         args.sizes, args.rounds, args.ranks = [6], [2], [2]
     if len(args.rounds) not in (1, len(args.sizes)):
         parser.error(f"Invalid --rounds: {len(args.rounds)} numbers. Must be 1 or {len(args.sizes)}, as --sizes.")
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

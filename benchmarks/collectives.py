@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from peers.plot import Drawing  # noqa: E402
 from peers.plot_collectives import draw_collectives  # noqa: E402
-from peers.ratios import Spread, over  # noqa: E402
+from peers.ratios import Spread, in_turn, over  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_distopt.comm import Group, collectives, pairwise  # noqa: E402
@@ -107,7 +107,10 @@ def measure(what: str, dtype: str, megabytes: float, rounds: int, group: Group) 
             if number:
                 seconds[name].append(took)
     about = {"what": what, "dtype": dtype, "ranks": group.size, "megabytes": megabytes, "seconds": seconds}
-    return {**about, "torch / way": {name: over(seconds["torch"], taken) for name, taken in seconds.items()}}
+    return {
+        **about,
+        "torch / way": {name: over(in_turn(seconds["torch"]), in_turn(taken)) for name, taken in seconds.items()},
+    }
 
 
 def timed(act: Callable[[], object]) -> float:

@@ -50,7 +50,7 @@ def main() -> None:
     result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
     write({**result, "failures": failures, "readings": readings}, args.json)
     drawing.of_result(draw_memory, result)
-    for line in (*lines(found), *failures):
+    for line in (*failures, *lines(found)):
         print(line)
 
 

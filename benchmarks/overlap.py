@@ -173,7 +173,7 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"Invalid {option}: {given}. Must be at least {least}. Write {option} {least} or more.")
     if args.quick:
-        args.rates, args.rounds, args.blocks, args.steps = [5.0], 2, 2, 2
+        args.rates, args.rounds, args.blocks, args.steps = [5.0], 2, 1, 3
         args.layers, args.hidden, args.sequences, args.warm_up = 2, 256, 4, 1
     return args, Drawing.taken_from(args, parser)
 

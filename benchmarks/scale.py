@@ -23,7 +23,9 @@ from typing import Any
 import peers.environment  # noqa: F401 - before torch
 import torch
 from peers.machine import about
-from peers.ratios import Spread, over, spread
+from peers.plot import Drawing
+from peers.plot_scale import draw_scale
+from peers.ratios import ByRound, Spread, by_round, over, spread
 from peers.script import table, write
 
 from megatron_distopt.plugin.commands.plan_build import build
@@ -85,14 +87,11 @@ class Reading:
         """Until training could begin."""
         return self.layout_seconds + self.optimizer_seconds
 
-    @property
-    def per_tensor(self) -> tuple[float, float]:
-        """Seconds of planning and of building."""
-        return self.plan_seconds / self.tensors, self.build_seconds / self.tensors
-
 
 def main() -> None:
-    args = parse_args()
+    args, drawing = parse_args()
+    if drawing.of_kept(draw_scale):
+        return
     start = time.monotonic()
     torch.set_num_threads(1)
     warm_up()
@@ -102,8 +101,7 @@ def main() -> None:
     write(result, args.json)
     for line in lines(readings):
         print(line)
-    if args.plot:
-        draw(readings, args.plot)
+    drawing.of_result(draw_scale, result)
     print(last_line(readings))
 
 
@@ -161,14 +159,23 @@ def ratios(readings: Sequence[Reading]) -> dict[str, Spread | None]:
     """Of readings of the same round, the largest setting over the smallest."""
     found = {}
     few, *_, many = of_sweep(readings, "ranks")
-    found["plan, 8192 ranks / 2 ranks"] = over([r.plan_seconds for r in many], [r.plan_seconds for r in few])
-    found["build, 8192 ranks / 2 ranks"] = over([r.build_seconds for r in many], [r.build_seconds for r in few])
+    for what in ("plan", "build"):
+        found[f"{what}, 8192 ranks / 2 ranks"] = over(seconds(many, what), seconds(few, what))
     for sweep, text in (("params", "1e12 elements / 1e6 elements"), ("tensors", "most tensors / fewest")):
         small, *_, large = of_sweep(readings, sweep)
-        for place, what in enumerate(("plan", "build")):
-            pair = ([r.per_tensor[place] for r in large], [r.per_tensor[place] for r in small])
-            found[f"{what} per tensor, {text}"] = over(*pair)
+        for what in ("plan", "build"):
+            found[f"{what} per tensor, {text}"] = over(per_tensor(large, what), per_tensor(small, what))
     return found
+
+
+def seconds(readings: Sequence[Reading], what: str) -> ByRound:
+    """Of "plan" or "build"."""
+    return by_round((each.round, getattr(each, f"{what}_seconds")) for each in readings)
+
+
+def per_tensor(readings: Sequence[Reading], what: str) -> ByRound:
+    """Seconds of "plan" or "build" over the tensors of the model."""
+    return by_round((each.round, getattr(each, f"{what}_seconds") / each.tensors) for each in readings)
 
 
 def lines(readings: Sequence[Reading]) -> Iterator[str]:
@@ -219,46 +226,17 @@ def last_line(readings: Sequence[Reading]) -> str:
     return f"{text}; {size}: planned and built in {wall:.2f} s and {nbytes:.0f} MiB"
 
 
-#: Of a sweep: what is on the axis, and its label.
-AXES: dict[str, tuple[Callable[[Reading], float], str]] = {
-    "ranks": (lambda reading: reading.setting.ranks, "ranks; 10^9 elements"),
-    "params": (lambda reading: reading.numel, f"elements; {RANKS_OF_MODELS:,} ranks"),
-    "tensors": (lambda reading: reading.tensors, f"param tensors; {RANKS_OF_MODELS:,} ranks"),
-}
-
-
-def draw(readings: Sequence[Reading], path: Path) -> None:
-    """Milliseconds of planning and of building, in a panel for each sweep."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(AXES), sharey=True)
-    for axes, (sweep, (place, label)) in zip(panels, AXES.items(), strict=True):
-        settings = of_sweep(readings, sweep)
-        where = [place(repeats[0]) for repeats in settings]
-        for what, marker in (("plan", "o"), ("build", "s")):
-            found = [[getattr(reading, f"{what}_seconds") * 1e3 for reading in repeats] for repeats in settings]
-            middle = [median(values) for values in found]
-            spans = [(at - min(values), max(values) - at) for at, values in zip(middle, found, strict=True)]
-            axes.errorbar(where, middle, yerr=list(zip(*spans, strict=True)), marker=marker, capsize=2, label=what)
-        axes.set(xscale="log", yscale="log", xlabel=label)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("ms of processor, median and spread")
-    panels[0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="over all settings")
     parser.add_argument("--quick", action="store_true", help="the ends of each sweep and one between, 3 rounds")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--plot", type=Path, help="where to draw it; needs matplotlib")
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     args.load_before = os.getloadavg()
     if args.quick:
         args.rounds = 3
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

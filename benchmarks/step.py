@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import peers.environment  # noqa: F401 - before torch
 import torch
@@ -21,15 +20,13 @@ import torch.distributed as dist
 from peers.machine import MemoryRates, about, memory_rates
 from peers.plot import Drawing
 from peers.plot_training import draw_step
-from peers.ratios import Spread, over, spread
-from peers.script import parser_of, pick, settings_of, table, write
+from peers.script import parser_of, pick, settings_of, write
 from peers.step_contestants import StepEntry, step_entries
-from peers.step_reading import TOLERANCE, StepReading, read
+from peers.step_reading import StepReading, read
+from peers.step_report import FLOOR_NBYTES, lines, summary
 from peers.steppers import StepSetting
 from torch import Tensor
 
-#: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
-FLOOR_NBYTES = 30
 #: Least elements of a model and its width.
 WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.0, 256))
 
@@ -65,71 +62,32 @@ def run(
         reference: list[Tensor] = []
         rates[setting.numel] = []
         for number in range(args.rounds):
-            rates[setting.numel].append(memory_rates(FLOOR_NBYTES * setting.numel))
-            readings += [read(entry, setting, number, args.repeats, reference) for entry in entries]
+            found, rate = one_round(entries, setting, number, args.repeats, reference)
+            readings += found
+            rates[setting.numel].append(rate)
     return readings, rates
+
+
+def one_round(
+    entries: Sequence[StepEntry], setting: StepSetting, number: int, repeats: int, reference: list[Tensor]
+) -> tuple[list[StepReading], MemoryRates]:
+    """Ours between two readings of what memory does, then the others."""
+    ours, *others = entries
+    before = rates_now(setting)
+    first = read(ours, setting, number, repeats, reference)
+    rates = before.or_faster(rates_now(setting))
+    return [first, *(read(entry, setting, number, repeats, reference) for entry in others)], rates
+
+
+def rates_now(setting: StepSetting) -> MemoryRates:
+    """With as much memory as a step of this size moves, or as much as no cache holds."""
+    return memory_rates(FLOOR_NBYTES * setting.numel)
 
 
 def setting_of(size: float, loss_scale: float | None) -> StepSetting:
     """Whole layers of about `size` million elements."""
     hidden = next(width for least, width in WIDTHS if size * 1e6 >= least)
     return StepSetting(max(round(size * 1e6 / (12 * hidden**2 + 13 * hidden)), 1), hidden, 0, 1, loss_scale)
-
-
-def summary(numel: int, readings: Sequence[StepReading], rates: list[MemoryRates]) -> dict[str, Any]:
-    """Ratios first."""
-    mine = [reading for reading in readings if reading.numel == numel]
-    names = list(dict.fromkeys(reading.contestant for reading in mine))
-    rounds = {name: [r for r in mine if r.contestant == name] for name in names}
-    medians = {name: [spread(r.seconds).median for r in found if r.seconds] for name, found in rounds.items()}
-    copies = [rate.copy for rate in rates]
-    return {
-        "numel": numel,
-        "peer / ours": {name: over(medians[name], medians["ours"]) for name in names if name != "ours"},
-        "share of the copy bandwidth": {
-            name: spread([FLOOR_NBYTES * numel / s / c for s, c in zip(medians[name], copies, strict=False)])
-            for name in names
-        },
-        "copy_bytes_per_second": spread(copies),
-        "in_place_bytes_per_second": spread([rate.in_place for rate in rates]),
-        "seconds": {name: spread([s for r in rounds[name] for s in r.seconds]) for name in names},
-        "deviation": {name: rounds[name][0].deviation for name in names},
-        "why_not": {name: rounds[name][0].why_not for name in names if rounds[name][0].why_not},
-    }
-
-
-def lines(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for size in sizes:
-        yield ""
-        copy, in_place = (size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second"))
-        yield f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place {in_place}"
-        header = ("", "peer / ours", "ms", "GB/s", "of copy", "apart", "")
-        yield from table(header, [row(name, size) for name in size["seconds"]])
-    yield ""
-    yield "; ".join(last_words(size) for size in sizes)
-
-
-def row(name: str, size: dict[str, Any]) -> tuple[str, ...]:
-    seconds: Spread | None = size["seconds"][name]
-    if seconds is None:
-        return (name, "-", "-", "-", "-", "-", size["why_not"][name])
-    off = size["deviation"][name]
-    note = "" if off <= TOLERANCE else f"NOT THE SAME WORK: params differ by more than {TOLERANCE:.1%} of their change"
-    rate = FLOOR_NBYTES * size["numel"] / seconds.median / 1e9
-    share = size["share of the copy bandwidth"][name].median
-    ratio = "" if name == "ours" else str(size["peer / ours"][name])
-    return (name, ratio, str(seconds.times(1e3)), f"{rate:.1f}", f"{share:.0%}", f"{off:.1e}", note)
-
-
-def last_words(size: dict[str, Any]) -> str:
-    ratios = {name: ratio.median for name, ratio in size["peer / ours"].items() if ratio}
-    others = {name: ratio for name, ratio in ratios.items() if not name.startswith("A2")}
-    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith("A2")]
-    if others:
-        best = min(others, key=lambda name: others[name])
-        parts.append(f"best peer ({best})/ours {others[best]:.2f}")
-    parts.append(f"ours at {size['share of the copy bandwidth']['ours'].median:.0%} of a copy's bandwidth")
-    return f"{size['numel'] / 1e6:.0f} M: " + ", ".join(parts)
 
 
 def parse_args() -> tuple[argparse.Namespace, Drawing]:

@@ -1,7 +1,8 @@
 """The distributed optimizer of the Megatron forks of 2023 (23.06 and its children, "A2"), written down anew.
 
 Facts, not code, are taken from them: what they do per step, tensor by tensor, in which order and in which memory.
-tests/benchmarks/test_a2_step.py compares it bit for bit with a fork's own, where MEGATRON_FORK names one.
+tests/benchmarks/test_a2_step.py compares it bit for bit with a fork's own, where MEGATRON_FORK names one and
+MEGATRON_FORK_RUN what helps it onto a CPU.
 
 - Every gradient is added to a view of one flat fp32 grad buffer; params lie in it in reverse order of registration.
 - The whole buffer is divided by the number of ranks, then reduce-scattered at once, after backward.

@@ -1,10 +1,16 @@
-"""megatron-core's DistributedDataParallel and distributed optimizer around any module, on a CPU."""
+"""megatron-core's DistributedDataParallel and distributed optimizer around any module, on a CPU.
+
+[Note: its Adam] Where neither TransformerEngine nor apex is there, it makes `torch.optim.AdamW(...)` and does not say
+how that is to run; on a CPU that is torch's loop over tensors. No option of its own changes it, but the optimizer
+inside can be told to run fused before its first step, which a user could do, too.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from peers.adam import ADAM, CLIP_GRAD
 
@@ -20,15 +26,20 @@ class CoreOptimizer:
         module: bf16.
         bucket_numel: elements of a bucket.
         loss_scale: constant; None for none.
+        is_fused: see [Note: its Adam].
     """
 
-    def __init__(self, module: Module, *, bucket_numel: int, loss_scale: float | None = None) -> None:
+    def __init__(
+        self, module: Module, *, bucket_numel: int, loss_scale: float | None = None, is_fused: bool = False
+    ) -> None:
         import megatron_on_cpu
 
         with ExitStack() as undo:
             undo.enter_context(megatron_on_cpu.install())
             undo.enter_context(megatron_on_cpu.map_type_strings())
             self._build(module, bucket_numel, loss_scale)
+            if is_fused:
+                _fuse(self.optimizer.optimizer)
             self._undo = undo.pop_all()
 
     def _build(self, module: Module, bucket_numel: int, loss_scale: float | None) -> None:
@@ -70,3 +81,9 @@ class CoreOptimizer:
     def close(self) -> None:
         self._undo.close()
         del self.optimizer, self.model
+
+
+def _fuse(adam: Optimizer) -> None:
+    """From its first step on: its state is laid out for that then."""
+    for options in (adam.defaults, *adam.param_groups):
+        options["fused"] = True

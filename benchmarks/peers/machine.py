@@ -16,7 +16,7 @@ import torch
 __all__ = ["MemoryRates", "about", "available_nbytes", "memory_rates", "processor"]
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "megatron-distopt", "numpy")
-#: More than any cache holds; a smaller copy is as large as what it is compared with.
+#: Of a tensor: more than any cache holds, so that a larger one is no slower.
 _MOST_NBYTES = 1 << 28
 
 
@@ -31,6 +31,10 @@ class MemoryRates:
 
     copy: float
     in_place: float
+
+    def or_faster(self, other: MemoryRates) -> MemoryRates:
+        """Of each the larger: what slowed one of two readings down is no property of the memory."""
+        return MemoryRates(max(self.copy, other.copy), max(self.in_place, other.in_place))
 
 
 def about(load_before: tuple[float, float, float], seconds: float) -> dict[str, object]:
@@ -74,7 +78,7 @@ def memory_rates(nbytes: int, repeats: int = 5) -> MemoryRates:
     """By one thread; of each the fastest repeat counts.
 
     Args:
-        nbytes: read and written in one go, together; what is more than any cache holds is cut off.
+        nbytes: read and written in one go by a copy, together; a tensor of more than 256 MiB is cut off there.
         repeats: of each.
     """
     numel = min(nbytes // 2, _MOST_NBYTES) // 4

@@ -18,10 +18,15 @@ __all__ = ["Core", "DeepSpeedZero"]
 
 
 class Core(Trainer):
-    """megatron-core with both overlaps, around the same module."""
+    """megatron-core with both overlaps, around the same module.
 
-    def __init__(self, setting: TrainSetting) -> None:
-        self._core = CoreOptimizer(transformer(setting), bucket_numel=setting.bucket_numel)
+    Args:
+        setting: of model and data.
+        is_fused: see [Note: its Adam] in core_optimizer.py.
+    """
+
+    def __init__(self, setting: TrainSetting, *, is_fused: bool = False) -> None:
+        self._core = CoreOptimizer(transformer(setting), bucket_numel=setting.bucket_numel, is_fused=is_fused)
 
     def train(self, tokens: Tensor) -> Tensor:
         self._core.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig
 from megatron_distopt.hosts.plain import PlainOptimizer
 from peers.script import pick
-from peers.train_contestants import train_entries
+from peers.train_contestants import MESSAGES, train_entries
 from peers.trainers import Ours, TrainEntry, Trainer
 from peers.transformer import TrainSetting, transformer
 
@@ -19,7 +19,7 @@ __all__ = ["FORWARD", "OURS", "best_of", "is_ours", "overlap_entries", "picked"]
 
 OURS = "ours"
 _OVERLAP, _BOTH = "ours, overlap", "ours, both overlaps"
-_VARIANTS = ("A2, fused Adam", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2, bf16 wire")
+_VARIANTS = ("A2, fused Adam", "megatron-core, fused Adam", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2, bf16 wire")
 _GATHER_OPTION, _FINISH = "overlap_param_gather", "finish_param_gather"
 
 
@@ -72,6 +72,8 @@ def _gathers(entry: TrainEntry) -> bool:
 def picked(ours: Sequence[str], names: Sequence[str], *, quick: bool = False) -> list[TrainEntry]:
     """What `--contestants` names, and this package with and without its overlaps.
 
+    In network namespaces of their own ranks do not share memory, so that ours sends messages in any case.
+
     Args:
         ours: see `train_entries`.
         names: all where there is none.
@@ -80,7 +82,7 @@ def picked(ours: Sequence[str], names: Sequence[str], *, quick: bool = False) ->
     Raises:
         SystemExit: a name is not one of theirs.
     """
-    entries = overlap_entries(ours)
+    entries = [entry for entry in overlap_entries(ours) if entry.name != MESSAGES]
     mine = [entry.name for entry in entries if is_ours(entry.name)]
     wanted = names or [entry.name for entry in entries if not (quick and entry.name in _VARIANTS)]
     return pick(entries, [*wanted, *mine])

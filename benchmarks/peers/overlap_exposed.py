@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.overlap_probe import Probe
-from peers.ratios import Spread, over, spread
-from peers.train_reading import TrainReading
+from peers.ratios import ByRound, Spread, by_round, over, spread
+from peers.train_reading import TrainReading, losses_apart
 
 __all__ = [
     "Context",
     "WireTimes",
     "WiredReading",
     "exposed_parts",
-    "loss_apart",
     "processor_parts",
     "slowest",
     "summary",
@@ -71,17 +70,17 @@ def wire_times(numel: int, ranks: int, gigabits: float) -> WireTimes:
     return WireTimes(_GRAD_NBYTES * sent, _PARAM_NBYTES * sent)
 
 
-def exposed_parts(steps: Sequence[float], mute: Sequence[float]) -> list[float]:
+def exposed_parts(steps: ByRound, mute: ByRound) -> list[float]:
     """Of each round: what a step takes longer than without communication, as a part of the step; noise may be below 0.
 
     Args:
         steps: seconds, by round.
         mute: seconds of the same contestant without communication, by round.
     """
-    return [(step - alone) / step for step, alone in zip(steps, mute, strict=False)]
+    return [(step - mute[number]) / step for number, step in steps.items() if number in mute]
 
 
-def processor_parts(steps: Sequence[float], cpu: Sequence[float], mute_cpu: Sequence[float], cores: int) -> list[float]:
+def processor_parts(steps: ByRound, cpu: ByRound, mute_cpu: ByRound, cores: int) -> list[float]:
     """Of each round: what communication costs in processor time, spread over all cores, as a part of the step.
 
     Where every core computes, no overlap can hide it.
@@ -91,7 +90,8 @@ def processor_parts(steps: Sequence[float], cpu: Sequence[float], mute_cpu: Sequ
         cpu, mute_cpu: seconds of all ranks for a step, with and without communication, by round.
         cores: of the machine.
     """
-    return [(with_ - alone) / cores / step for step, with_, alone in zip(steps, cpu, mute_cpu, strict=False)]
+    common = [number for number in steps if number in cpu and number in mute_cpu]
+    return [(cpu[number] - mute_cpu[number]) / cores / steps[number] for number in common]
 
 
 def slowest(readings: Sequence[TrainReading]) -> TrainReading:
@@ -125,19 +125,20 @@ class _Rounds:
                 found.setdefault(each.reading.contestant, []).append(each)
         return cls(found)
 
-    def seconds(self, name: str) -> list[float]:
-        """Of a step: the median of each round."""
-        return [statistics.median(each.reading.seconds) for each in self.of.get(name, []) if each.reading.seconds]
+    def timed(self, name: str) -> list[TrainReading]:
+        """Those that were run."""
+        return [each.reading for each in self.of.get(name, []) if each.reading.seconds]
 
-    def cpu(self, name: str) -> list[float]:
-        """Seconds of all ranks for a step, by round."""
-        return [each.reading.cpu_seconds for each in self.of.get(name, []) if each.reading.seconds]
+    def seconds(self, name: str) -> ByRound:
+        """Of a step: the median of each round."""
+        return by_round((each.round, statistics.median(each.seconds)) for each in self.timed(name))
+
+    def cpu(self, name: str) -> ByRound:
+        """Seconds of all ranks for a step."""
+        return by_round((each.round, each.cpu_seconds) for each in self.timed(name))
 
     def spread_of(self, figure: str) -> dict[str, Spread | None]:
-        return {
-            name: spread([getattr(each.reading, figure) for each in found if each.reading.seconds])
-            for name, found in self.of.items()
-        }
+        return {name: spread([getattr(each, figure) for each in self.timed(name)]) for name in self.of}
 
 
 @dataclass(frozen=True)
@@ -177,25 +178,19 @@ def summary(gigabits: float, readings: Sequence[WiredReading], context: Context)
         "all_gather_seconds": wire.all_gather,
         "backward_is_longer": backward > wire.total,
         "peer / ours with overlap": {
-            name: over(seconds[name], seconds.get(context.best, [])) for name in names if name != context.best
+            name: over(seconds[name], seconds.get(context.best, {})) for name in names if name != context.best
         },
         "exposed part of the step": {name: spread(exposed_parts(seconds[name], mute.seconds(name))) for name in names},
         "processor part of the step": {
             name: spread(processor_parts(seconds[name], rounds.cpu(name), mute.cpu(name), context.cores))
             for name in names
         },
-        "seconds": {name: spread(seconds[name]) for name in names},
-        "seconds_without_communication": {name: spread(mute.seconds(name)) for name in names},
+        "seconds": {name: spread([*seconds[name].values()]) for name in names},
+        "seconds_without_communication": {name: spread([*mute.seconds(name).values()]) for name in names},
         "cpu_seconds": rounds.spread_of("cpu_seconds"),
         "cpu_seconds_without_communication": mute.spread_of("cpu_seconds"),
         "busy_cores": {name: spread([each.busy_cores for each in found]) for name, found in rounds.of.items()},
         "sent_nbytes": rounds.spread_of("sent_nbytes"),
-        "loss_deviation": {name: loss_apart(found, trained.get(_REFERENCE, [])) for name, found in trained.items()},
-        "why_not": {name: found[0].why_not for name, found in trained.items() if found[0].why_not},
+        "loss_deviation": {name: losses_apart(found, trained.get(_REFERENCE, [])) for name, found in trained.items()},
+        "why_not": {name: r.why_not for name, found in trained.items() for r in reversed(found) if r.why_not},
     }
-
-
-def loss_apart(peer: Sequence[TrainReading], ours: Sequence[TrainReading]) -> float | None:
-    """The largest relative difference of any loss in any round; None where there is none to compare."""
-    rounds = [zip(one.losses, other.losses, strict=False) for one, other in zip(peer, ours, strict=False)]
-    return max((abs(one / other - 1.0) for pairs in rounds for one, other in pairs), default=None)

@@ -35,8 +35,9 @@ def _row(name: str, rate: Mapping[str, Any]) -> Row:
     seconds, alone = rate["seconds"][name], rate["seconds_without_communication"][name]
     if seconds is None or alone is None:
         return Row(name, (None, None), rate["why_not"].get(name, ""))
-    exposed = rate["exposed part of the step"][name]["median"]
-    return Row(name, (_bar(seconds, f"{exposed:.0%}"), _bar(alone, "")))
+    exposed = rate["exposed part of the step"][name]
+    text = f"{exposed['median']:.0%}" if exposed else ""
+    return Row(name, (_bar(seconds, text), _bar(alone, "")))
 
 
 def _bar(spread: Mapping[str, float], text: str) -> Bar:

@@ -19,6 +19,7 @@ OURS, PEER = "#1f6fb4", "#9aa5b1"
 _FAILED, _LINE, _SPREAD = "#aa3333", "#d9822b", "#555555"
 #: Of the first and the second bar of a row.
 _SHADES = (1.0, 0.45)
+_STYLES = ("--", ":")
 _ROW, _DPI = 0.8, 110
 _SMALL, _TEXT = 7, 9
 #: Of a result, into a file.
@@ -58,13 +59,13 @@ class Panel:
         title: the setting.
         label: of the axis, with the unit.
         rows: from the top.
-        line: a value that all are held against, and what it is.
+        lines: values that all are held against, and what they are.
     """
 
     title: str
     label: str
     rows: Sequence[Row]
-    line: tuple[float, str] | None = None
+    lines: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,12 @@ def draw_panels(title: str, panels: Sequence[Sequence[Panel]], path: Path) -> No
 def _draw_panel(axes: Any, panel: Panel) -> None:
     for place, row in enumerate(panel.rows):
         _draw_row(axes, place, row)
-    if panel.line is not None:
-        value, text = panel.line
-        axes.axvline(value, color=_LINE, linewidth=1.2, linestyle="--", label=text, zorder=0)
+    for (value, text), style in zip(panel.lines, _STYLES, strict=False):
+        axes.axvline(value, color=_LINE, linewidth=1.2, linestyle=style, label=text, zorder=0)
+    if panel.lines:
         axes.legend(loc="lower right", fontsize=_SMALL, frameon=False)
     axes.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows], fontsize=_TEXT)
-    axes.set_ylim(len(panel.rows) - 0.4 + (panel.line is not None), -0.6)
+    axes.set_ylim(len(panel.rows) - 0.4 + len(panel.lines), -0.6)
     axes.set_xlim(0, 1.3 * max([1e-9, *(bar.values[2] for row in panel.rows for bar in row.bars if bar)]))
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.label, fontsize=_TEXT)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from peers.plot import Bar, Panel, Row, draw_panels
+from peers.step_report import FLOOR_NBYTES
 
 __all__ = ["draw_memory", "draw_step", "draw_train"]
 
 _TIMES = "ms a step, median and spread   (×: median over ours)"
-#: Of a step, bytes an element that it cannot do without.
-_FLOOR_NBYTES = 30
 
 
 def draw_step(result: Mapping[str, Any], path: Path) -> None:
@@ -27,10 +26,15 @@ def draw_step(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _step_panel(size: Mapping[str, Any]) -> Panel:
-    floor = 1e3 * _FLOOR_NBYTES * size["numel"] / size["copy_bytes_per_second"]["median"]
     rows = [_timed_row(name, size) for name in size["seconds"]]
-    line = (floor, f"{_FLOOR_NBYTES} bytes an element at the speed of a copy")
-    return Panel(f"{size['numel'] / 1e6:.1f} M elements", _TIMES, rows, line)
+    lines = [_floor(size, kind, text) for kind, text in (("copy", "a copy"), ("in_place", "a product in place"))]
+    return Panel(f"{size['numel'] / 1e6:.1f} M elements", _TIMES, rows, lines)
+
+
+def _floor(size: Mapping[str, Any], kind: str, text: str) -> tuple[float, str]:
+    """Milliseconds that memory needs for a step at the speed of something simple."""
+    milliseconds = 1e3 * FLOOR_NBYTES * size["numel"] / size[f"{kind}_bytes_per_second"]["median"]
+    return milliseconds, f"{FLOOR_NBYTES} bytes an element at the speed of {text}"
 
 
 def draw_train(result: Mapping[str, Any], path: Path) -> None:
@@ -47,9 +51,9 @@ def draw_train(result: Mapping[str, Any], path: Path) -> None:
 def _train_panel(ranks: Mapping[str, Any]) -> Panel:
     alone, *names = ranks["seconds"]
     spread = ranks["seconds"][alone]
-    line = None if spread is None else (1e3 * spread["median"], alone)
+    lines = [] if spread is None else [(1e3 * spread["median"], alone)]
     rows = [_timed_row(name, ranks) for name in names]
-    return Panel(f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements", _TIMES, rows, line)
+    return Panel(f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements", _TIMES, rows, lines)
 
 
 def _timed_row(name: str, setting: Mapping[str, Any]) -> Row:
@@ -77,7 +81,7 @@ def _memory_panel(ranks: Mapping[str, Any]) -> Panel:
     rows += [Row(name, (None,), why_not) for name, why_not in ranks["why_not"].items()]
     label = "bytes an element   (dark: peak of a step, light: held between steps)"
     line = (ranks["target"], f"6 + 12/n = {ranks['target']:.3g}")
-    return Panel(f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements", label, rows, line)
+    return Panel(f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements", label, rows, [line])
 
 
 def _memory_row(name: str, values: Mapping[str, float]) -> Row:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Spread", "failure", "over", "spread"]
+__all__ = ["ByRound", "Spread", "by_round", "failure", "in_turn", "over", "spread"]
+
+#: One value a round, by the round's number; rounds in which there was none are not in it.
+ByRound = Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,19 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
-def over(peer: Sequence[float], ours: Sequence[float]) -> Spread | None:
-    """Each repeat of a peer over the repeat of ours in the same round."""
-    return spread([one / other for one, other in zip(peer, ours, strict=False) if other])
+def by_round(values: Iterable[tuple[int, float]]) -> ByRound:
+    """From numbers of rounds and their values."""
+    return dict(values)
+
+
+def in_turn(values: Sequence[float]) -> ByRound:
+    """Of repeats none of which can be missing."""
+    return dict(enumerate(values))
+
+
+def over(peer: ByRound, ours: ByRound) -> Spread | None:
+    """Each repeat of a peer over the repeat of ours in the same round; a round that one of them lacks is left out."""
+    return spread([one / ours[number] for number, one in peer.items() if ours.get(number)])
 
 
 def failure(act: Callable[[], object]) -> str:

@@ -28,11 +28,17 @@ class StepEntry:
 
 
 class Core(Stepper):
-    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of its step."""
+    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of its step.
 
-    def __init__(self, setting: StepSetting) -> None:
+    Args:
+        setting: of the model.
+        is_fused: see [Note: its Adam] in core_optimizer.py.
+    """
+
+    def __init__(self, setting: StepSetting, *, is_fused: bool = False) -> None:
         super().__init__(setting)
-        self._core = CoreOptimizer(self.model, bucket_numel=setting.numel, loss_scale=setting.loss_scale)
+        scale = setting.loss_scale
+        self._core = CoreOptimizer(self.model, bucket_numel=setting.numel, loss_scale=scale, is_fused=is_fused)
 
     def step(self) -> None:
         self._core.optimizer.step()
@@ -55,6 +61,7 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
         StepEntry("DeepSpeed CPUAdam", partial(Undistributed, adam=partial(adam.deepspeed_cpu, **deepspeed))),
         StepEntry("DeepSpeed FusedAdam", partial(Undistributed, adam=partial(adam.deepspeed_fused, **deepspeed))),
         StepEntry("megatron-core", Core),
+        StepEntry("megatron-core, fused Adam", partial(Core, is_fused=True)),
         StepEntry("apex FusedAdam", partial(Undistributed, adam=adam.apex)),
         StepEntry("TransformerEngine FusedAdam", partial(Undistributed, adam=adam.transformer_engine)),
     )

@@ -54,7 +54,7 @@ def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, refe
         setting: of the model.
         number: of the round.
         repeats: timed steps.
-        reference: params after the first steps; filled by the first contestant of a size.
+        reference: params after the first steps, of one size; ours fills it in the first round.
     """
     needed, free = _NEEDED_NBYTES * setting.numel, available_nbytes() - (1 << 30)
     if needed > free:
@@ -73,7 +73,7 @@ def _timed(stepper: Stepper, name: str, number: int, repeats: int, reference: li
         for norm in _FIRST_NORMS:
             set_grads(stepper, norm)
             stepper.step()
-        off = _deviation(stepper, reference) if number == 0 else None
+        off = _deviation(stepper, name, reference) if number == 0 else None
         seconds = tuple(_one_step(stepper) for _ in range(repeats))
         return StepReading(name, stepper.setting.numel, number, seconds, off)
     finally:
@@ -88,9 +88,11 @@ def _one_step(stepper: Stepper) -> float:
 
 
 @torch.no_grad()
-def _deviation(stepper: Stepper, reference: list[Tensor]) -> float:
-    """From the first one that comes, whose params are kept."""
+def _deviation(stepper: Stepper, name: str, reference: list[Tensor]) -> float | None:
+    """From ours, which comes first and whose params are kept; None where it failed."""
     params = [param.detach() for param in stepper.params]
+    if not reference and name != "ours":
+        return None
     if not reference:
         reference += [param.clone() for param in params]
     before = [param.detach() for param in weights(stepper.setting).parameters()]

@@ -11,16 +11,21 @@ from peers.other_trainers import Core, DeepSpeedZero
 from peers.torch_trainers import FullyShard, ZeroRedundancy
 from peers.trainers import A2Trainer, ForwardBackward, Ours, TrainEntry
 
-__all__ = ["ENTRIES", "FORWARD_BACKWARD", "train_entries"]
+__all__ = ["ENTRIES", "FORWARD_BACKWARD", "MESSAGES", "train_entries"]
+
+#: This package as it exchanges between machines, also where its ranks could share memory.
+MESSAGES = "ours, messages"
 
 FORWARD_BACKWARD = TrainEntry("forward and backward alone", ForwardBackward, trains=False)
 
 ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry("ours", Ours),
     TrainEntry("ours, overlap", partial(Ours, overlap_grad_reduce=True)),
+    TrainEntry(MESSAGES, partial(Ours, shared_memory=False)),
     TrainEntry("A2", partial(A2Trainer, adam=torch_adam(foreach=False))),
     TrainEntry("A2, fused Adam", partial(A2Trainer, adam=torch_adam(fused=True))),
     TrainEntry("megatron-core", Core),
+    TrainEntry("megatron-core, fused Adam", partial(Core, is_fused=True)),
     TrainEntry("DeepSpeed ZeRO-1", partial(DeepSpeedZero, stage=1)),
     TrainEntry("DeepSpeed ZeRO-2", partial(DeepSpeedZero, stage=2)),
     TrainEntry("DeepSpeed ZeRO-2, bf16 wire", partial(DeepSpeedZero, stage=2, wire="bf16")),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 from peers.wire import sent_nbytes
 
-__all__ = ["Pace", "TrainReading", "read"]
+__all__ = ["Pace", "TrainReading", "losses_apart", "read"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,21 @@ class TrainReading:
     sent_nbytes: float = 0.0
     losses: tuple[float, ...] = ()
     why_not: str = ""
+
+
+def losses_apart(peer: Sequence[TrainReading], ours: Sequence[TrainReading]) -> float | None:
+    """The largest relative difference of any loss of the same round and step, infinite where one is not a number.
+
+    Args:
+        peer, ours: of one number of ranks.
+
+    Returns:
+        None where no round has losses of both.
+    """
+    losses = {reading.round: reading.losses for reading in ours}
+    rounds = [zip(reading.losses, losses.get(reading.round, ()), strict=False) for reading in peer]
+    found = [abs(one / other - 1.0) for pairs in rounds for one, other in pairs]
+    return math.inf if any(map(math.isnan, found)) else max(found, default=None)
 
 
 def read(entry: TrainEntry, setting: TrainSetting, pace: Pace, number: int) -> TrainReading:

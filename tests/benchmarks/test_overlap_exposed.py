@@ -17,7 +17,6 @@ from peers.overlap_exposed import (
     WiredReading,
     WireTimes,
     exposed_parts,
-    loss_apart,
     processor_parts,
     slowest,
     summary,
@@ -25,7 +24,7 @@ from peers.overlap_exposed import (
 )
 from peers.overlap_probe import Probe
 from peers.overlap_report import last_line, lines
-from peers.train_reading import TrainReading
+from peers.train_reading import TrainReading, losses_apart
 
 RANKS, NUMEL = 2, 10_000_000
 
@@ -57,11 +56,16 @@ def test_wire_times_when_four_ranks_then_three_quarters_are_sent() -> None:
 
 
 def test_exposed_when_a_round_is_faster_than_without_communication_then_is_below_zero() -> None:
-    assert exposed_parts([1.0, 2.0], [0.75, 2.5]) == [0.25, -0.25]
+    assert exposed_parts({0: 1.0, 1: 2.0}, {0: 0.75, 1: 2.5}) == [0.25, -0.25]
 
 
 def test_processor_part_when_both_cores_share_it_then_is_half_of_it_over_the_step() -> None:
-    assert processor_parts([2.0], [3.5], [2.5], cores=2) == [0.25]
+    assert processor_parts({0: 2.0}, {0: 3.5}, {0: 2.5}, cores=2) == [0.25]
+
+
+def test_parts_when_a_round_failed_on_one_side_then_are_of_the_rounds_of_both() -> None:
+    assert exposed_parts({0: 9.0, 1: 2.0}, {1: 1.0, 2: 9.0}) == [0.5]
+    assert processor_parts({0: 9.0, 1: 2.0}, {0: 9.0, 1: 3.0}, {1: 1.0}, cores=2) == [0.5]
 
 
 def test_summary_when_read_then_compares_each_with_itself_and_with_ours() -> None:
@@ -101,9 +105,9 @@ def test_lines_when_a_contestant_was_not_run_then_says_why() -> None:
     assert said[-1].startswith("torch FSDP2") and said[-1].endswith("not installed")
 
 
-def test_loss_apart_when_a_loss_differs_then_is_the_largest_relative_difference() -> None:
-    assert loss_apart([_reading("A2", 1.0, (4.0, 2.5))], [_reading("ours", 1.0)]) == 0.25
-    assert loss_apart([], []) is None
+def test_losses_when_a_loss_differs_then_is_the_largest_relative_difference() -> None:
+    assert losses_apart([_reading("A2", 1.0, (4.0, 2.5))], [_reading("ours", 1.0)]) == 0.25
+    assert losses_apart([], []) is None
 
 
 def test_slowest_when_ranks_were_timed_apart_then_takes_the_longer_of_each_block() -> None:
@@ -125,6 +129,11 @@ def test_picked_when_peers_are_named_then_this_package_runs_with_and_without_ove
     names = [entry.name for entry in picked([], ["A2"])]
     assert names[:2] == ["ours", "ours, overlap"]
     assert [name for name in names if not is_ours(name)] == ["A2"]
+
+
+def test_picked_when_ranks_are_in_networks_of_their_own_then_messages_are_no_contestant_beside_ours() -> None:
+    assert "ours, messages" in [entry.name for entry in overlap_entries([])]
+    assert "ours, messages" not in [entry.name for entry in picked([], [])]
 
 
 def test_best_when_all_are_there_then_has_every_overlap_that_there_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from peers.plot import Bar, Drawing, Panel, Row, draw, draw_panels
-from peers.plot_collectives import draw_collectives
+from peers.plot import Bar, Drawing, Panel, Row, draw_panels
 from peers.plot_training import draw_memory, draw_step, draw_train
 from peers.ratios import Spread
 
@@ -23,13 +23,14 @@ pytest.importorskip("matplotlib")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+RATES = {f"{name}_bytes_per_second": Spread(1e10, 9e9, 2e10) for name in ("copy", "in_place")}
 NOT_RUN = {"apex": "not installed (No module named 'apex')"}
 SECONDS = {"alone": Spread(1, 0.5, 1.5), "ours": Spread(2, 1, 3), "peer": Spread(4, 3.5, 9), "apex": None}
 TIMED = {"numel": 10**6, "peer / ours": {"peer": Spread(2, 1, 3), "apex": None}, "why_not": NOT_RUN, "seconds": SECONDS}
 BYTES = {"peak of a step": 14.0, "held between steps": 12.0}
 MEMORY = {"target": 12.0, "bytes an element": {"ours": BYTES, "peer": BYTES}, "why_not": NOT_RUN, "numel": 10**6}
 RESULTS: dict[str, tuple[Callable[[Any, Path], None], dict[str, Any]]] = {
-    "step": (draw_step, {"sizes": [{**TIMED, "copy_bytes_per_second": Spread(1e10, 9e9, 2e10)}] * 2}),
+    "step": (draw_step, {"sizes": [{**TIMED, **RATES}] * 2}),
     "train": (draw_train, {"ranks": [{**TIMED, "ranks": 2}]}),
     "memory": (draw_memory, {"ranks": [{**MEMORY, "ranks": ranks} for ranks in (2, 4)]}),
 }
@@ -80,16 +81,39 @@ def test_plot_when_times_are_drawn_then_they_are_milliseconds_with_the_ratio(tmp
     assert {"2000", "4000  (2.00 ×)", "alone", "2 ranks, 1.0 M elements"} <= texts(drawn[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("step", draw_step), ("collectives", draw_collectives), ("checkpoint_4_ranks", draw)],
-)
-def test_plot_when_a_kept_result_is_named_then_it_is_drawn_and_nothing_is_to_be_run(
-    name: str, function: Callable[[Any, Path], None], tmp_path: Path
-) -> None:
-    drawing = Drawing(tmp_path / "x.png", BENCHMARKS / "results" / f"{name}.json")
-    assert drawing.of_kept(function)
-    assert min(size_of(tmp_path / "x.png")) > 200
+def test_plot_when_memory_is_drawn_then_what_it_could_do_is_in_two_lines(tmp_path: Path, drawn: list[Any]) -> None:
+    function, result = RESULTS["step"]
+    Drawing(tmp_path / "x.png", None).of_result(function, result)
+    floors = [f"30 bytes an element at the speed of a {what}" for what in ("copy", "product in place")]
+    assert set(floors) <= texts(drawn[0])
+
+
+#: Scripts, results and pictures; in one process, which imports torch once.
+DRAWS_ALL = """
+import json, runpy, sys
+for script, result, picture in json.loads(sys.argv[1]):
+    sys.argv[:] = [script, "--from", result, "--plot", picture]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def script_of(result: Path) -> Path:
+    """A file of results begins with the name of its script."""
+    return next(script for script in BENCHMARKS.glob("*.py") if result.stem.split("_")[0] == script.stem)
+
+
+def test_from_when_any_kept_result_is_named_then_its_script_draws_it_and_runs_nothing(tmp_path: Path) -> None:
+    results = sorted((BENCHMARKS / "results").glob("*.json"))
+    pictures = {result: tmp_path / f"{result.stem}.png" for result in results}
+    orders = [[str(script_of(result)), str(result), str(picture)] for result, picture in pictures.items()]
+    command = [sys.executable, "-c", DRAWS_ALL, json.dumps(orders)]
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert {script_of(result) for result in results} == set(BENCHMARKS.glob("*.py"))
+    assert min(min(size_of(picture)) for picture in pictures.values()) > 200
 
 
 def test_plot_when_it_is_not_asked_for_then_nothing_is_drawn(drawn: list[Any]) -> None:
@@ -102,7 +126,7 @@ def test_plot_when_there_are_more_rows_then_the_picture_is_higher(tmp_path: Path
     heights = []
     for number in (2, 12):
         rows = [Row(f"peer {each}", (Bar((3.0, 2.0, 4.0), "3"), None), mark=1.0) for each in range(number)]
-        draw_panels("title", [[Panel("a", "s", rows), Panel("b", "s", rows, (2.0, "line"))]], tmp_path / "x.png")
+        draw_panels("title", [[Panel("a", "s", rows), Panel("b", "s", rows, [(2.0, "line")])]], tmp_path / "x.png")
         heights.append(size_of(tmp_path / "x.png")[1])
     assert heights[1] > heights[0]
 
