@@ -610,7 +610,7 @@ class Collected:
 
 def _collected(collect: Callable[..., dict[str, Any]], folder: Path) -> Collected:
     core_folder()
-    return Collected(folder, run_ranks(collect, RANKS, str(folder), seconds=300))
+    return Collected(folder, run_ranks(collect, RANKS, str(folder), seconds=600))
 
 
 @pytest.fixture(scope="module")

@@ -238,12 +238,12 @@ def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str],
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("files")
-    return run_ranks(_collect, 2, _run(TWO, request), _run(FILES, request), folder, seconds=240.0)
+    return run_ranks(_collect, 2, _run(TWO, request), _run(FILES, request), folder, seconds=600.0)
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return run_ranks(_collect, 4, _run(FOUR, request), {}, tmp_path_factory.mktemp("files"), seconds=240.0)
+    return run_ranks(_collect, 4, _run(FOUR, request), {}, tmp_path_factory.mktemp("files"), seconds=600.0)
 
 
 @pytest.mark.parametrize("format", FORMATS)

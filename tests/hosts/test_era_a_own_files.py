@@ -333,18 +333,18 @@ def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder:
 
 @pytest.fixture(scope="module")
 def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=240.0)
+    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0)
 
 
 @pytest.fixture(scope="module")
 def own_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path_factory.mktemp("own"), seconds=240.0)
+    return run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path_factory.mktemp("own"), seconds=600.0)
 
 
 @pytest.fixture(scope="module")
 def own_of_one_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     case = {MIXED: OWN_OF_TWO[MIXED]}
-    return run_ranks(_collect_own, 2, "torch", case, tmp_path_factory.mktemp("own"), seconds=240.0)
+    return run_ranks(_collect_own, 2, "torch", case, tmp_path_factory.mktemp("own"), seconds=600.0)
 
 
 def test_own_files_of_a_mixed_model_when_there_are_many_buckets_then_they_are_those_of_one(

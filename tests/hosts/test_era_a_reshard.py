@@ -574,7 +574,7 @@ class Collected:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     core_folder()
     folder = tmp_path_factory.mktemp("reshard")
-    return Collected(folder, run_ranks(_collect, RANKS, str(folder), seconds=300))
+    return Collected(folder, run_ranks(_collect, RANKS, str(folder), seconds=600))
 
 
 def _numel_in(folder: Path) -> int:
