@@ -53,8 +53,8 @@ TOLERANCES = {
     # Main params that agree to 1e-7 round to different bf16 values where they straddle a boundary: 2**-8 apart below 1,
     # for one element in ten thousand. From then on the forward passes differ, and the gradients of the key biases,
     # zero in mathematics and rounding noise in practice, are scaled up to full steps by Adam. The host's own two
-    # optimizers end up 9e-4 in the loss and 7e-3 in the norm apart.
-    "bf16": Tolerance(loss=4e-3, grad_norm=4e-2, first_param=2.0**-8, first_share=1e-3),
+    # optimizers end up 4e-4 in the loss and 3e-3 in the norm apart.
+    "bf16": Tolerance(loss=2e-3, grad_norm=1.5e-2, first_param=2.0**-8, first_share=1e-3),
     # As bf16 with params 8 times finer, so that 8 times as many straddle a boundary.
     "fp16": Tolerance(loss=1e-3, grad_norm=1e-2, first_param=2.0**-11, first_share=8e-3),
 }
