@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["ByRound", "Spread", "by_round", "failure", "in_turn", "over", "spread"]
+__all__ = ["ByRound", "Spread", "by_round", "failure", "failures_of", "in_turn", "over", "spread"]
 
 #: One value a round, by the round's number; rounds in which there was none are not in it.
 ByRound = Mapping[int, float]
@@ -45,6 +46,17 @@ def in_turn(values: Sequence[float]) -> ByRound:
 def over(peer: ByRound, ours: ByRound) -> Spread | None:
     """Each repeat of a peer over the repeat of ours in the same round; a round that one of them lacks is left out."""
     return spread([one / ours[number] for number, one in peer.items() if ours.get(number)])
+
+
+def failures_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader has to know of a contestant that failed.
+
+    Args:
+        name: of the contestant.
+        found: how often each failed, and why.
+    """
+    if failed := found["failed_rounds"][name]:
+        yield f"failed in {failed} round{'s' * (failed > 1)}: {found['why_not'][name]}"
 
 
 def failure(act: Callable[[], object]) -> str:

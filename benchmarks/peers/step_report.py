@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from peers.machine import MemoryRates
-from peers.ratios import ByRound, Spread, by_round, over, spread
+from peers.ratios import ByRound, Spread, by_round, failures_of, over, spread
 from peers.script import table
 from peers.step_reading import TOLERANCE, StepReading
 
@@ -95,13 +95,12 @@ def _percent(share: Spread | None) -> str:
 
 def _notes(name: str, size: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
-    off, failed = size["deviation"][name], size["failed_rounds"][name]
+    off = size["deviation"][name]
     if off is None:
         yield "NOT COMPARED: it or ours failed in the first round"
     elif not off <= TOLERANCE:
         yield f"NOT THE SAME WORK: params differ by more than {TOLERANCE:.1%} of their change"
-    if failed:
-        yield f"failed in {failed} round{'s' * (failed > 1)}: {size['why_not'][name]}"
+    yield from failures_of(name, size)
 
 
 def last_line(sizes: Sequence[Mapping[str, Any]]) -> str:

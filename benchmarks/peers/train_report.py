@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from peers.ratios import ByRound, Spread, by_round, over, spread
+from peers.ratios import ByRound, Spread, by_round, failures_of, over, spread
 from peers.script import table
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import TrainReading, losses_apart
@@ -95,15 +95,13 @@ def _row(name: str, ranks: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _notes(name: str, ranks: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
-    failed = ranks["failed_rounds"][name]
     if name in ranks["loss_deviation"]:
         off = ranks["loss_deviation"][name]
         if off is None:
             yield "NOT COMPARED: it and ours have no round in common"
         elif not off <= TOLERANCE:
             yield f"NOT THE SAME WORK: losses differ by more than {TOLERANCE:.1%}"
-    if failed:
-        yield f"failed in {failed} round{'s' * (failed > 1)}: {ranks['why_not'][name]}"
+    yield from failures_of(name, ranks)
 
 
 def last_line(found: Sequence[Mapping[str, Any]]) -> str:

@@ -73,6 +73,11 @@ class ShardedBuffer:
         """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
         return view_of(self.param.detach(), in_buffer)
 
+    def reduces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a reduce-scatter of the grads has to add up: (whole, this rank's part), one a bucket."""
+        for bucket in self.layout.buckets:
+            yield self.bucket_of(self.grad, bucket), self.shard_of(self.grad, bucket)
+
     def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What an all-gather of the params has to move: (whole, this rank's part), one a bucket."""
         for bucket in self.layout.buckets:

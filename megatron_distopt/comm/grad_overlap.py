@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from threading import RLock
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch import Tensor
+
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.clock import CommTime, waited
@@ -25,7 +27,6 @@ from megatron_distopt.comm.collectives import AS_THEY_ARE, Pending, Reduction, b
 from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.ranges import profiled
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout import Bucket
 
 __all__ = ["GradOverlap", "check_alone"]
 
@@ -37,14 +38,13 @@ _launched: WeakKeyDictionary[ProcessGroup, ReferenceType[GradOverlap]] = WeakKey
 class _Unit:
     """One bucket: what is launched at once."""
 
-    buffer: ShardedBuffer
-    bucket: Bucket
+    whole: Tensor
+    part: Tensor
     names: frozenset[str]
 
     def begin(self, group: Group, how: Reduction) -> Pending:
         """Collective."""
-        whole, shard = (of(self.buffer.grad, self.bucket) for of in (self.buffer.bucket_of, self.buffer.shard_of))
-        return begin_reduce_scatter(whole, shard, group, how)
+        return begin_reduce_scatter(self.whole, self.part, group, how)
 
 
 class GradOverlap:
@@ -197,9 +197,8 @@ def check_alone(group: Group, mine: GradOverlap | None) -> None:
 
 
 def _units_of(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[_Unit]:
-    layout = buffer.layout
-    names = [frozenset(slot.name for slot in slots) - frozen for slots in layout.slots_of_bucket]
-    return [_Unit(buffer, bucket, names[bucket.index]) for bucket in layout.buckets]
+    names = [frozenset(slot.name for slot in slots) - frozen for slots in buffer.layout.slots_of_bucket]
+    return [_Unit(*each, of_bucket) for each, of_bucket in zip(buffer.reduces(), names, strict=True)]
 
 
 def _late(name: str) -> LayoutError:

@@ -25,7 +25,6 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
         how: see `Reduction`.
     """
     with coalesced(buffer.grad, group) if how.wire is None else nullcontext():
-        for bucket in buffer.layout.buckets:
-            whole, shard = (of(buffer.grad, bucket) for of in (buffer.bucket_of, buffer.shard_of))
-            with profiled(f"reduce-scatter {bucket.index}"):
-                reduce_scatter(whole, shard, group, how)
+        for number, (whole, part) in enumerate(buffer.reduces()):
+            with profiled(f"reduce-scatter {number}"):
+                reduce_scatter(whole, part, group, how)

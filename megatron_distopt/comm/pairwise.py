@@ -24,7 +24,15 @@ from megatron_distopt.comm.messages import others, receive, send, wait
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, lane_of
 from megatron_distopt.layout import Span
 
-__all__ = ["SCRATCH_NBYTES", "all_gather", "gather_by_messages", "reduce_scatter", "shares_memory", "sum_by_messages"]
+__all__ = [
+    "SCRATCH_NBYTES",
+    "all_gather",
+    "chunks_of",
+    "gather_by_messages",
+    "reduce_scatter",
+    "shares_memory",
+    "sum_by_messages",
+]
 
 #: Memory for messages that arrive, of which one half is added up while the other one is filled; given back afterwards.
 SCRATCH_NBYTES = 16 << 20
@@ -66,7 +74,7 @@ def shares_memory(group: Group) -> bool:
 def _sum_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
     """A half has a row for every other rank: first the one of the rank after its own."""
     shares, ranks = bucket.view(group.size, -1), others(group)
-    for chunk in _chunks(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
+    for chunk in chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
         own = shard[chunk]
         rows = _rows(lane.begin(), own, len(ranks))
         for rank in ranks:
@@ -78,7 +86,7 @@ def _sum_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None
 
 def _gather_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
     shares = bucket.view(group.size, -1)
-    for chunk in _chunks(shard.numel(), shard.element_size(), lane.half_nbytes):
+    for chunk in chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
         own = shard[chunk]
         _rows(lane.begin(), own, 1)[0].copy_(own)
         lane.publish()
@@ -114,7 +122,7 @@ class _Chunk:
 def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     """Collective: `reduce_scatter` wherever the ranks are."""
     shares, ranks = bucket.view(group.size, -1), others(group)
-    chunks = list(_chunks(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
+    chunks = list(chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
     halves = min(_NUM_HALVES, len(chunks))
     scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
     under_way: deque[_Chunk] = deque()
@@ -140,7 +148,7 @@ def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     wait(sent)
 
 
-def _chunks(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
+def chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
     """Of a shard, so that `nbytes` hold one of them."""
     step = max(nbytes // nbytes_each, 1)
     for start in range(0, numel, step):

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.messages import others, receive, send, wait
+from megatron_distopt.comm.pairwise import SCRATCH_NBYTES, chunks_of
 
 __all__ = ["Summing", "begin_sum", "sum_over_pairs"]
 
-#: Memory for what is rounded and what arrives of all ranks, where they exchange messages; given back afterwards.
-_SCRATCH_NBYTES = 16 << 20
 _TAG = 1 << 27
 
 
@@ -27,9 +26,8 @@ def sum_over_pairs(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dty
         bucket, shard: fp32, as there.
         dtype: of what travels.
     """
-    shares, step = bucket.view(group.size, -1), max(_SCRATCH_NBYTES // (2 * group.size * dtype.itemsize), 1)
-    for number, start in enumerate(range(0, shard.numel(), step)):
-        chunk = slice(start, min(start + step, shard.numel()))
+    shares, nbytes_each = bucket.view(group.size, -1), 2 * group.size * dtype.itemsize  # of what is sent and received
+    for number, chunk in enumerate(chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES)):
         sent, received = shares[:, chunk].to(dtype), shares.new_empty(shares[:, chunk].shape, dtype=dtype)
         works = [receive(received[rank], rank, _TAG + number, group) for rank in others(group)]
         works += [send(sent[rank], rank, _TAG + number, group) for rank in others(group)]

@@ -41,7 +41,6 @@ from megatron_distopt.comm import (
     Group,
     ProcessGroup,
     allow_shared_memory,
-    described,
     raise_together,
     share_initial,
     try_collectives,
@@ -56,7 +55,7 @@ from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.overlap import GradSync, as_it_arrives
 from megatron_distopt.hosts.param_overlap import OverlappedParamSync, ParamSync
 from megatron_distopt.hosts.plain_start import Part, Plan, Request, decide
-from megatron_distopt.hosts.report import describe
+from megatron_distopt.hosts.report import describe, sharded_over
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import (
@@ -139,17 +138,16 @@ def distribute(
     if plan.config.overlap_param_gather:
         params = OverlappedParamSync(buffers, data, chunks, plan.named)
     sharded = ShardedOptimizer(buffers, step_plan)
-    if stats.rank == 0:
+    if stats.rank == 0 and _log.isEnabledFor(logging.INFO):
         _log.info("%s", _described(sharded, plan, data))
     return PlainOptimizer(sharded, data, placements, grads, params)
 
 
 def _described(sharded: ShardedOptimizer, plan: Plan, data: Group) -> str:
     """For a program that logs at INFO."""
-    carrier = f" by {described(plan.device, data, plan.how)}" if data.size > 1 else ""
     beside = {"grads": plan.config.overlap_grad_reduce, "params": plan.config.overlap_param_gather}
     overlap = ", ".join(f"{what} {'' if is_beside else 'not '}beside computation" for what, is_beside in beside.items())
-    groups = f"groups     optimizer sharded over {data.size}{carrier}"
+    groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
     return describe("a loop of its own", ("distribute",), [sharded], plan.device, groups, f"overlap    {overlap}")
 
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
+from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.hosts.seams import Seam
 from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
 from megatron_distopt.version import VERSION
 
-__all__ = ["announce", "describe"]
+__all__ = ["announce", "describe", "sharded_over"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -56,6 +57,12 @@ def describe(
             nbytes["moments"] = sum(2 * run.main.numel() * run.main.element_size() for run in optimizer.runs)
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)
+
+
+def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
+    """Over how many ranks, and how buckets travel between them; after the first of them did."""
+    carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
+    return f"optimizer sharded over {data.size}{carrier}"
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:

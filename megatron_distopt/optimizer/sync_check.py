@@ -107,13 +107,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        given = kwargs or {}
-        waits = name in _WAIT or _looks_through_mask(name, args, given) or _copies_to_cpu(name, args, given)
-        waits = waits or (name == _REPEAT and given.get("output_size") is None)
-        if waits and func.namespace == "aten" and not getattr(_here, "reads_a_copy", False):
+        name, given = func.overloadpacket.__name__, kwargs or {}
+        is_torchs = func.namespace == "aten"  # what others call by these names may be anything
+        if is_torchs and not getattr(_here, "reads_a_copy", False) and _waits(name, args, given):
             self._report(name)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 class _Methods(TorchFunctionMode):
@@ -131,6 +129,12 @@ class _Methods(TorchFunctionMode):
         if name in _UNSEEN and args[0].device.type == CPU and not getattr(_here, "reads_a_copy", False):
             self._report(name)
         return func(*args, **(kwargs or {}))
+
+
+def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name == _REPEAT:
+        return kwargs.get("output_size") is None
+    return name in _WAIT or _looks_through_mask(name, args, kwargs) or _copies_to_cpu(name, args, kwargs)
 
 
 def _looks_through_mask(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

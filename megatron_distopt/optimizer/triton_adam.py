@@ -154,8 +154,8 @@ class TritonAdamW(torch.optim.AdamW):
             torch._foreach_sub_(steps, [found_inf] * len(steps))
         if divisor is None:
             divisor = torch.ones((), device=params[0].device)
-        for param, state, row in zip(params, states, self._scalars(group, steps), strict=True):
-            with current(param.device):
+        with current(params[0].device):
+            for param, state, row in zip(params, states, self._scalars(group, steps), strict=True):
                 self._launch(group, param, state, row, divisor, found_inf)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:

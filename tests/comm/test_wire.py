@@ -37,7 +37,7 @@ def _wanted(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     group, found = Group.of(), {}
-    wire._SCRATCH_NBYTES = CHUNK * 2 * RANKS * 2  # what is sent and what arrives, of two bytes each
+    wire.SCRATCH_NBYTES = CHUNK * 2 * RANKS * 2  # what is sent and what arrives, of two bytes each
     for name, dtype in DTYPES.items():
         for kind, numel in NUMELS.items():
             for way in ("at once", "beside", "backend's own"):

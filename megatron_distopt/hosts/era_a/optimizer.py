@@ -27,7 +27,6 @@ from megatron_distopt.comm import (
     Group,
     allow_shared_memory,
     compare,
-    described,
     exchange,
     raise_together,
     try_collectives,
@@ -40,7 +39,7 @@ from megatron_distopt.hosts.era_a.communication import Communication
 from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers
 from megatron_distopt.hosts.era_a.ranges import ranges_of
 from megatron_distopt.hosts.era_a.start import Request, Start, decide
-from megatron_distopt.hosts.report import announce, describe
+from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.timing import timed
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
@@ -147,9 +146,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
     def _announce(self) -> None:
         kind = f"A2, {_FILES[self.sharded.config.checkpoint_format]}" if self.gathers_state else f"A1, {_A1_FILES}"
-        data = self.start.data
-        carrier = f" by {described(self.start.device, data, self.start.how)}" if data.size > 1 else ""
-        groups = f"groups     {self.everyone.size} ranks, optimizer sharded over {data.size}{carrier}"
+        sharded = sharded_over(self.start.device, self.start.data, self.start.how)
+        groups = f"groups     {self.everyone.size} ranks, {sharded}"
         more = (groups, f"overlap    {self.start.overlap}", f"files      {kind}")
         announce(describe("a Megatron of 2023", (SEAM, PARSER), [self.sharded], self.start.device, *more))
 

@@ -24,7 +24,9 @@ __all__ = [
     "check_head",
     "check_moments",
     "check_step",
+    "check_step_of",
     "group_dicts",
+    "has_begun",
     "install_state",
     "load_groups",
     "load_loss_scale",
@@ -120,13 +122,20 @@ def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str
     return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
 
 
-def check_step(optimizer: DistributedOptimizer, step: int | None, *, has_begun: bool = True) -> int | None:
-    """The update count to go on from.
+def has_begun(inner: Mapping[str, Any]) -> bool:
+    """Whether torch's own state dict is of an optimizer that had updated anything."""
+    return any(inner["state"].values())
 
-    Args:
-        optimizer: that goes on.
-        step: in the checkpoint; None where it is not there.
-        has_begun: whether the checkpoint has any state; the count of one that has none is 0 unless the flag says more.
+
+def check_step_of(optimizer: DistributedOptimizer, inner: Mapping[str, Any]) -> int | None:
+    """`check_step` of torch's own state dict; the count of one that has no state is 0 unless the flag says more."""
+    step = saved_step(inner["param_groups"], list(inner["state"].values()))
+    is_known = step is not None or optimizer.sharded.config.resume_step is not None
+    return check_step(optimizer, step) if is_known or has_begun(inner) else 0
+
+
+def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
+    """The update count to go on from.
 
     Raises:
         CheckpointError: Adam needs one and nobody knows it, or the file and the flag say different ones.
@@ -138,8 +147,6 @@ def check_step(optimizer: DistributedOptimizer, step: int | None, *, has_begun: 
         raise CheckpointError(refusal("update count", known, rule, remedy))
     if given is not None or step is not None:
         return given if given is not None else step
-    if not has_begun:
-        return 0
     if choice.is_adam:
         got = "none: torch's Adam keeps it where this file layout does not save it"
         remedy = "Write --distopt-resume-step N with the number of updates so far (iterations without skipped ones)"

@@ -25,8 +25,9 @@ from torch import Tensor
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.era_a.state import (
     check_moments,
-    check_step,
+    check_step_of,
     group_dicts,
+    has_begun,
     install_state,
     load_groups,
     load_loss_scale,
@@ -36,12 +37,10 @@ from megatron_distopt.hosts.era_a.state_a1_positions import FilePosition, flat, 
 from megatron_distopt.hosts.era_a.state_a1_saved import (
     REMEDY,
     Numel,
-    has_begun,
     keys_in,
     moments_in,
     numel_of,
     saved_groups,
-    step_of,
     values_of,
 )
 from megatron_distopt.hosts.era_a.state_a1_split import from_files, to_files
@@ -104,9 +103,10 @@ def check_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) ->
     if mains != wanted:
         got, rule = f"main params of {mains} elements by group", f"fit this rank's, of {wanted}"
         raise CheckpointError(refusal("optimizer state", got, rule, REMEDY))
+    may_be_none = not has_begun(state["optimizer"])
     for kept in state["optimizer"]["state"].values():
-        check_moments(optimizer, "optimizer state", moments_in(kept), may_be_none=not has_begun(state))
-    check_step(optimizer, step_of(state), has_begun=has_begun(state))
+        check_moments(optimizer, "optimizer state", moments_in(kept), may_be_none=may_be_none)
+    check_step_of(optimizer, state["optimizer"])
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def load_state_a1(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> 
     saved = saved_groups(optimizer, by_group, state)
     values = values_of(by_group, saved, state)
     groups = {number: each.options for number, each in zip(by_group, saved, strict=True)}
-    step = check_step(optimizer, step_of(state), has_begun=has_begun(state))
+    step = check_step_of(optimizer, state["optimizer"])
     facts = agree(optimizer, Facts(keys_in(by_group, values), step, groups))
     load_groups([optimizer.param_groups[number] for number in facts.groups], list(facts.groups.values()))
     load_loss_scale(optimizer, state)

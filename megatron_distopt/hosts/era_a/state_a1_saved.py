@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.hosts.era_a.state import check_groups, saved_step
+from megatron_distopt.hosts.era_a.state import check_groups
 from megatron_distopt.hosts.era_a.state_a1_facts import MAIN, Kind
 from megatron_distopt.hosts.era_a.state_a1_positions import FilePosition, flat
 
@@ -21,12 +21,10 @@ __all__ = [
     "REMEDY",
     "Numel",
     "SavedGroup",
-    "has_begun",
     "keys_in",
     "moments_in",
     "numel_of",
     "saved_groups",
-    "step_of",
     "values_of",
 ]
 
@@ -104,14 +102,3 @@ def numel_of(state: Mapping[str, Any], number: int) -> Numel:
     moments = moments_in(state["optimizer"]["state"].get(number, {}))
     numels = tuple(dict.fromkeys(tensor.numel() for tensor in moments.values()))
     return numels if len(numels) > 1 else next(iter(numels), None)
-
-
-def step_of(state: Mapping[str, Any]) -> int | None:
-    """Updates so far; None where they were lost."""
-    saved = state["optimizer"]
-    return saved_step(saved["param_groups"], list(saved["state"].values()))
-
-
-def has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether the rank that wrote it had updated anything."""
-    return any(state["optimizer"]["state"].values())

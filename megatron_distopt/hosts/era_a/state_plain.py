@@ -23,11 +23,11 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.era_a.state import (
     check_groups,
     check_moments,
-    check_step,
+    check_step_of,
+    has_begun,
     install_state,
     load_groups,
     load_loss_scale,
-    saved_step,
     shards_of,
 )
 from megatron_distopt.optimizer import MainRun
@@ -67,7 +67,7 @@ def check_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> No
     """
     inner = _inner(state)
     saved = list(_params(optimizer, state))
-    has_begun = any(inner["state"].values())
+    may_be_none = not has_begun(inner)
     for each in saved:
         shape = optimizer.start.named[each.name].shape
         tensors = [*each.moments.values(), *([] if each.main is None else [each.main])]
@@ -75,8 +75,8 @@ def check_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> No
             if tensor.shape != shape:
                 got, rule = f"{list(tensor.shape)} for {each.name!r}", f"have the param's shape {list(shape)}"
                 raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
-        check_moments(optimizer, "optimizer state", each.moments, may_be_none=not has_begun)
-    check_step(optimizer, _step_of(inner), has_begun=has_begun)
+        check_moments(optimizer, "optimizer state", each.moments, may_be_none=may_be_none)
+    check_step_of(optimizer, inner)
 
 
 @torch.no_grad()
@@ -97,8 +97,7 @@ def load_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Non
         for key, tensor in saved.moments.items():
             whole = moments[run].setdefault(key, torch.zeros_like(run.main))
             run.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
-    step = check_step(optimizer, _step_of(inner), has_begun=any(inner["state"].values()))
-    install_state(optimizer, moments, step)
+    install_state(optimizer, moments, check_step_of(optimizer, inner))
 
 
 def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -127,7 +126,3 @@ def _params(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Iterat
         left = iter(mains)
         for name, number, is_16_bit in zip(group.names, numbers, has_main, strict=True):
             yield _Saved(name, next(left) if is_16_bit else None, inner["state"].get(number, {}))
-
-
-def _step_of(inner: Mapping[str, Any]) -> int | None:
-    return saved_step(inner["param_groups"], list(inner["state"].values()))
