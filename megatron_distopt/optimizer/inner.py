@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.config import ADAM_SOURCES
+from megatron_distopt.layout import Span
 
 __all__ = [
     "READS_TENSORS",
@@ -25,6 +26,7 @@ __all__ = [
     "restore",
     "restore_group",
     "skips_by_itself",
+    "split_state",
     "step_divided",
 ]
 
@@ -175,6 +177,29 @@ def restore(
     inner.state.pop(main, None)
     if state:
         inner.state[main] = state
+
+
+def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]) -> None:
+    """Replaces one main param by several that are views of it, state included.
+
+    Args:
+        inner: holds `main` in `group`.
+        group: one of its param groups.
+        main: 1-D; it leaves the group.
+        parts: by their elements of `main`, in order.
+    """
+    index = next(number for number, each in enumerate(group["params"]) if each is main)
+    group["params"][index : index + 1] = list(parts.values())
+    state = inner.state.pop(main, None)
+    for part, tensor in parts.items() if state else ():
+        inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
+
+
+def _cut(value: Any, part: Span, main: Tensor) -> Any:
+    """A moment is cut; a count of updates is each part's own from now on."""
+    if not torch.is_tensor(value):
+        return value
+    return value[part.as_slice()] if value.shape == main.shape else value.clone()
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:

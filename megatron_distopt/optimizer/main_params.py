@@ -6,8 +6,9 @@ view of the param buffer is updated in place, so it is never rounded and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
-from megatron_distopt.layout import ParamShard, Run, owned_shards, plan_runs
+from megatron_distopt.layout import ParamShard, Run, Span, owned_shards, plan_runs
 
-__all__ = ["MainRun", "ParamGroup", "RunKey", "build_main_runs"]
+__all__ = ["MainRun", "ParamGroup", "RunKey", "build_main_runs", "split_run"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,15 @@ class MainRun:
         if self.owns_memory:
             self.main.copy_(self.model)
 
+    def follow_model(self, shard: ParamShard) -> None:
+        """Refreshes those elements of one param shard that no longer round to the model param.
+
+        The others keep the bits below the model's precision, as if the user had changed fp32 weights.
+        """
+        if self.owns_memory:
+            main, model = self.cut(self.main, shard), self.cut(self.model, shard)
+            main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
+
 
 def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], RunKey | None]) -> tuple[MainRun, ...]:
     """The main params of this rank, in buffer order.
@@ -122,6 +132,24 @@ def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey | None]) ->
     mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)
     grads = [view_of(buffer.grad, run.in_buffer) for run in runs]
     return [MainRun(*parts) for parts in zip(runs, mains, models, grads, strict=True)]
+
+
+def split_run(run: MainRun, key_of: Callable[[str], Hashable]) -> tuple[MainRun, ...]:
+    """Cuts a flat param between neighbours with different keys; all parts are views of its memory.
+
+    Args:
+        run: what is cut; it is returned as it is where all its params have one key.
+        key_of: from a param's name.
+    """
+    members = [tuple(shards) for _, shards in groupby(run.run.shards, key=lambda shard: key_of(shard.name))]
+    return (run,) if len(members) == 1 else tuple(_part_of(run, shards) for shards in members)
+
+
+def _part_of(run: MainRun, shards: tuple[ParamShard, ...]) -> MainRun:
+    in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
+    part = in_buffer.relative_to(run.run.in_buffer.start).as_slice()
+    plan = Run(run.run.key, run.run.bucket, in_buffer, shards)
+    return MainRun(plan, run.main.detach()[part], run.model[part], run.grad[part])
 
 
 def _copy_flat(models: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ the main param from the cache ([Note: blocks] in blocked_adam.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +34,10 @@ from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
 from megatron_distopt.optimizer.decide import decide_together
-from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, step_divided
+from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state, step_divided
 from megatron_distopt.optimizer.late import LateVerdict
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs
+from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs, split_run
 from megatron_distopt.optimizer.verdict import StepResult
 
 __all__ = ["ShardedOptimizer", "StepPlan"]
@@ -94,8 +94,29 @@ class ShardedOptimizer:
         groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(plan.groups)]
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
+        self._round_into_model()
+
+    def _round_into_model(self) -> None:
         if isinstance(self.inner, RoundsItself):
             self.inner.round_into({run.main: run.model for run in self.runs if run.owns_memory})
+
+    def separate(self, key_of: Callable[[str], Hashable]) -> None:
+        """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
+
+        State stays where it is in memory. Not while gradients are attached.
+
+        Args:
+            key_of: from a param's name.
+        """
+        parts = {run: split_run(run, key_of) for run in self.runs}
+        for run, into in parts.items():
+            if len(into) > 1:
+                start = run.run.in_buffer.start
+                cuts = {part.run.in_buffer.relative_to(start): part.main for part in into}
+                split_state(self.inner, self.inner.param_groups[run.run.key.group], run.main, cuts)
+        if any(len(into) > 1 for into in parts.values()):
+            self.runs = tuple(part for into in parts.values() for part in into)
+            self._round_into_model()
 
     @property
     def config(self) -> DistOptConfig:
