@@ -14,13 +14,15 @@ from megatron_distopt.version import VERSION as __version__
 if TYPE_CHECKING:
     from megatron_distopt.hosts.detect import get_megatron_optimizer
     from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
-    from megatron_distopt.hosts.plain import distribute
+    from megatron_distopt.hosts.torch.distribute import distribute
+    from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
     from megatron_distopt.plugin import Installation, add_arguments, config_from_arguments, install
 
 __all__ = [
     "DistOptConfig",
     "DistributedOptimizer",
     "Installation",
+    "TorchDistributedOptimizer",
     "__version__",
     "add_arguments",
     "config_from_arguments",
@@ -32,9 +34,10 @@ __all__ = [
 _LAZY = {
     "DistributedOptimizer": "megatron_distopt.hosts.era_a.optimizer",
     "Installation": "megatron_distopt.plugin",
+    "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",
     "config_from_arguments": "megatron_distopt.plugin",
-    "distribute": "megatron_distopt.hosts.plain",
+    "distribute": "megatron_distopt.hosts.torch.distribute",
     "get_megatron_optimizer": "megatron_distopt.hosts.detect",
     "install": "megatron_distopt.plugin",
 }

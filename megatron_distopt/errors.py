@@ -8,6 +8,7 @@
     ├── HostError                            the Megatron around us is not what we need
     │   ├── UnknownHostError                 no adapter recognises it
     │   └── SeamMismatchError                an attribute that we replace looks different
+    ├── AccessError (RuntimeError)           something is read or changed that this rank does not have, or not now
     ├── CheckpointError                      a checkpoint cannot be written or read
     ├── NonFiniteGradError (FloatingPointError)   a gradient is inf or nan and the policy is "raise"
     ├── RanksDisagreeError                   ranks that must be alike are not
@@ -21,6 +22,7 @@ Every message has one form, made by `refusal`::
 from __future__ import annotations
 
 __all__ = [
+    "AccessError",
     "CheckpointError",
     "ConfigError",
     "DistOptError",
@@ -57,6 +59,10 @@ class UnknownHostError(HostError):
 
 class SeamMismatchError(HostError):
     """An attribute of the host that the package replaces is missing or looks different."""
+
+
+class AccessError(DistOptError, RuntimeError):
+    """Something is read, changed or copied that one rank does not have as a whole, or not at this moment."""
 
 
 class CheckpointError(DistOptError):

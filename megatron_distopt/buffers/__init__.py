@@ -2,15 +2,19 @@
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
 from megatron_distopt.buffers.flat import SUPPORTED_DTYPES, ShardedBuffer, dtype_name, view_of
-from megatron_distopt.buffers.grads import accumulate_into_buffer
+from megatron_distopt.buffers.grads import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters
 from megatron_distopt.buffers.params import move_into_buffer
 
 __all__ = [
     "SUPPORTED_DTYPES",
     "CompactBuffer",
+    "GradSlot",
+    "LocalGrad",
     "ShardedBuffer",
-    "accumulate_into_buffer",
+    "allocate_grads",
+    "check_grad_dtype",
     "dtype_name",
+    "getters",
     "move_into_buffer",
     "pack_params",
     "view_of",

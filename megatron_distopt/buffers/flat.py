@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 
-__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "view_of"]
+__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "view_of", "with_own_storage"]
 
 #: What a model param may be; anything else is refused by name.
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +27,22 @@ def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) ->
     """A view of some elements of a 1-D buffer, in a shape where one is given."""
     flat = buffer[in_buffer.as_slice()]
     return flat if shape is None else flat.view(shape)
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """The same memory under a storage of its own, as long as the view, which keeps the whole buffer alive.
+
+    torch.save writes whole storages, and safetensors refuses params that share one. Where a device has no DLPack the
+    view itself is returned.
+
+    Args:
+        view: contiguous, of a buffer.
+    """
+    try:
+        own: Tensor = from_dlpack(view)
+    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return view
+    return own
 
 
 @dataclass(frozen=True)

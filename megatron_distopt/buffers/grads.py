@@ -1,42 +1,210 @@
-"""The grad buffer: backward accumulates into `param.main_grad`, a view of it."""
+"""The grad buffer: `param.grad` is a view of it, so that autograd itself accumulates there.
+
+[Note: param.grad] It means what it means in torch: None for no gradient, otherwise what backward added up since it
+was None. torch adds a second gradient to it in place, in whatever dtype it has (`grad_dtype`), so a hook has to move
+only the first one into the buffer. Nothing is zeroed for that: what is left in the buffer from before is overwritten.
+
+On several ranks it holds this rank's contribution, or what the collective left of it. torch's DistributedDataParallel
+has the average there. So whoever reads it would compute something else without a word, and is refused instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.buffers.flat import view_of
+from megatron_distopt.buffers.flat import dtype_name, view_of
+from megatron_distopt.errors import AccessError, ConfigError, refusal
 from megatron_distopt.layout import BufferLayout
 
-__all__ = ["accumulate_into_buffer"]
+__all__ = ["GradSlot", "LocalGrad", "allocate_grads", "check_grad_dtype", "getters"]
 
 
-def accumulate_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout, dtype: torch.dtype) -> Tensor:
-    """Allocates the buffer and sends every param's gradient there.
+def getters(*names: str) -> set[Any]:
+    """Of properties, as `__torch_function__` is given them; those that this release of torch has."""
+    found: list[Any] = [getattr(torch.Tensor, name, None) for name in names]
+    return {each.__get__ for each in found if hasattr(each, "__get__")}
 
-    `param.grad` is dropped as soon as it is added, so at most one full-size gradient of one param exists beside the
-    buffer.
+
+#: What says nothing about the values.
+_DESCRIBING = {
+    *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version"),
+    *getters("is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_cuda", "_base"),
+    *getters("itemsize", "nbytes", "grad", "_backward_hooks", "is_cpu", "is_xpu", "is_xla", "is_mps", "is_vulkan"),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "is_contiguous", "__hash__"),
+            *("storage_offset", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
+            *("_is_view", "untyped_storage", "data_ptr", "is_same_size", "__len__", "is_coalesced", "is_signed"),
+        )
+    ),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_same_size,
+    torch.numel,
+}
+#: What moves it elsewhere, where it is as little readable: module.cpu() and module.to(...) convert gradients, too.
+_MOVING = {
+    *(getattr(torch.Tensor, name) for name in ("to", "cpu", "float", "double", "half", "bfloat16", "detach")),
+    *(getattr(torch.Tensor, name) for name in ("type", "contiguous", "requires_grad_", "detach_")),
+    vars(torch._C.TensorBase)["data"].__get__,
+}
+
+
+class LocalGrad(Tensor):
+    """`param.grad` on several ranks: a view of the grad buffer whose values are not the gradient of the model.
+
+    torch's own code in C++ adds to it as to any tensor. Python code may ask for its shape, dtype and device, zero it,
+    and drop it.
+
+    Raises:
+        AccessError: for anything else; see [Note: param.grad].
+    """
+
+    param_name: str
+    #: Called before it is zeroed.
+    check_open: Callable[[str], None]
+
+    @classmethod
+    def of(cls, view: Tensor, name: str, check_open: Callable[[str], None]) -> LocalGrad:
+        """
+        Args:
+            view: of the grad buffer.
+            name: of the param.
+            check_open: raises where the values are under way.
+        """
+        grad: LocalGrad = torch.Tensor._make_subclass(cls, view)
+        grad.param_name, grad.check_open = name, check_open
+        return grad
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator that Python code calls comes here."""
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], cls) else None
+        if func in _DESCRIBING:
+            return _unguarded(func, args, kwargs)
+        if first is not None and func in _MOVING:
+            return cls.of(_unguarded(func, args, kwargs), first.param_name, first.check_open)
+        if first is not None and func is torch.Tensor.zero_:
+            first.check_open(first.param_name)
+            _unguarded(func, args, kwargs)
+            return first
+        raise _unreadable(_first_name(args, kwargs), func)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LocalGrad(of {self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _unreadable(self.param_name, "pickle")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _unreadable(self.param_name, "copy.deepcopy")
+
+
+def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _first_name(*values: Any) -> str:
+    for value in values:
+        if isinstance(value, LocalGrad):
+            return value.param_name
+        if isinstance(value, (list, tuple, dict)) and (
+            name := _first_name(*(value.values() if isinstance(value, dict) else value))
+        ):
+            return name
+    return ""
+
+
+def _unreadable(name: str, func: Any) -> AccessError:
+    got = f"used by {getattr(func, '__name__', func)} between backward and the end of the step"
+    rule = "be left alone on several ranks, where it holds this rank's contribution and not the average"
+    remedy = (
+        "Call optimizer.clip_grad_norm_(max_norm) to clip, or optimizer.full_grad(param) for the average, on all ranks"
+    )
+    return AccessError(refusal(f"grad of param {name!r}", got, rule, remedy))
+
+
+class GradSlot:
+    """The gradient of one param.
+
+    Args:
+        name: of the param.
+        param: whose gradient it is.
+        view: of the grad buffer, in the param's shape.
+        shown: what `param.grad` is while there is a gradient: `view`, or a `LocalGrad` of it.
+    """
+
+    __slots__ = ("_address", "name", "param", "shown", "view")
+
+    def __init__(self, name: str, param: Parameter, view: Tensor, shown: Tensor) -> None:
+        self.name, self.param, self.view, self.shown = name, param, view, shown
+        self._address = view.data_ptr()
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the param has no gradient."""
+        return self.param.grad is None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Moves into the buffer what autograd or the user put into `param.grad` elsewhere."""
+        grad = self.param.grad
+        if grad is None or (grad is self.shown and grad.data_ptr() == self._address):
+            return
+        if grad is self.shown:  # somebody gave it other memory: grad.data = ...
+            grad, self.shown = grad.detach(), self.view.detach()
+        self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.param.grad = self.shown
+
+    def show(self) -> None:
+        """From now on there is a gradient, and it is what the buffer holds."""
+        self.param.grad = self.shown
+
+
+def check_grad_dtype(name: str, param: Parameter, dtype: torch.dtype) -> None:
+    """Whether `param.grad` may have this dtype.
+
+    Raises:
+        ConfigError: this torch insists on the param's own.
+    """
+    if dtype is not param.dtype and not hasattr(param, "grad_dtype"):
+        got = f"{dtype_name(dtype)} for a {dtype_name(param.dtype)} param on torch {torch.__version__}"
+        rule = "be the dtype of the param before torch 2.10"
+        remedy = "Write grads_in_fp32=False, or run pip install 'torch>=2.10'"
+        raise ConfigError(refusal(f"grad dtype of param {name!r}", got, rule, remedy))
+
+
+def allocate_grads(
+    params: Mapping[str, Parameter],
+    layout: BufferLayout,
+    dtype: torch.dtype,
+    show: Callable[[str, Tensor], Tensor] = lambda name, view: view,
+) -> tuple[Tensor, tuple[GradSlot, ...]]:
+    """Allocates the buffer. A gradient that a param has already stays where it is until it is taken.
 
     Args:
         params: by name, of one device.
         layout: holds a slot for each.
         dtype: of the buffer.
+        show: from a param's name and its view to what `param.grad` will be.
 
     Returns:
-        1-D [layout.numel] of zeros; hooks on the params feed it for as long as they live.
+        The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero and stays it.
     """
     first = next(iter(params.values()))
     buffer = torch.zeros(layout.numel, dtype=dtype, device=first.device)
+    slots = []
     for name, param in params.items():
-        param.main_grad = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
-        param.register_post_accumulate_grad_hook(_accumulate)  # type: ignore[no-untyped-call]
-    return buffer
-
-
-@torch.no_grad()
-def _accumulate(param: Tensor) -> None:
-    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-    param.grad = None
+        view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
+        if dtype is not param.dtype:
+            param.grad_dtype = None
+        slots.append(GradSlot(name, param, view, show(name, view)))
+    return buffer, tuple(slots)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.buffers.flat import view_of
+from megatron_distopt.buffers.flat import view_of, with_own_storage
 from megatron_distopt.layout import BufferLayout
 
 __all__ = ["move_into_buffer"]
@@ -30,5 +30,5 @@ def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> T
     for name, param in params.items():
         view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
         view.copy_(param)
-        param.data = view
+        param.data = with_own_storage(view)
     return buffer

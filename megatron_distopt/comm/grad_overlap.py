@@ -119,13 +119,17 @@ class GradOverlap:
                 self._missing[number].discard(name)
                 self._begin_complete()
 
+    def is_begun(self, name: str) -> bool:
+        """Whether the bucket of a param is under way."""
+        return self._unit_of[name] in self._begun
+
     def check_open(self, name: str) -> None:
         """Whether something may still be added to a gradient.
 
         Raises:
             LayoutError: its bucket is under way already.
         """
-        if self._unit_of[name] in self._begun:
+        if self.is_begun(name):
             raise _late(name)
 
     def defer(self, name: str) -> None:
@@ -134,7 +138,7 @@ class GradOverlap:
         Raises:
             LayoutError: its bucket is under way already.
         """
-        if self._unit_of[name] in self._begun:
+        if self.is_begun(name):
             raise _touched(name)
         self._irregular.add(name)
 

@@ -69,6 +69,10 @@ class ParamOverlap:
         """What `wait_for` takes for these params; names of params that lie elsewhere count for nothing."""
         return frozenset(self._unit_of[name] for name in names if name in self._unit_of)
 
+    def is_under_way(self, name: str) -> bool:
+        """Whether the gather of a param has not ended."""
+        return self._unit_of[name] in self._pending
+
     def begin(self, *, after_forward: bool) -> None:
         """Collective: gathers whatever the owners have updated.
 
@@ -84,27 +88,40 @@ class ParamOverlap:
                 self._pending[number] = self._units[number].begin(self._group)
 
     def wait_for(self, numbers: Iterable[int]) -> None:
-        """Until these buckets are there; at once where they are."""
+        """Until these buckets are there; at once where they are.
+
+        On a device the current stream waits, and not the CPU. So a bucket stays pending until its gather has ended:
+        whoever reads it on another stream waits as well.
+        """
         for number in sorted(set(numbers) & self._pending.keys(), key=self._order.index):
             self.time += waited({f"wait for all-gather {number}": self._pending[number]})
-            del self._pending[number]  # not before it is there: what went wrong in it is raised again
-            self._met.append(number)
-            self._publish(number)
+            if number not in self._met:
+                self._met.append(number)
+                self._publish(number)
+            if _has_ended(self._pending[number]):
+                del self._pending[number]  # not before it is there: what went wrong in it is raised again
 
     def _publish(self, number: int) -> None:
         buffer = self._units[number].buffer
-        if not any(self._units[other].buffer is buffer for other in self._pending):
+        if all(other in self._met for other in self._pending if self._units[other].buffer is buffer):
             buffer.publish()
 
     def finish(self) -> None:
-        """Until all are there."""
+        """Until all are there; on a device for the current stream."""
         self.wait_for(tuple(self._pending))
+        self._pending.clear()
 
     def _learn(self, met: list[int] | None) -> None:
         """Collective until the order is agreed upon: that of the first rank that has one."""
         known = [each for each in exchange(met, self._group) if each]
         if known:
             self._order, self._is_agreed = known[0], True
+
+
+def _has_ended(pending: Pending) -> bool:
+    """One that does not say it has ended when it was waited for."""
+    is_completed = getattr(pending, "is_completed", None)
+    return is_completed is None or bool(is_completed())
 
 
 def _units_of(buffer: ShardedBuffer) -> list[_Unit]:

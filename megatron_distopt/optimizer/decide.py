@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange, profiled, sum_over
+from megatron_distopt.comm import Group, exchange, profiled
 from megatron_distopt.config import NonFinitePolicy
 from megatron_distopt.errors import NonFiniteGradError, refusal
-from megatron_distopt.optimizer.grad_norm import GradStats, local_numbers, local_stats, nonfinite_params, reduce_stats
+from megatron_distopt.optimizer.grad_norm import (
+    GradStats,
+    local_numbers,
+    local_stats,
+    nonfinite_params,
+    reduce_stats,
+    sum_with,
+)
 from megatron_distopt.optimizer.late import LateVerdict, found_inf_of, late_divisor
 from megatron_distopt.optimizer.main_params import MainRun
 from megatron_distopt.optimizer.verdict import Decision, Verdict, clip_divisor
@@ -66,13 +73,17 @@ def decide_together(
 def _decided_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor, clip_grad: float) -> tuple[Decision, ...]:
     late = send_late(optimizers, numbers)
     return tuple(
-        Decision(Verdict.UPDATE, late, optimizer.divisor, *divide_late(optimizer, numbers, clip_grad))
+        Decision(
+            Verdict.UPDATE, late, optimizer.divisor, *divide_late(optimizer, numbers, clip_grad, optimizer.divisor)
+        )
         for optimizer in optimizers
     )
 
 
-def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group) -> Tensor:
+def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group, extra: Tensor | None = None) -> Tensor:
     """Collective: `measure_together` without waiting for the numbers.
+
+    Args: as of `measure_together`.
 
     Returns:
         On the device, see `LateVerdict`.
@@ -80,20 +91,22 @@ def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group) -> Tensor
     runs = _attached(optimizers)
     device, count_zeros = optimizers[0].device, optimizers[0].config.count_zeros
     stats, flags = local_numbers(runs, device, count_zeros=count_zeros)
-    sum_over(stats, group)
-    return torch.cat([stats, flags])
+    return torch.cat([sum_with(stats, extra, group), flags])
 
 
-def divide_late(optimizer: ShardedOptimizer, numbers: Tensor, clip_grad: float) -> tuple[float | Tensor, Tensor | None]:
+def divide_late(
+    optimizer: ShardedOptimizer, numbers: Tensor, clip_grad: float, divisor: float
+) -> tuple[float | Tensor, Tensor | None]:
     """What the gradient is to be divided by, and `found_inf`; on the device.
 
     Args:
         optimizer: of those that were measured.
         numbers: what `measure_late` returned.
         clip_grad: 0 for no clipping.
+        divisor: of the gradient without clipping.
     """
     found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(numbers)
-    return late_divisor(numbers, optimizer.divisor, clip_grad), found_inf
+    return late_divisor(numbers, divisor, clip_grad), found_inf
 
 
 def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVerdict:
@@ -122,7 +135,11 @@ def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Non
 
 
 def measure_together(
-    optimizers: Sequence[ShardedOptimizer], group: Group, *, count_zeros: bool | None = None
+    optimizers: Sequence[ShardedOptimizer],
+    group: Group,
+    *,
+    count_zeros: bool | None = None,
+    extra: Tensor | None = None,
 ) -> GradStats:
     """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
 
@@ -130,10 +147,11 @@ def measure_together(
         optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs.
         group: all ranks that hold a part of the model.
         count_zeros: as the config says where None.
+        extra: other numbers that are added up in the same all-reduce, see `sum_with`.
     """
     count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
     local = local_stats(_attached(optimizers), optimizers[0].device, count_zeros=count_zeros)
-    return reduce_stats(local, group, count_zeros=count_zeros)
+    return reduce_stats(local, group, count_zeros=count_zeros, extra=extra)
 
 
 def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[MainRun]:

@@ -53,25 +53,39 @@ class CapturedStep:
         optimizer: one whose verdict comes late (`is_late`); its statistics go over a backend that can be recorded,
             such as NCCL.
         record: records what a function queues on the device, see `accelerator.record`, which it is where None.
+        extra: see `measure_together`; filled before every step, and holds the sums afterwards.
 
     Raises:
         ConfigError: the CPU has to decide in every step, or the device records nothing.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None, extra: Tensor | None = None) -> None:
         _check_late(optimizer)
         if record is None and not accelerator.can_record(optimizer.device):
             rule, remedy = "be made on a device that records", "Call optimizer.step() there"
             raise ConfigError(refusal("captured step", f"on {optimizer.device}", rule, remedy))
         self.optimizer = optimizer
         self._record: Record = record or accelerator.record
+        self._extra = extra
         self._recording: _Recording | None = None
         self._is_first = True
         self._rates = [torch.zeros((), device=optimizer.device) for _ in optimizer.inner.param_groups]
 
-    @torch.no_grad()
+    @property
+    def record(self) -> Record:
+        """What records it."""
+        return self._record
+
     def step(self) -> StepResult:
         """Collective: as `ShardedOptimizer.step`.
+
+        Raises: as of `decide`.
+        """
+        return StepResult(self.decide())
+
+    @torch.no_grad()
+    def decide(self) -> Decision:
+        """Collective: the same; says what was decided.
 
         Raises:
             NonFiniteGradError: on all ranks, where the last step's gradient was not finite and the policy is "raise".
@@ -79,7 +93,7 @@ class CapturedStep:
         optimizer = self.optimizer
         if self._is_first or not all(optimizer.inner.state.get(run.main) for run in optimizer.runs):
             self._is_first = False
-            return optimizer.step()
+            return self._ordinary()
         group = optimizer.plan.stats_group()
         settle_together([optimizer], group)
         self._set_rates()
@@ -89,14 +103,24 @@ class CapturedStep:
         self._recording.replay()
         numbers, divisor, found_inf = self._recording.output
         late = send_late([optimizer], numbers)
-        return StepResult(Decision(Verdict.UPDATE, late, optimizer.divisor, divisor, found_inf))
+        return Decision(Verdict.UPDATE, late, optimizer.divisor, divisor, found_inf)
+
+    def _ordinary(self) -> Decision:
+        optimizer = self.optimizer
+        group = optimizer.plan.stats_group()
+        settle_together([optimizer], group)
+        numbers = measure_late([optimizer], group, self._extra)
+        divided = divide_late(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
+        late = send_late([optimizer], numbers)
+        optimizer.update(*divided)
+        return Decision(Verdict.UPDATE, late, optimizer.divisor, *divided)
 
     def _recorded(self, baked: tuple[object, ...], group: Group) -> _Recording:
         optimizer = self.optimizer
 
         def work() -> Output:
-            numbers = measure_late([optimizer], group)
-            divided = divide_late(optimizer, numbers, optimizer.config.clip_grad)
+            numbers = measure_late([optimizer], group, self._extra)
+            divided = divide_late(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
             optimizer.update(*divided)
             return numbers, *divided
 

@@ -15,12 +15,14 @@ from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.layout import Span
 
 __all__ = [
+    "LEAVES_GRADS",
     "READS_TENSORS",
     "Build",
     "Groups",
     "InnerChoice",
     "RoundsItself",
     "count_updates",
+    "divides_in_place",
     "is_torchs",
     "moments_of",
     "restore",
@@ -35,6 +37,9 @@ _MOMENTS = {
     **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
     "torch_sgd": frozenset(("momentum_buffer",)),
 }
+
+#: Attribute of a class of ours that divides while it reads and leaves the gradients as they are.
+LEAVES_GRADS = "leaves_grads"
 
 #: Attribute of a class of ours that reads `grad_scale` and `found_inf` as torch's fused optimizers do.
 READS_TENSORS = "reads_tensors"
@@ -101,6 +106,11 @@ def step_divided(
             torch._foreach_div_(list(grads), divisor)
     with _given(inner, given):
         inner.step()
+
+
+def divides_in_place(inner: Optimizer) -> bool:
+    """Whether a gradient that was divided for a step stays divided."""
+    return not getattr(inner, LEAVES_GRADS, False)
 
 
 def _as_tensor(divisor: float | Tensor, device: torch.device) -> Tensor:

@@ -23,8 +23,9 @@ the main param from the cache ([Note: blocks] in blocked_adam.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -192,6 +193,41 @@ class ShardedOptimizer:
         for run in self.runs:
             run.attach_grad()
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """After `attach_grads`: these params are not updated, and keep their state, in this step."""
+        if not names:
+            return
+        self.release_grads()
+        self.separate(lambda name: name in names)
+        for run in self.runs:
+            if run.run.shards[0].name not in names:
+                run.attach_grad()
+
+    def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
+        """Takes over further params, between two steps.
+
+        Args:
+            buffers: of those.
+            groups: all param groups, with the names of those in each; groups behind the known ones are new.
+        """
+        group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+        runs = build_main_runs(
+            buffers, lambda name: RunKey(group_of[name], self.plan.counted(name)) if name in group_of else None
+        )
+        added = [_as_torch_group(group, index, runs) for index, group in enumerate(groups)]
+        # Built anew, because some classes fill their state in the constructor.
+        fresh = self.plan.choice.build([dict(group) for group in added])
+        self.inner.state.update(fresh.state)
+        for index, group in enumerate(fresh.param_groups):
+            if index < len(self.inner.param_groups):
+                self.inner.param_groups[index]["params"] += group["params"]
+            else:
+                self.inner.param_groups.append(group)
+        self.buffers += tuple(buffers)
+        self.runs += runs
+        self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
+        self._round_into_model()
+
     def update(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Divides, updates and rounds into the param buffers; the grads are let go of.
 
@@ -205,7 +241,8 @@ class ShardedOptimizer:
     def advance(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """The first half of `update`: the inner optimizer's step."""
         with profiled("update"):
-            step_divided(self.inner, [run.main_grad for run in self.runs], divisor, found_inf)
+            grads = [run.main.grad for run in self.runs if run.main.grad is not None]
+            step_divided(self.inner, grads, divisor, found_inf)
 
     def write_model(self) -> None:
         """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
@@ -239,6 +276,11 @@ class ShardedOptimizer:
         for run in self.runs:
             if run.differs_from_model():
                 run.read_model()
+
+
+def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
+    pairs = zip_longest(known, added)
+    return tuple(ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
 
 
 def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> dict[str, object]:

@@ -107,6 +107,8 @@ class TritonAdamW(torch.optim.AdamW):
 
     #: See `inner.READS_TENSORS`.
     reads_tensors = True
+    #: See `inner.LEAVES_GRADS`.
+    leaves_grads = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch.nn import Parameter
 
-from megatron_distopt.buffers import ShardedBuffer, accumulate_into_buffer, move_into_buffer
+from megatron_distopt.buffers import ShardedBuffer, allocate_grads, move_into_buffer
 from megatron_distopt.comm import Group
 from megatron_distopt.comm.fake import fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
@@ -167,7 +167,7 @@ def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Sec
 def _buffer(data: Group, params: dict[str, Parameter], layout: BufferLayout, choice: Choice) -> ShardedBuffer:
     grad_dtype = torch.float32 if choice.has_fp32_grads else next(iter(params.values())).dtype
     param = move_into_buffer(params, layout)
-    grad = accumulate_into_buffer(params, layout, grad_dtype)
+    grad, _ = allocate_grads(params, layout, grad_dtype)
     return ShardedBuffer(layout, data.rank, grad, param)
 
 

@@ -1,0 +1,1 @@
+"""Any torch module without a Megatron around it: `distribute(model, optimizer)`."""

@@ -1,0 +1,294 @@
+"""The gradients of a model from backward to the step: where they are, what they mean, and how they are reduced.
+
+[Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its own shards hold the
+sum over ranks, and the rest of the buffer nothing of meaning. After the step `param.grad` stays, as in torch, until
+somebody clears it. If nobody does, the next backward adds to that gradient, as in torch: before it does, what is not
+owned is zeroed, and the sum is brought back to what the rank has to contribute for it (`_reopen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from megatron_distopt.buffers import GradSlot, ShardedBuffer
+from megatron_distopt.comm import CommTime, GradOverlap, Group, Reduction, check_alone, reduce_grads, waited_since
+from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+from megatron_distopt.layout import Span, owned_shards
+
+__all__ = ["Grads", "Phase"]
+
+
+class Phase(Enum):
+    """What the grad buffers hold."""
+
+    #: This rank's contributions.
+    LOCAL = "local"
+    #: In this rank's shards the sum over ranks, of which a step is to be made.
+    REDUCED = "reduced"
+    #: The same, and the step was made.
+    STEPPED = "stepped"
+
+
+class Grads:
+    """The grad buffers of one model on this rank.
+
+    Args:
+        data: over which they are sharded.
+        how: see `Reduction`.
+        overlaps: whether buckets are reduced while backward still computes others.
+        needs_scaling: whether every backward has to begin at what `scaled` returned.
+    """
+
+    def __init__(self, data: Group, how: Reduction, *, overlaps: bool, needs_scaling: bool) -> None:
+        self._data, self._how, self._overlaps = data, how, overlaps
+        self._needs_scaling = needs_scaling
+        self._buffers: list[ShardedBuffer] = []
+        self._overlap: GradOverlap | None = None
+        self._handles: list[RemovableHandle] = []
+        self._owned: dict[str, Span] = {}
+        self._is_paused = self._is_scaled = self._has_arrived = False
+        #: In the order of the buffers.
+        self.slots: list[GradSlot] = []
+        self.phase = Phase.LOCAL
+        #: What the sums have to be divided by to be torch's `param.grad`, by buffer; not in the phase LOCAL.
+        self._divisors: list[float | Tensor] = []
+        #: Rounds of gradients so far: each ends with a step, or by being cleared.
+        self.num_rounds = 0
+        #: What went wrong on this rank and is to be raised on all.
+        self.complaints: list[DistOptError] = []
+
+    def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
+        """Takes over further params. Between two steps, on all ranks alike.
+
+        Args:
+            buffers: of all of them.
+            slots: in the order of the buffers.
+        """
+        self._buffers += buffers
+        self.slots += slots
+        for buffer in buffers:
+            self._owned |= {shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)}
+        if self._overlaps:
+            self._overlap = GradOverlap(self._buffers, self._data, how=self._how)
+        for slot in slots:
+            was_frozen = not slot.param.requires_grad
+            slot.param.requires_grad_(True)  # torch takes hooks of no other param, and keeps them when it is frozen
+            before, after = partial(self._before, slot), partial(self._after, slot)
+            self._handles.append(slot.param.register_hook(before))  # type: ignore[no-untyped-call]
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            slot.param.requires_grad_(not was_frozen)
+        if self.phase is Phase.REDUCED:  # the others of this step are
+            self._reduce_added(buffers, slots)
+
+    def _reduce_added(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
+        for slot in slots:
+            slot.take()
+        for buffer in buffers:
+            reduce_grads(buffer, self._data, self._how)
+        self._divisors += [self._divisors[0]] * len(buffers)
+
+    def release(self) -> None:
+        """The params are torch's again; their gradients go nowhere from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def check_open(self, name: str) -> None:
+        """Whether a gradient may be changed.
+
+        Raises:
+            LayoutError: its bucket is under way.
+        """
+        if self._overlap is not None:
+            self._overlap.check_open(name)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The same loss, whose backward is known to be scaled."""
+        if loss.requires_grad:
+            loss.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _begin_scaled(self, _: Tensor) -> None:
+        self._is_scaled = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)
+
+    def _end_scaled(self) -> None:
+        self._is_scaled = False
+
+    def _before(self, slot: GradSlot, _: Tensor) -> None:
+        """autograd is about to add to `param.grad`."""
+        if self._needs_scaling and not self._is_scaled:
+            got, rule = f"of {slot.name!r} by a loss that is not scaled", "come from optimizer.scale_loss(loss)"
+            remedy = "Write optimizer.scale_loss(loss).backward(), or leave loss_scale out"
+            raise ConfigError(refusal("gradient", got, rule, remedy))
+        if self.phase is Phase.REDUCED:
+            got, rule = "called after clip_grad_norm_ or full_grad and before the step", "be over by then"
+            raise LayoutError(refusal("backward", got, rule, "Call it before, or optimizer.zero_grad() in between"))
+        if self.phase is Phase.STEPPED:
+            self._reopen()
+        if self._overlap is not None and self._overlap.is_begun(slot.name):
+            if not slot.is_missing:
+                self._overlap.check_open(slot.name)
+            self._drop_round()  # it was cleared without our knowledge: model.zero_grad(), param.grad = None
+
+    def _after(self, slot: GradSlot, _: Tensor) -> None:
+        """autograd has added to `param.grad`."""
+        slot.take()
+        if self._is_paused:
+            return
+        self._has_arrived = True
+        if self._overlap is not None:
+            self._overlap.arrived(slot.name)
+
+    @torch.no_grad()
+    def _reopen(self) -> None:
+        """See [Note: phases of a gradient].
+
+        Raises:
+            ConfigError: there is a loss scale, which may be another one now.
+        """
+        kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
+        if kept and self._needs_scaling:
+            got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
+            raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
+        for buffer, divisor in zip(self._buffers, self._divisors, strict=True):
+            for name in [each.name for each in buffer.layout.slots if each.name in kept]:
+                flat, owned = kept[name].view.view(-1), self._owned.get(name, Span(0, 0))
+                flat[: owned.start].zero_()
+                flat[owned.stop :].zero_()
+                flat[owned.as_slice()].mul_(self._data.size / divisor)
+        self.phase = Phase.LOCAL
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward meanwhile adds to grads of which more are to come in this step."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @torch.no_grad()
+    def reduce(self, divisor: float) -> CommTime:
+        """Collective: every rank has the sums of its shards afterwards.
+
+        Args:
+            divisor: what they have to be divided by.
+        """
+        if self.phase is Phase.REDUCED:
+            return CommTime(0.0, 0.0)
+        if self.phase is Phase.STEPPED:
+            try:
+                self._reopen()
+            except ConfigError as error:
+                self.complaints.append(error)
+        for slot in self.slots:
+            self._contribute(slot)
+        time = self._reduce_all()
+        self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
+        return time
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether this rank's shards hold sums over ranks."""
+        return self.phase is not Phase.LOCAL
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """What the sums have to be divided by, once they are reduced."""
+        return self._divisors[0]
+
+    def clip(self, divisor: float) -> None:
+        """The sums are to be divided by this as well."""
+        self._divisors = [each * divisor for each in self._divisors]
+
+    def _reduce_all(self) -> CommTime:
+        if self._overlap is not None:
+            return self._overlap.finish()
+        check_alone(self._data, None)
+        start = perf_counter()
+        for buffer in self._buffers:
+            reduce_grads(buffer, self._data, self._how)
+        return waited_since(start, self._buffers)
+
+    def _contribute(self, slot: GradSlot) -> None:
+        """What nobody gave is zero; what somebody put there is taken, unless it comes too late."""
+        if self._overlap is not None and self._overlap.is_begun(slot.name):
+            if slot.param.grad is not slot.shown:
+                self.complaints.append(_changed(slot.name))
+        elif slot.is_missing:
+            slot.view.zero_()
+        else:
+            slot.take()
+
+    @property
+    def present(self) -> list[bool]:
+        """By slot, whether this rank has a gradient of it."""
+        return [slot.param.grad is not None for slot in self.slots]
+
+    def settle(self, is_active: Sequence[bool]) -> None:
+        """After all ranks know which params have a gradient: it is there on every one of them.
+
+        Args:
+            is_active: by slot.
+        """
+        for slot, active in zip(self.slots, is_active, strict=True):
+            if active and slot.is_missing:
+                slot.show()
+
+    def updated(self, divisor: float | Tensor, *, in_place: bool) -> None:
+        """The optimizer has divided the sums.
+
+        Args:
+            divisor: by which.
+            in_place: whether fp32 sums hold the quotient now; of 16-bit ones a copy was divided.
+        """
+        is_divided = [in_place and buffer.grad.dtype == torch.float32 for buffer in self._buffers]
+        self._divisors = [1.0 if divided else divisor for divided in is_divided]
+
+    def end_round(self) -> None:
+        """A step was made of the gradients, or was skipped."""
+        self.num_rounds += 1
+        self.phase = Phase.STEPPED
+        self._has_arrived = self._is_scaled = False
+
+    @torch.no_grad()
+    def averaged(self, slot: GradSlot) -> Tensor:
+        """This rank's part of a gradient, and zeros elsewhere; fp32, in the shape of the param. After `reduce`."""
+        number = next(n for n, buffer in enumerate(self._buffers) if slot.name in buffer.layout.slot_of)
+        whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
+        if not slot.is_missing:
+            whole[owned.as_slice()] = slot.view.view(-1)[owned.as_slice()].float() / self._divisors[number]
+        return whole.view(slot.view.shape)
+
+    def clear(self, *, set_to_none: bool = True) -> None:
+        """Collective where buckets are under way: there are no gradients, or zeros, afterwards."""
+        if self._has_arrived:
+            self._drop_round()
+        for slot in self.slots:
+            if set_to_none:
+                slot.param.grad = None
+            elif not slot.is_missing:
+                slot.take()
+                slot.view.zero_()
+        self.phase = Phase.LOCAL
+
+    def _drop_round(self) -> None:
+        if self._overlap is not None and self._overlap.has_arrived:
+            self._overlap.finish()
+        self.num_rounds += 1
+        self._has_arrived = self._is_scaled = False
+
+
+def _changed(name: str) -> LayoutError:
+    got, rule = "assigned or cleared after backward, when its bucket was under way", "stay as backward left it"
+    remedy = "Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False"
+    return LayoutError(refusal(f"grad of param {name!r}", got, rule, remedy))

@@ -1,0 +1,240 @@
+"""A model on this rank: its params, grads and optimizer state, where they are and how more of them are taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, allocate_grads, dtype_name, move_into_buffer
+from megatron_distopt.comm import (
+    CommTime,
+    Field,
+    Group,
+    compare,
+    exchange,
+    gather_params,
+    raise_together,
+    share_initial,
+    waited_since,
+)
+from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.hosts.base import named_params, spec_of
+from megatron_distopt.hosts.torch.gather import OverlappedGather
+from megatron_distopt.hosts.torch.grads import Grads
+from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers
+from megatron_distopt.hosts.torch.params import Params
+from megatron_distopt.hosts.torch.plan import ParamSet, Plan, check_trained, group_names, plan_sets
+from megatron_distopt.layout import Placement
+from megatron_distopt.optimizer import ShardedOptimizer, StepPlan
+
+__all__ = ["Gather", "Ranks", "ShardedModel", "compare_models"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part.
+
+    Args:
+        data: ranks that hold the same params.
+        stats: all that hold a part of the model, over which gradient statistics are added up.
+    """
+
+    data: Group
+    stats: Group
+
+    @property
+    def are_one(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.data.size == self.stats.size
+
+
+class Gather:
+    """Gathers params at once.
+
+    Args:
+        data: over which they are sharded.
+    """
+
+    def __init__(self, data: Group) -> None:
+        self._data, self._buffers = data, list[ShardedBuffer]()
+        self._time = CommTime(0.0, 0.0)
+
+    def add(self, named: Mapping[str, Parameter], buffers: Sequence[ShardedBuffer]) -> None:
+        """Takes over further params; see `OverlappedGather.add`."""
+        self._buffers += buffers
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+    def gather(self) -> None:
+        """Collective: gathers what the owners have updated."""
+        self.gather_now()
+
+    def gather_now(self) -> None:
+        """Collective: the same."""
+        start = perf_counter()
+        for buffer in self._buffers:
+            gather_params(buffer, self._data)
+        self._time = waited_since(start, self._buffers)
+
+    def finish(self) -> CommTime:
+        """The time of the last gather."""
+        return self._time
+
+
+def compare_models(named: Mapping[str, Parameter], chunks: Sequence[Module], data: Group) -> None:
+    """Collective: whether all ranks have the same params, frozen ones too, and the same module buffers.
+
+    Raises:
+        RanksDisagreeError: on all ranks.
+    """
+    params = tuple(f"{name} {_look_of(param)}, {_kind_of(param)}" for name, param in named.items())
+    buffers = tuple(f"{name} {_look_of(buffer)}" for chunk in chunks for name, buffer in chunk.named_buffers())
+    compare([Field("params of the model", params), Field("module buffers", buffers)], data)
+
+
+def _look_of(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _kind_of(param: Parameter) -> str:
+    return "trained" if param.requires_grad else "frozen"
+
+
+class ShardedModel:
+    """The params, grads and optimizer state of a model on this rank.
+
+    Args:
+        plan: what was decided.
+        step_plan: about the step.
+        chunks: of the model.
+        ranks: who takes part; all of them agree on the plan.
+        placement: from a name and its param to where this rank's part lies in the whole model.
+        broadcast_buffers: whether module buffers that training changes follow the first rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        step_plan: StepPlan,
+        chunks: Sequence[Module],
+        ranks: Ranks,
+        *,
+        placement: Callable[[str, Parameter], Placement],
+        broadcast_buffers: bool,
+    ) -> None:
+        self.config, self.device, self.chunks, self.ranks = plan.config, plan.device, chunks, ranks
+        self._torch_groups, self._placement, self._plan = plan.torch_groups, placement, plan
+        self.placements: dict[str, Placement] = {}
+        self._members: list[list[int]] = []
+        self.learn_members()
+        needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
+        self.grads = Grads(
+            ranks.data, plan.how, overlaps=bool(plan.config.overlap_grad_reduce), needs_scaling=needs_scaling
+        )
+        self.params = Params(chunks)
+        gather: Gather | OverlappedGather = Gather(ranks.data)
+        if plan.config.overlap_param_gather:
+            gather = OverlappedGather(ranks.data, chunks)
+        self.gather = gather
+        buffers, slots = self._allocate(plan.sets)
+        trained = {slot.param for slot in slots}
+        outside = [param.data for param in plan.named.values() if param not in trained]
+        outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
+        share_initial([*(buffer.param for buffer in buffers), *outside], ranks.data, plan.device)
+        self.sharded = ShardedOptimizer(buffers, step_plan)
+        self._take_over(plan.sets, buffers, slots)
+        self.module_buffers = ModuleBuffers(chunks, ranks.data, plan.device, follow=broadcast_buffers)
+
+    def _allocate(self, sets: Iterable[ParamSet]) -> tuple[list[ShardedBuffer], list[GradSlot]]:
+        buffers, slots = [], list[GradSlot]()
+        for each in sets:
+            param = move_into_buffer(each.named, each.layout)
+            grad, of_set = allocate_grads(each.named, each.layout, each.grad_dtype, self._shown)
+            buffers.append(ShardedBuffer(each.layout, self.ranks.data.rank, grad, param))
+            slots += of_set
+        return buffers, slots
+
+    def _shown(self, name: str, view: Tensor) -> Tensor:
+        """On one rank `param.grad` is the gradient; see [Note: param.grad] in buffers/grads.py."""
+        return view if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.check_open)
+
+    def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
+        for each, buffer in zip(sets, buffers, strict=True):
+            self.params.add(each.named, buffer.param)
+            self.placements |= {name: self._placement(name, param) for name, param in each.named.items()}
+        self.grads.add(buffers, slots)
+        self.gather.add({name: param for each in sets for name, param in each.named.items()}, buffers)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a group has params that do not train yet; the same on all ranks."""
+        return sum(len(group["params"]) for group in self._torch_groups) > len(self.grads.slots)
+
+    def check_members(self) -> None:
+        """Whether the groups have the params that they had.
+
+        Raises:
+            LayoutError
+        """
+        if [list(map(id, group["params"])) for group in self._torch_groups] != self._members:
+            got, rule = "other params than they were given", "keep their params"
+            remedy = "Call optimizer.add_param_group(...) for more, and param.requires_grad_(False) for fewer"
+            raise LayoutError(refusal("param_groups", got, rule, remedy))
+
+    def learn_members(self) -> None:
+        """The groups have the right params now."""
+        self._members = [list(map(id, group["params"])) for group in self._torch_groups]
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of params of the model that are not trained."""
+        return frozenset(named_params(self.chunks)) - self.placements.keys()
+
+    def newcomers(self) -> dict[str, Parameter]:
+        """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
+        known = {slot.param for slot in self.grads.slots}
+        waiting = {param for group in self._torch_groups for param in group["params"]} - known
+        if not any(param.grad is not None for param in waiting):
+            return {}
+        names = named_params(self.chunks)
+        return {name: param for name, param in names.items() if param in waiting and param.grad is not None}
+
+    def grow(self, named: Mapping[str, Parameter]) -> None:
+        """Collective: trains further params from now on, wherever one rank has named them.
+
+        Args:
+            named: that this rank knows of; the others may know of more.
+
+        Raises:
+            ConfigError, LayoutError, RanksDisagreeError: on all ranks; nothing is changed then.
+        """
+        data = self.ranks.data
+        wanted = {name for names in exchange(list(named), data) for name in names}
+        added = {name: param for name, param in reversed(named_params(self.chunks).items()) if name in wanted}
+        raise_together(lambda: check_trained(added, self.config) if added else None, self.ranks.stats)
+        sets = plan_sets(added, self.config, data.size)
+        specs = tuple(str(spec_of(name, param)) for name, param in added.items())
+        raise_together(lambda: compare([Field("params that begin to train", specs)], data), self.ranks.stats)
+        buffers, slots = self._allocate(sets)
+        groups = tuple(group_names(group, added) for group in self._torch_groups)
+        self.sharded.extend(buffers, groups)
+        self._take_over(sets, buffers, slots)
+
+    def follow(self, changed: frozenset[str]) -> None:
+        """Main params follow model params that the user has changed."""
+        for run in self.sharded.runs if changed else ():
+            for shard in run.run.shards:
+                if shard.name in changed:
+                    run.follow_model(shard)
+        self.params.forget()
+
+    def release(self) -> None:
+        """The params are torch's again."""
+        self.gather.release()
+        self.grads.release()
+        self.params.release()

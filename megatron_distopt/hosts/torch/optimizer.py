@@ -1,0 +1,402 @@
+"""The optimizer that `distribute` returns: the calls of `torch.optim.Optimizer` around the sharded step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import ReferenceType, finalize, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_distopt.buffers import GradSlot
+from megatron_distopt.checkpoint import (
+    Share,
+    WholeModel,
+    check_local_state_dict,
+    load_local_state_dict,
+    local_state_dict,
+)
+from megatron_distopt.checkpoint.load_any import load_any
+from megatron_distopt.comm import raise_together, sum_over
+from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
+from megatron_distopt.hosts.base import as_torch_groups, named_params
+from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.torch.step import Stepper
+from megatron_distopt.optimizer import (
+    Memory,
+    ShardedOptimizer,
+    StepResult,
+    clip_divisor,
+    measure_memory,
+    measure_together,
+)
+from megatron_distopt.optimizer.graph import Record
+
+__all__ = ["TorchDistributedOptimizer", "owner_of"]
+
+#: By param, the optimizer that updates it.
+_owners: MutableMapping[Parameter, ReferenceType[TorchDistributedOptimizer]] = WeakIdKeyDictionary()
+
+
+def owner_of(param: Parameter) -> TorchDistributedOptimizer | None:
+    """The optimizer of ours that updates a param; None where there is none, or it is gone."""
+    owner = _owners.get(param)
+    return None if owner is None else owner()
+
+
+class TorchDistributedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by `distribute`.
+
+    `param_groups` hold the params of the model, and their options are live, as in torch. A param without a gradient on
+    any rank is left alone; one with a gradient on some ranks is updated with the average over all of them.
+
+    Attributes:
+        last_step: what the last `step()` did: whether it updated, the norm of the gradient, its zeros. None before it.
+        sharded: updates what this rank owns.
+
+    Example: see `megatron_distopt.distribute`.
+    """
+
+    def __init__(self, model: ShardedModel, groups: list[dict[str, Any]], given: Optimizer | None) -> None:
+        """
+        Args:
+            model: on this rank.
+            groups: with params of the model; `given`'s own where there is one.
+            given: the user's optimizer, whose class is inside; its methods lead here from now on.
+        """
+        self._model, self._given = model, given
+        self._is_built = False
+        inner = model.sharded.inner
+        super().__init__(groups, dict(inner.defaults if given is None else given.defaults))
+        self._is_built = True
+        self.param_groups = groups
+        self.last_step: StepResult | None = None
+        self._stepper = Stepper(model, groups)
+        self._saver = Saver(model.config, model.ranks.stats)
+        self._own()
+        finalize(self, model.release).atexit = False  # peers may be gone by then
+        if given is not None:
+            _lead_here(given, self)
+
+    def _own(self) -> None:
+        for slot in self._model.grads.slots:
+            _owners[slot.param] = ref(self)
+
+    # --- what torch's class has
+
+    @property
+    def sharded(self) -> ShardedOptimizer:
+        """Updates what this rank owns."""
+        return self._model.sharded
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by flat param: this rank's shard of it."""
+        return self.sharded.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch's constructor sets an empty one."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective: reduce-scatter, update, all-gather.
+
+        Args:
+            closure: computes the loss anew, backward included, and returns it.
+
+        Returns:
+            What the closure returned; None without one. `last_step` says what was done.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
+            LayoutError, ConfigError, RanksDisagreeError: on all ranks, where params, groups or gradients are not as
+                they have to be on one of them. The params are as before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last_step = self._stepper.step()
+        self._own()
+        if self._given is not None:
+            vars(self._given)["_opt_called"] = True
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or zeroes them, as torch's.
+
+        Collective with `overlap_grad_reduce`, where backward ran and no step followed.
+        """
+        self._model.grads.clear(set_to_none=set_to_none)
+        ours = {slot.param for slot in self._model.grads.slots}
+        for param in (param for group in self.param_groups for param in group["params"] if param not in ours):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective: trains further params of the model, which were frozen, new, or in no group so far.
+
+        Args:
+            param_group: as for `torch.optim`.
+
+        Raises:
+            LayoutError: on all ranks, where they are no params of the model that was distributed.
+            RanksDisagreeError: on all ranks, where they add other params.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        (group,) = as_torch_groups([param_group])
+        ranks = self._model.ranks
+        raise_together(lambda: self._check_added(group), ranks.stats, "add_param_group")
+        super().add_param_group(group)
+        self._model.learn_members()
+        known = {slot.param for slot in self._model.grads.slots}
+        names = named_params(self._model.chunks)
+        added = {name: param for name, param in names.items() if any(param is each for each in group["params"])}
+        self._model.grow({n: p for n, p in added.items() if p.requires_grad and p not in known and p.numel()})
+        self._own()
+
+    def _check_added(self, group: Mapping[str, Any]) -> None:
+        known = set(named_params(self._model.chunks).values())
+        grouped = {param for each in self.param_groups for param in each["params"]}
+        foreign = sum(param not in known for param in group["params"])
+        if foreign:
+            remedy = "Register their module in the model first, or call distribute(...) for it"
+            raise LayoutError(refusal("param group", f"{foreign} params that the model has not", "be of it", remedy))
+        if any(param in grouped for param in group["params"]):
+            remedy = "Edit the options of the group that it is in"
+            raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state by param name, see `local_state_dict`."""
+        return self.local_state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective: takes `state_dict()` back, see `load_local_state_dict`."""
+        self.load_local_state_dict(state_dict)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _not_copied("pickled")
+
+    # --- what it has beside that
+
+    @property
+    def data(self) -> Any:
+        """The data-parallel group."""
+        return self._model.ranks.data
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that this rank holds."""
+        return measure_memory(self.sharded)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With `overlap_grad_reduce` all but the last backward of a step belong inside: buckets wait for the last."""
+        return self._model.grads.no_sync()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is scaled."""
+        return self._model.grads.scaled(loss.float() * self.sharded.loss_scale.scale.squeeze())
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective: clips the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_` does undistributed.
+
+        To be called between the last backward and `step()`. `DistOptConfig(clip_grad=...)` does the same within the
+        step.
+
+        Args:
+            max_norm: largest L2 norm of the averaged gradient.
+            norm_type: 2.0; no other norm can be had.
+
+        Returns:
+            The norm before clipping, fp32 0-D.
+
+        Raises:
+            ConfigError: another norm, or a `max_norm` that is not a positive number.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(refusal("norm_type", norm_type, "be 2.0", "Leave norm_type out"))
+        if not float(max_norm) > 0:
+            raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
+        model = self._model
+        model.grads.reduce(model.sharded.divisor)
+        stats = measure_together([model.sharded], model.ranks.stats)
+        model.sharded.release_grads()
+        norm = stats.norm(float(model.grads.divisor))
+        model.grads.clip(clip_divisor(norm, float(max_norm)))
+        return torch.tensor(norm, device=model.device)
+
+    @torch.no_grad()
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """Collective: the averaged gradient of a param, whole, on every rank.
+
+        To be called after the last backward of a step, or after the step.
+
+        Args:
+            param: of the model.
+
+        Returns:
+            fp32, in the shape of the param; None where it has no gradient on any rank.
+
+        Raises:
+            LayoutError: it is no param of this optimizer.
+        """
+        slot = self._slot_of(param)
+        model = self._model
+        if not model.grads.is_reduced:
+            model.grads.reduce(model.sharded.divisor)
+        whole = model.grads.averaged(slot)
+        present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
+        both = torch.cat([whole.view(-1), present])
+        sum_over(both, model.ranks.data)
+        return both[:-1].view(whole.shape) if both[-1] > 0 else None
+
+    def _slot_of(self, param: Parameter) -> GradSlot:
+        for slot in self._model.grads.slots:
+            if slot.param is param:
+                return slot
+        remedy = "Give a param of the model that was distributed, which is not frozen"
+        raise LayoutError(refusal("param", "one without a gradient here", "be trained by this optimizer", remedy))
+
+    def capture_step(self, record: Record | None = None) -> None:
+        """From the second step after this on, all between reduce-scatter and all-gather is one launch of a graph.
+
+        Args:
+            record: see `CapturedStep`.
+
+        Raises:
+            ConfigError: the device records nothing, or the CPU has to decide in every step.
+        """
+        self._stepper.capture(record)
+
+    def finish_param_gather(self) -> None:
+        """With `overlap_param_gather`: until all params are there.
+
+        Only for code that reads params without an operator of torch's, such as another package's kernel; whatever
+        else reads them waits by itself.
+        """
+        self._model.gather.finish()
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Refreshes all main params from the model params, also where they still round to them."""
+        self.finish_param_gather()
+        self._model.follow(self._model.params.collect())
+        self.sharded.reload_model_params()
+
+    def release(self) -> None:
+        """Ends this optimizer: the params stay what they are and may be given to another one."""
+        self._model.release()
+        for slot in self._model.grads.slots:
+            _owners.pop(slot.param, None)
+
+    # --- checkpoints
+
+    def _whole_model(self) -> WholeModel:
+        model, ranks = self._model, self._model.ranks
+        about: dict[str, str | int] = {
+            "host": "any torch module",
+            "ranks": ranks.stats.size,
+            "data_parallel": ranks.data.size,
+        }
+        share = Share(self.sharded, model.placements, self.sharded.plan.counted)
+        return WholeModel([share], frozen=model.frozen, about=about)
+
+    def save(self, folder: str | Path) -> None:
+        """Collective: writes the state of all ranks, for any other data-parallel size.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks; made where it is missing.
+
+        Raises:
+            CheckpointError: on a rank that cannot write; the folder holds what it held before.
+            RanksDisagreeError: on the others.
+        """
+        self._before_state()
+        self._saver.save(Path(folder), self._whole_model())
+
+    @torch.no_grad()
+    def _before_state(self) -> None:
+        """Collective: the state that is read now is that of the params as they are."""
+        self.finish_param_gather()
+        self._stepper.settle()
+        raise_together(lambda: self._model.follow(self._model.params.collect()), self._model.ranks.stats, "params")
+
+    def finish_saving(self) -> None:
+        """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
+        self._saver.finish()
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
+
+        Args:
+            folder: of the checkpoint, the same on all ranks; also one of other software that has these param names.
+
+        Raises:
+            CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+            RanksDisagreeError: on the others.
+        """
+        self.finish_saving()
+        self._before_state()
+        load_any(Path(folder), self._whole_model(), self._model.ranks.stats)
+        self._after_load()
+
+    def _after_load(self) -> None:
+        for theirs, ours in zip(self.param_groups, self.sharded.inner.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key in theirs and key != "params"})
+        self._model.gather.gather_now()
+        self._model.params.forget()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's state by param name, for a restart at the same size; see checkpoint/state.py."""
+        self.finish_param_gather()
+        self._stepper.take_options()
+        return local_state_dict(self.sharded)
+
+    @torch.no_grad()
+    def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective: takes this rank's `local_state_dict()` back and gathers the params.
+
+        Raises:
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+        """
+        self._before_state()
+        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._model.ranks.stats)
+        load_local_state_dict(self.sharded, state_dict)
+        self._after_load()
+
+
+def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
+    """A scheduler or a function of the user's may still hold the optimizer that was given."""
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        return ours.step(closure)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
+    given.step = step  # type: ignore[method-assign]
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(given, name, getattr(ours, name))
+    ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
+    ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
+
+
+def _not_copied(how: str) -> AccessError:
+    rule = "stay where its model is, whose params lie in its buffers"
+    remedy = "Keep optimizer.state_dict(), or copy the model and call distribute(...) for the copy"
+    return AccessError(refusal("optimizer", how, rule, remedy))

@@ -1,0 +1,222 @@
+"""The params between two steps: what a user did to them, found out before the next step.
+
+[Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main param has to follow,
+so its changes have to be seen: torch counts in-place operations (`_version`), but not those on `param.data`, which is
+an alias with a count of its own. So while there are 16-bit params under an optimizer, `Parameter.data` notes who was
+asked for it. Only where either says that something may have changed the values are compared, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.errors import LayoutError, refusal
+
+__all__ = ["Params", "TrainedParam"]
+
+#: torch's own `param.data`.
+_data: Any = torch._C.TensorBase.data
+
+
+class TrainedParam:
+    """A param whose values lie in a param buffer.
+
+    Args:
+        name: of the param.
+        param: `param.data` is a view of the buffer.
+        homes: where modules hold it: the dict of the module, and the key.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_aliases", "_version", "homes", "name", "param", "view")
+
+    def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+        self.name, self.param, self.homes = name, param, tuple(homes)
+        self.view: Tensor = _data.__get__(param)
+        self._address = self.view.data_ptr()
+        self._aliases: list[ReferenceType[Tensor]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """What was done to its values by now is known. An alias that somebody keeps may be written to later."""
+        self._version = self.param._version
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+
+    def keep(self, alias: Tensor) -> None:
+        """Somebody may change the values through an alias."""
+        self._aliases.append(ref(alias))
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether anybody could have written to it since `forget`."""
+        is_written: bool = self.param._version != self._version
+        return is_written or bool(self._aliases)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether `param.data` is no longer the view of the buffer."""
+        address: int = self.param.data_ptr()
+        return address != self._address
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its modules still hold it."""
+        return all(held.get(key) is self.param for held, key in self.homes)
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Takes over the values that it has elsewhere."""
+        self.view.copy_(_data.__get__(self.param))
+        _data.__set__(self.param, self.view)
+
+
+class _DataWatch:
+    """Knows who asked for `param.data` of a 16-bit param; see [Note: weights changed by the user]."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, ReferenceType[TrainedParam]] = {}
+        self._users: WeakSet[Params] = WeakSet()
+
+    def add(self, user: Params, params: Iterable[TrainedParam]) -> None:
+        self._watched |= {id(each.param): ref(each) for each in params}
+        self._users.add(user)
+        if "data" not in vars(Parameter):
+            Parameter.data = property(self._get, self._set)  # type: ignore[assignment]
+
+    def remove(self, user: Params, params: Iterable[TrainedParam]) -> None:
+        for each in params:
+            self._watched.pop(id(each.param), None)
+        self._users.discard(user)
+        if not self._users and "data" in vars(Parameter):
+            del Parameter.data
+
+    def _get(self, param: Parameter) -> Tensor:
+        alias: Tensor = _data.__get__(param)
+        known = self._watched.get(id(param))
+        watched = None if known is None else known()
+        if watched is not None and watched.param is param:
+            watched.keep(alias)
+        return alias
+
+    def _set(self, param: Parameter, value: Tensor) -> None:
+        _data.__set__(param, value)
+
+
+_data_watch = _DataWatch()
+
+
+class Params:
+    """All params that an optimizer updates, as the user's modules have them.
+
+    Args:
+        chunks: of the model.
+    """
+
+    def __init__(self, chunks: Sequence[Module]) -> None:
+        self._chunks = chunks
+        self._params: list[TrainedParam] = []
+        self._short: list[TrainedParam] = []
+        self._buffers: list[Tensor] = []
+
+    def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
+        """Watches further params.
+
+        Args:
+            named: `param.data` of each is a view of `buffer`.
+            buffer: 1-D.
+        """
+        homes = self._homes()
+        added = [TrainedParam(name, param, homes.get(param, ())) for name, param in named.items()]
+        self._params += added
+        self._buffers.append(buffer)
+        if buffer.dtype != torch.float32:
+            self._short += added
+            _data_watch.add(self, added)
+
+    def release(self) -> None:
+        """Nobody watches them any more."""
+        _data_watch.remove(self, self._short)
+        self._params, self._short = [], []
+
+    def _homes(self) -> dict[Parameter, list[tuple[Mapping[str, Any], str]]]:
+        homes: dict[Parameter, list[tuple[Mapping[str, Any], str]]] = {}
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            for key, param in module._parameters.items():
+                if param is not None:
+                    homes.setdefault(param, []).append((module._parameters, key))
+        return homes
+
+    def collect(self) -> frozenset[str]:
+        """Brings params back into the buffers that have left them.
+
+        Returns:
+            Names of the 16-bit params whose values may have changed since the last call.
+
+        Raises:
+            LayoutError: what was done to one of them cannot be followed.
+        """
+        moved = [each for each in self._params if each.has_moved]
+        if moved:
+            self._check_moved(moved)
+        for each in moved:
+            each.bring_back()
+        if not all(each.is_at_home for each in self._params):
+            self._look_for_replaced()
+        changed = {each.name for each in self._short if each.may_have_changed}
+        return frozenset(changed.union(each.name for each in moved))
+
+    def forget(self) -> None:
+        """What was done to the values by now is known."""
+        for each in self._short:
+            each.forget()
+
+    def _check_moved(self, moved: Sequence[TrainedParam]) -> None:
+        names_at: dict[int, str] = {}
+        for each in moved:
+            data: Tensor = _data.__get__(each.param)
+            if (data.dtype, data.device, data.shape) != (each.view.dtype, each.view.device, each.view.shape):
+                raise _converted(each, data)
+            first = names_at.setdefault(data.data_ptr(), each.name)
+            if first != each.name or any(_contains(buffer, data) for buffer in self._buffers):
+                raise _tied(each.name)
+
+    def _look_for_replaced(self) -> None:
+        """A param that left its module without a successor trains no more, as in torch."""
+        homes, ours = self._homes(), {each.param for each in self._params}
+        new_at = {
+            (id(held), key): param for param, places in homes.items() for held, key in places if param not in ours
+        }
+        for each in self._params:
+            if not each.is_at_home:
+                if any((id(held), key) in new_at for held, key in each.homes):
+                    raise _replaced(each.name)
+                each.homes = tuple(homes.get(each.param, ()))
+
+
+def _contains(buffer: Tensor, data: Tensor) -> bool:
+    offset = data.data_ptr() - buffer.data_ptr()
+    return buffer.device == data.device and 0 <= offset < buffer.numel() * buffer.element_size()
+
+
+def _converted(each: TrainedParam, data: Tensor) -> LayoutError:
+    before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, data))
+    got, rule = f"{after} where it was {before}", "keep its dtype, shape and device"
+    return LayoutError(refusal(f"param {each.name!r}", got, rule, "Convert the model before distribute(...)"))
+
+
+def _tied(name: str) -> LayoutError:
+    got, rule = "given the memory of another param", "have memory of its own"
+    remedy = "Tie params before distribute(...), as one Parameter: b.weight = a.weight"
+    return LayoutError(refusal(f"param {name!r}", got, rule, remedy))
+
+
+def _replaced(name: str) -> LayoutError:
+    got, rule = "replaced by another Parameter, which no optimizer has", "stay the Parameter that was optimized"
+    remedy = "Write param.copy_(...) or load_state_dict(...) without assign=True, or build the optimizer afterwards"
+    return LayoutError(refusal(f"param {name!r}", got, rule, remedy))

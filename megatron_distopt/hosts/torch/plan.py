@@ -1,0 +1,223 @@
+"""What `distribute` decides before the first byte is allocated: what this rank can see by itself."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megatron_distopt.buffers import check_grad_dtype
+from megatron_distopt.comm import Group, Reduction
+from megatron_distopt.config import DistOptConfig, config_from_environment
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_params, spec_of
+from megatron_distopt.hosts.overlap import check_bucket, wire_of
+from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
+from megatron_distopt.optimizer import (
+    InnerChoice,
+    ParamGroup,
+    adopt_instance,
+    check_devices,
+    choose_inner,
+    find_accelerator,
+)
+from megatron_distopt.optimizer.accelerator import CPU
+from megatron_distopt.optimizer.torch_optimizers import fused_instance
+
+__all__ = ["ParamSet", "Plan", "Request", "decide", "group_names", "plan_sets"]
+
+
+@dataclass(frozen=True)
+class ParamSet:
+    """Params that share a buffer: one param dtype, one grad dtype."""
+
+    named: Mapping[str, Parameter]
+    layout: BufferLayout
+    grad_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user gave."""
+
+    chunks: Sequence[Module]
+    config: DistOptConfig | None
+    param_groups: Sequence[Mapping[str, Any]] | None
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided before the first byte is allocated.
+
+    Args:
+        config: merged.
+        named: every param of the model.
+        torch_groups: param groups with model params; a given optimizer's own dicts.
+        groups: the same with the names of those that train now.
+        sets: of those that train now.
+        choice: the inner optimizer.
+        device: of all params that train.
+        how: grads are reduced.
+    """
+
+    config: DistOptConfig
+    named: Mapping[str, Parameter]
+    torch_groups: list[dict[str, Any]]
+    groups: tuple[ParamGroup, ...]
+    sets: tuple[ParamSet, ...]
+    choice: InnerChoice
+    device: torch.device
+    how: Reduction
+
+
+def decide(request: Request, data: Group) -> Plan:
+    """Looks at everything and moves nothing.
+
+    Args:
+        request: see `Request`.
+        data: the data-parallel group.
+
+    Raises:
+        ConfigError, LayoutError
+    """
+    config = config_from_environment(os.environ, request.config)
+    # Reverse of registration is roughly the order in which backward finishes gradients.
+    named = dict(reversed(named_params(request.chunks).items()))
+    _check_model(named)
+    torch_groups = _torch_groups(request, named)
+    trained = _trained(named, torch_groups)
+    check_trained(trained, config)
+    _check_memory(named)
+    device = check_devices({param.device for param in trained.values()}, find_accelerator(config.accelerator))
+    _check_backend(data, device)
+    check_bucket(config, data.size, "bucket_numel=40_000_000")
+    own = request.optimizer
+    choice = choose_inner(config, device.type) if own is None else _adopted(own, config, device.type)
+    sets = plan_sets(trained, config, data.size)
+    how = Reduction(wire=wire_of(config, [each.grad_dtype for each in sets]))
+    groups = tuple(group_names(group, trained) for group in torch_groups)
+    return Plan(config, named, torch_groups, groups, sets, choice, device, how)
+
+
+def _adopted(own: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
+    return fused_instance(own, config, device_type) or adopt_instance(own)
+
+
+def _check_model(named: Mapping[str, Parameter]) -> None:
+    """Refuses params that torch itself cannot treat as plain tensors."""
+    for name, param in named.items():
+        if isinstance(param, UninitializedParameter):
+            remedy = "Run one batch through the model before distribute(...)"
+            raise LayoutError(refusal(f"param {name!r}", "not initialized (a lazy module)", "have a shape", remedy))
+        if is_traceable_wrapper_subclass(param):
+            got, rule = f"a {type(param.data).__name__}", "be a plain tensor, whole on every data-parallel rank"
+            remedy = "Take the model out of FSDP, tensor parallelism or quantization before distribute(...)"
+            raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
+
+
+def _torch_groups(request: Request, named: Mapping[str, Parameter]) -> list[dict[str, Any]]:
+    """The user's groups; one of the whole model, frozen params included, where there are none."""
+    given = request.param_groups
+    if given is None and request.optimizer is not None:
+        given = request.optimizer.param_groups
+        groups = request.optimizer.param_groups
+    else:
+        groups = as_torch_groups(given if given is not None else [{"params": list(named.values())}])
+    known, seen = set(named.values()), Counter(param for group in groups for param in group["params"])
+    foreign = sum(param not in known for param in seen)
+    if foreign:
+        remedy = "Call distribute([model, other_module], ...) with every module whose params the optimizer has"
+        raise LayoutError(refusal("param groups", f"{foreign} params that the model has not", "be of it", remedy))
+    twice = [name for name, param in named.items() if seen[param] > 1]
+    if twice:
+        remedy = "Leave it out of one of them"
+        raise LayoutError(refusal(f"param {twice[0]!r}", "in 2 param groups", "be in at most 1", remedy))
+    return groups
+
+
+def _trained(named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, Parameter]:
+    """What has a gradient to expect: in a group, not frozen and not empty. As in torch, the rest is left alone."""
+    grouped = {param for group in groups for param in group["params"]}
+    return {
+        name: param
+        for name, param in named.items()
+        if param in grouped and param.requires_grad and param.numel() and not param.is_sparse
+    }
+
+
+def group_names(group: Mapping[str, Any], named: Mapping[str, Parameter]) -> ParamGroup:
+    """A group with the names of those of its params that are in `named`."""
+    name_of = {param: name for name, param in named.items()}
+    options = {key: value for key, value in group.items() if key != "params"}
+    return ParamGroup(options, tuple(name_of[param] for param in group["params"] if param in name_of))
+
+
+def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
+    """Whether params can be trained with a config.
+
+    Raises:
+        ConfigError, LayoutError
+    """
+    if not named:
+        remedy = "Unfreeze something, and give the optimizer params of this model"
+        raise LayoutError(refusal("model", "no trainable param in the optimizer", "have at least 1", remedy))
+    check_dtypes(named, config)
+    for name, param in named.items():
+        check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
+
+
+def _check_memory(named: Mapping[str, Parameter]) -> None:
+    """Refuses two Parameters over the same memory: torch would update it twice."""
+    extents = sorted((*_extent(param), name) for name, param in named.items() if param.numel() and not param.is_meta)
+    for (_, stop, first), (start, _, second) in pairwise(extents):
+        if start < stop:
+            got, rule = f"in the same memory as {first!r}", "have memory of its own"
+            remedy = "Tie them as one Parameter (b.weight = a.weight), or write b.weight.data = a.weight.data.clone()"
+            raise LayoutError(refusal(f"param {second!r}", got, rule, remedy))
+
+
+def _extent(param: Tensor) -> tuple[int, int]:
+    """From the first byte to behind the last one."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return param.data_ptr(), param.data_ptr() + numel * param.element_size()
+
+
+def _check_backend(group: Group, device: torch.device) -> None:
+    if device.type == CPU and group.backend == "nccl":
+        rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
+        raise ConfigError(refusal("process group", f"{group.backend} for a model on {device}", rule, remedy))
+
+
+def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> tuple[ParamSet, ...]:
+    """Lays out one buffer for each dtype of the params.
+
+    Args:
+        named: in the order in which their gradients are expected.
+        config: merged.
+        num_shards: data-parallel ranks.
+    """
+    by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
+    for name, param in named.items():
+        by_dtype.setdefault(param.dtype, {})[name] = param
+    return tuple(_plan_set(members, config, num_shards) for members in by_dtype.values())
+
+
+def _plan_set(members: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> ParamSet:
+    specs = [spec_of(name, param) for name, param in members.items()]
+    bucket_numel = config.bucket_numel
+    if bucket_numel is None and (config.overlap_grad_reduce or config.overlap_param_gather):
+        bucket_numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
+    layout = lay_out(specs, num_shards=num_shards, bucket_numel=bucket_numel)
+    dtype = next(iter(members.values())).dtype
+    return ParamSet(members, layout, torch.float32 if config.grads_in_fp32 else dtype)
