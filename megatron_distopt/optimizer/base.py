@@ -75,10 +75,12 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
 
 
 def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:
-    """Keeps the object, which a scheduler may hold. Some classes fill their state only in the constructor."""
+    """A copy with every attribute of the user's object. Some classes fill their state only in the constructor."""
     fresh = rebuild(groups)
-    instance.param_groups, instance.state = fresh.param_groups, fresh.state
-    return instance
+    kept: Optimizer = object.__new__(type(instance))
+    vars(kept).update({key: value for key, value in vars(instance).items() if key != "step"})  # a scheduler's wrapper
+    kept.param_groups, kept.state = fresh.param_groups, fresh.state
+    return kept
 
 
 def _checked(build: Build, name: str) -> Build:

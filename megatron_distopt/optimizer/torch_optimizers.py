@@ -39,8 +39,9 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
         None where the instance is to be used itself.
     """
     known = _FUSED.get(type(instance))
-    has_chosen = any(group.get(option) for group in instance.param_groups for option in IMPLEMENTATION)
-    has_refused = any(group.get("fused") is False or group.get("foreach") is False for group in instance.param_groups)
+    others = [option for option in IMPLEMENTATION if option != "fused"]
+    has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
+    has_refused = any(group.get(option) is False for group in instance.param_groups for option in ("fused", "foreach"))
     if known is None or has_chosen or has_refused or config.adam != "auto" or not has_torch_fused(device_type):
         return None
     name, on_cpu = known

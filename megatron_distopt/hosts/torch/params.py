@@ -55,7 +55,7 @@ class TrainedParam:
     @property
     def may_have_changed(self) -> bool:
         """Whether anybody could have written to it since `forget`."""
-        is_written: bool = self.param._version != self._version
+        is_written = bool(self.param._version != self._version)
         return is_written or bool(self._aliases)
 
     @property
