@@ -126,9 +126,9 @@ def _first_name(*values: Any) -> str:
 def _unreadable(name: str, func: Any) -> AccessError:
     got = f"used by {getattr(func, '__name__', func)} between backward and the end of the step"
     rule = "be left alone on several ranks, where it holds this rank's contribution and not the average"
-    remedy = (
-        "Call optimizer.clip_grad_norm_(max_norm) to clip, or optimizer.full_grad(param) for the average, on all ranks"
-    )
+    remedy = "Call optimizer.clip_grad_norm_(max_norm), or optimizer.full_grad(param) for the average, on all ranks"
+    if "_amp_" in got:  # torch.amp.GradScaler
+        remedy = "Give distribute(...) loss_scale='dynamic', and call optimizer.scale_loss(loss).backward()"
     return AccessError(refusal(f"grad of param {name!r}", got, rule, remedy))
 
 
@@ -142,11 +142,11 @@ class GradSlot:
         shown: what `param.grad` is while there is a gradient: `view`, or a `LocalGrad` of it.
     """
 
-    __slots__ = ("_address", "name", "param", "shown", "view")
+    __slots__ = ("_address", "_dtype", "name", "param", "shown", "view")
 
     def __init__(self, name: str, param: Parameter, view: Tensor, shown: Tensor) -> None:
         self.name, self.param, self.view, self.shown = name, param, view, shown
-        self._address = view.data_ptr()
+        self._address, self._dtype = view.data_ptr(), param.dtype
 
     @property
     def is_missing(self) -> bool:
@@ -161,8 +161,14 @@ class GradSlot:
             return
         if grad is self.shown:  # somebody gave it other memory: grad.data = ...
             grad, self.shown = grad.detach(), self.view.detach()
+        if not self._fits(grad):
+            return  # the param was converted, which is refused in the step
         self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.param.grad = self.shown
+
+    def _fits(self, grad: Tensor) -> bool:
+        is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
+        return is_same_param and grad.shape == self.view.shape
 
     def show(self) -> None:
         """From now on there is a gradient, and it is what the buffer holds."""

@@ -60,11 +60,15 @@ class Side:
 
     is_ours = False
 
-    def __init__(self, dtype: torch.dtype, options: dict[str, Any], build: Callable[[nn.Module], Any] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, options: dict[str, Any], build: Callable[[nn.Module], Any] | None = None
+    ) -> None:
         torch.manual_seed(3)
         self.dtype, self.options = dtype, options
         self.model: Any = Net().to(dtype)
-        self.build = build or (lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True))
+        self.build = build or (
+            lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+        )
         self.trace: list[Tensor] = []
         self.number = 0
         self.prepare()

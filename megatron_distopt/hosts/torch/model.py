@@ -134,7 +134,10 @@ class ShardedModel:
         self.learn_members()
         needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
         self.grads = Grads(
-            ranks.data, plan.how, overlaps=bool(plan.config.overlap_grad_reduce), needs_scaling=needs_scaling
+            ranks.data,
+            plan.how,
+            overlaps=bool(plan.config.overlap_grad_reduce) and ranks.data.size > 1,
+            needs_scaling=needs_scaling,
         )
         self.params = Params(chunks)
         gather: Gather | OverlappedGather = Gather(ranks.data)
@@ -221,6 +224,7 @@ class ShardedModel:
         specs = tuple(str(spec_of(name, param)) for name, param in added.items())
         raise_together(lambda: compare([Field("params that begin to train", specs)], data), self.ranks.stats)
         buffers, slots = self._allocate(sets)
+        share_initial([buffer.param for buffer in buffers], data, self.device)
         groups = tuple(group_names(group, added) for group in self._torch_groups)
         self.sharded.extend(buffers, groups)
         self._take_over(sets, buffers, slots)
