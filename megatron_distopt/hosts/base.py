@@ -214,13 +214,20 @@ class StartUp:
             yield from map(str, layout.slots)
 
 
-def compare_ranks(start_up: StartUp, data: Group, everyone: Group) -> None:
+def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_empty: bool = False) -> None:
     """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
+
+    Args:
+        start_up: of this rank.
+        data: ranks that hold the same params.
+        everyone: all ranks of the model.
+        may_be_empty: whether a param group may have no trained param on any rank.
 
     Raises:
         RanksDisagreeError: on all ranks.
     """
-    check_groups_are_used(start_up.plan.groups, everyone)
+    if not may_be_empty:
+        check_groups_are_used(start_up.plan.groups, everyone)
     compare(start_up.of_everyone(), everyone)
     raise_together(lambda: compare(start_up.of_data_parallel(), data), everyone)
 

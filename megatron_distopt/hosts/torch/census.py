@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["HEAD_NUMEL", "Census", "CensusSums"]
+__all__ = ["HEAD_NUMEL", "Census", "CensusSums", "active_params"]
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
 _MODULUS = 64
@@ -49,14 +49,13 @@ class CensusSums:
     """What all ranks said together.
 
     Args:
-        sums: of what `Census.packed` returned.
+        head: the first `HEAD_NUMEL` sums of what `Census.packed` returned.
         num_ranks: that said it.
     """
 
-    def __init__(self, sums: Tensor, num_ranks: int) -> None:
+    def __init__(self, head: Sequence[float], num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.sums = sums
-        self._head = [int(value) for value in sums[:HEAD_NUMEL].tolist()]
+        self._head = [int(value) for value in head]
 
     @property
     def is_one_round(self) -> bool:
@@ -84,6 +83,11 @@ class CensusSums:
         """Whether there is nothing to be done beside the step."""
         return self.is_one_round and not any(self._head[2:])
 
-    def active(self) -> list[bool]:
-        """By param, whether any rank has a gradient of it."""
-        return [value > 0 for value in self.sums[HEAD_NUMEL:].tolist()]
+
+def active_params(sums: Tensor) -> list[bool]:
+    """By param, whether any rank has a gradient of it; waits for the device.
+
+    Args:
+        sums: of what `Census.packed` returned.
+    """
+    return [value > 0 for value in sums[HEAD_NUMEL:].tolist()]

@@ -167,7 +167,8 @@ def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: R
     trained = {name: param for each in plan.sets for name, param in each.named.items()}
     layouts = [each.layout for each in plan.sets]
     grad_dtypes = [dtype_name(each.grad_dtype) for each in plan.sets]
-    compare_ranks(StartUp(trained, step_plan, layouts, grad_dtypes), ranks.data, ranks.stats)
+    start_up = StartUp(trained, step_plan, layouts, grad_dtypes)
+    compare_ranks(start_up, ranks.data, ranks.stats, may_be_empty=True)  # groups of frozen params
     raise_together(lambda: compare_models(plan.named, chunks, ranks.data), ranks.stats)
 
 

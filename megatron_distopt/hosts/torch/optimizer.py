@@ -23,7 +23,7 @@ from megatron_distopt.checkpoint import (
     local_state_dict,
 )
 from megatron_distopt.checkpoint.load_any import load_any
-from megatron_distopt.comm import raise_together, sum_over
+from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.saver import Saver
@@ -158,6 +158,7 @@ class TorchDistributedOptimizer(Optimizer):
         (group,) = as_torch_groups([param_group])
         ranks = self._model.ranks
         raise_together(lambda: self._check_added(group), ranks.stats, "add_param_group")
+        raise_together(lambda: compare([self._described(group)], ranks.data), ranks.stats, "add_param_group")
         super().add_param_group(group)
         self._model.learn_members()
         known = {slot.param for slot in self._model.grads.slots}
@@ -165,6 +166,11 @@ class TorchDistributedOptimizer(Optimizer):
         added = {name: param for name, param in names.items() if any(param is each for each in group["params"])}
         self._model.grow({n: p for n, p in added.items() if p.requires_grad and p not in known and p.numel()})
         self._own()
+
+    def _described(self, group: Mapping[str, Any]) -> Field:
+        name_of = {param: name for name, param in named_params(self._model.chunks).items()}
+        options = (f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+        return Field("param group that is added", (*options, *(name_of[param] for param in group["params"])))
 
     def _check_added(self, group: Mapping[str, Any]) -> None:
         known = set(named_params(self._model.chunks).values())

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.comm_log import CommLog
-from megatron_distopt.hosts.torch.census import HEAD_NUMEL, Census, CensusSums
+from megatron_distopt.hosts.torch.census import HEAD_NUMEL, Census, CensusSums, active_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer import (
     CapturedStep,
@@ -101,17 +101,18 @@ class Stepper:
         settle_together([sharded], stats_group)
         if self._is_deferred:
             return self._decide_deferred()
-        stats, sums = self._measure()
+        stats, packed = self._measure()
+        sums = CensusSums(packed[:HEAD_NUMEL].tolist(), stats_group.size)
         if not sums.is_usual:
             self._act_on(sums)
             if sums.newcomers:
-                stats, sums = self._measure()
+                stats, packed = self._measure()
         divisor = float(self._model.grads.divisor)
         step_decision = judge_together([sharded], stats, stats_group)
         clipped = divisor * clip_divisor(stats.norm(divisor), self._model.config.clip_grad)
         decision = Decision(step_decision, stats, divisor, clipped)
         if step_decision is Verdict.UPDATE:
-            self._update(decision, sums)
+            self._update(decision, packed)
         return decision
 
     @property
@@ -119,24 +120,24 @@ class Stepper:
         """Whether the CPU learns later what was decided. A param that may begin to train has to be known at once."""
         return self._model.sharded.is_late and not self._model.may_grow
 
-    def _update(self, decision: Decision, sums: CensusSums | None) -> None:
+    def _update(self, decision: Decision, packed: Tensor) -> None:
         model = self._model
-        self._leave_out_absent(sums)
+        self._leave_out_absent(packed)
         model.sharded.update(decision.divisor, decision.found_inf)
         model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
 
-    def _leave_out_absent(self, sums: CensusSums | None) -> None:
+    def _leave_out_absent(self, packed: Tensor) -> None:
         """A param without a gradient on any rank is left alone; one with a gradient somewhere has one everywhere."""
         grads = self._model.grads
-        if sums is None or all(grads.present):
+        if all(grads.present):
             return
-        active = sums.active()
+        active = active_params(packed)
         grads.settle(active)
         self._model.sharded.leave_out(
             {slot.name for slot, is_active in zip(grads.slots, active, strict=True) if not is_active}
         )
 
-    def _measure(self) -> tuple[GradStats, CensusSums]:
+    def _measure(self) -> tuple[GradStats, Tensor]:
         """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model."""
         model, packed = self._model, self._census().packed(self._numbers())
         ranks = model.ranks
@@ -144,7 +145,7 @@ class Stepper:
         stats = measure_together([model.sharded], ranks.stats, extra=extra)
         if not ranks.are_one:
             _sum_flags(packed, ranks.data)
-        return stats, CensusSums(packed, ranks.stats.size)
+        return stats, packed
 
     def _numbers(self) -> Tensor:
         """Of the dtype and device of statistics."""
@@ -203,7 +204,7 @@ class Stepper:
         decision = Decision(
             Verdict.UPDATE, late, divisor, *divide_late(sharded, numbers, model.config.clip_grad, divisor)
         )
-        self._update(decision, None if all(model.grads.present) else CensusSums(packed, ranks.stats.size))
+        self._update(decision, packed)
         return decision
 
     def _replay(self, captured: CapturedStep, packed: Tensor) -> Decision:
@@ -220,7 +221,7 @@ class Stepper:
         """Collective where ranks said something unusual in the last step and nobody has looked at it."""
         census, self._open_census = self._open_census, None
         if census is not None:
-            sums = CensusSums(torch.tensor(census.values), self._model.ranks.stats.size)
+            sums = CensusSums(census.values, self._model.ranks.stats.size)
             if not sums.is_usual:
                 self._act_on(sums)
 
