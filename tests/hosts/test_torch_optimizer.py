@@ -1,4 +1,5 @@
-"""The optimizer that `distribute` returns as an object of torch's: hooks, groups, gradients, module buffers, saved params."""
+"""The optimizer that `distribute` returns as an object of torch: hooks, groups, gradients, module buffers, saving."""
+params."""
 
 from __future__ import annotations
 

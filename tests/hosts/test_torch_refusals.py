@@ -1,4 +1,5 @@
-"""What cannot have torch's effect with a sharded optimizer is an error of ours on every rank, before anything is trained."""
+"""What cannot have the effect of torch with a sharded optimizer is an error of ours on every rank."""
+trained."""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ class TrainedParam:
     @property
     def has_moved(self) -> bool:
         """Whether `param.data` is no longer the view of the buffer."""
-        address: int = self.param.data_ptr()
-        return address != self._address
+        return bool(self.param.data_ptr() != self._address)
 
     @property
     def is_at_home(self) -> bool:
