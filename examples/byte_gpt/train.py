@@ -1,13 +1,13 @@
-"""Train, validate, and count what the optimizer keeps."""
+"""Train and validate."""
 
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -15,6 +15,31 @@ from torch import Tensor
 from byte_gpt.data import Text, validation_batches
 from byte_gpt.model import forward_step, token_losses
 from byte_gpt.trainer import Trainer
+
+GRADS_SYNC, PARAMS_ALL_GATHER = "all-grads-sync", "params-all-gather"  # megatron-core's own names of its timers
+LOSS_ALL_REDUCE = "loss-all-reduce"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the seconds of one iteration went, on one rank; they add up to the whole of it.
+
+    Args:
+        forward_backward_seconds: what is left: reading a batch, zeroing grads, forward and backward.
+        communication_seconds: reduce-scatter (or all-reduce) of the grads, all-gather of the params, all-reduce of the
+            loss, each with waiting for the other ranks. By timers that megatron-core keeps around the first two and
+            this program around the third.
+        update_seconds: `optimizer.step()` without its all-gather: gradient norm, clipping, Adam. The all-reduce of a
+            few numbers for the norm is in it.
+    """
+
+    forward_backward_seconds: float
+    communication_seconds: float
+    update_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_backward_seconds + self.communication_seconds + self.update_seconds
 
 
 @dataclass(frozen=True)
@@ -28,6 +53,7 @@ class Iteration:
     skipped: bool
     tokens_per_second: float
     seconds: float
+    step: StepTime
 
 
 def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iteration]:
@@ -35,7 +61,7 @@ def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iterati
     history: list[Iteration] = []
     began = time.perf_counter()
     for iteration in range(1, trainer.settings.iterations + 1):
-        history.append(_iterate(trainer, iteration, began))
+        history.append(iterate(trainer, iteration, began))
         report(history[-1])
     return history
 
@@ -53,25 +79,26 @@ def validation_bits_per_byte(trainer: Trainer, text: Text) -> float:
     return float(total[0] / total[1]) / math.log(2)
 
 
-def state_nbytes(trainer: Trainer) -> tuple[int, int]:
-    """Collective: bytes of main params and moments, on the rank that keeps most, and on one rank undistributed."""
-    parts, ranks = trainer.optimizer.chained_optimizers, parallel_state.get_data_parallel_world_size()
-    own = sum(part.state_nbytes if hasattr(part, "state_nbytes") else _counted(trainer, part) for part in parts)
-    most = torch.tensor(own, device=_device(trainer))
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    if all(hasattr(part, "undistributed_state_nbytes") for part in parts):
-        return int(most), sum(part.undistributed_state_nbytes for part in parts)
-    return int(most), int(most) * (ranks if trainer.settings.use_distributed_optimizer else 1)  # shards are of a size
+def median_step(history: Sequence[Iteration]) -> StepTime:
+    """Of each part its median. The first iteration is left out where there are others: it makes kernels, too."""
+    steps = [iteration.step for iteration in history[1:] or history]
+    return StepTime(
+        forward_backward_seconds=statistics.median(step.forward_backward_seconds for step in steps),
+        communication_seconds=statistics.median(step.communication_seconds for step in steps),
+        update_seconds=statistics.median(step.update_seconds for step in steps),
+    )
 
 
-def _iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
+def iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
+    """Collective: one iteration."""
     start = time.perf_counter()
     loss = _forward_backward(trainer)
     learning_rate = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
+    step_start = time.perf_counter()
     success, grad_norm, _ = trainer.optimizer.step()
+    now, ranks = time.perf_counter(), parallel_state.get_data_parallel_world_size()
     if success:
         trainer.scheduler.step(increment=1)
-    now, ranks = time.perf_counter(), parallel_state.get_data_parallel_world_size()
     return Iteration(
         iteration=iteration,
         loss=loss,
@@ -80,7 +107,21 @@ def _iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
         skipped=not success,
         tokens_per_second=ranks * trainer.settings.tokens_per_rank / (now - start),
         seconds=now - began,
+        step=_step_time(trainer, whole=now - start, optimizer_step=now - step_start),
     )
+
+
+def _step_time(trainer: Trainer, *, whole: float, optimizer_step: float) -> StepTime:
+    """Reads and resets the timers. On a GPU each of them waits for the kernels, at its start and at its end."""
+    gather = _elapsed(trainer, PARAMS_ALL_GATHER)
+    communication = _elapsed(trainer, GRADS_SYNC) + gather + _elapsed(trainer, LOSS_ALL_REDUCE)
+    update = optimizer_step - gather
+    return StepTime(whole - communication - update, communication, update)
+
+
+def _elapsed(trainer: Trainer, name: str) -> float:
+    """0 where the timer never ran: an optimizer that is not distributed gathers no params."""
+    return float(trainer.timers(name, log_level=1).elapsed())
 
 
 def _forward_backward(trainer: Trainer) -> float:
@@ -97,17 +138,10 @@ def _forward_backward(trainer: Trainer) -> float:
         micro_batch_size=settings.micro_batch_size,
     )
     loss: Tensor = torch.stack([entry["loss"] for entry in losses]).mean()
+    trainer.timers(LOSS_ALL_REDUCE, log_level=1).start()
     torch.distributed.all_reduce(loss)
+    trainer.timers(LOSS_ALL_REDUCE).stop()
     return loss.item() / int(parallel_state.get_data_parallel_world_size())
-
-
-def _counted(trainer: Trainer, part: MegatronOptimizer) -> int:
-    """What a host's optimizer keeps beside the model: moments and main params, which fp32 params are themselves."""
-    inner: torch.optim.Optimizer = part.optimizer
-    kept = [param for group in inner.param_groups for param in group["params"]]
-    kept += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    of_the_model = {param.untyped_storage().data_ptr() for param in trainer.model.parameters()}
-    return sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in of_the_model)
 
 
 def _device(trainer: Trainer) -> torch.device:
