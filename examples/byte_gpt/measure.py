@@ -1,16 +1,19 @@
 """Measure this machine on all ranks at once, and choose together what fits it."""
 
+import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from byte_gpt.choose import Choice, Insisted, Probe, Trial, choose, choose_precision
 from byte_gpt.data import Text
+from byte_gpt.records import Iteration
 from byte_gpt.settings import Precision, Settings, Source
-from byte_gpt.train import Iteration, iterate
+from byte_gpt.train import iterate
 from byte_gpt.trainer import training
 
 PROBE_WINDOWS = 2  # of a rank: one alone is slower than its share of a larger batch
@@ -31,11 +34,12 @@ def measure(
         seconds_before: how long ago it all began, on this rank.
     """
     candidates = _candidates(device)
-    trials = () if insisted.precision or len(candidates) == 1 else _trials(settings, candidates, text, device)
-    precision = choose_precision(insisted, candidates=candidates, trials=trials)
-    probe = None
-    if insisted.iterations is None:
-        probe = _probe(replace(settings, precision=precision), text, device, seconds_before)
+    with _without_start_up_blocks():
+        trials = () if insisted.precision or len(candidates) == 1 else _trials(settings, candidates, text, device)
+        precision = choose_precision(insisted, candidates=candidates, trials=trials)
+        probe = None
+        if insisted.iterations is None:
+            probe = _probe(replace(settings, precision=precision), text, device, seconds_before)
     ranks = torch.distributed.get_world_size()
     return choose(insisted, precision=precision, trials=trials, probe=probe, ranks=ranks)
 
@@ -87,3 +91,13 @@ def _measured(settings: Settings, text: Text, device: torch.device) -> list[Iter
         slow = slowest([first.step.seconds], device)[0]  # together: all ranks have to repeat as often
         repeats = max(1, min(MOST_REPEATS, int(SECONDS_OF_REPEATS / slow)))
         return [iterate(trainer, 2 + repeat, began) for repeat in range(repeats)]
+
+
+@contextmanager
+def _without_start_up_blocks() -> Iterator[None]:
+    """Our optimizer logs at INFO what it is made of: once is enough, for the one that trains."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,27 +1,15 @@
 """Count what a rank keeps between steps, and what it would keep undistributed."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from byte_gpt.records import Memory
 from byte_gpt.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank; the state is moments, and main params where those are not the model params themselves."""
-
-    param_nbytes: int
-    grad_nbytes: int
-    state_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.param_nbytes + self.grad_nbytes + self.state_nbytes
 
 
 def measure_memory(trainer: Trainer) -> Memory:

@@ -8,9 +8,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from byte_gpt.records import median_step
 from byte_gpt.report import Run
 from byte_gpt.settings import Source
-from byte_gpt.train import median_step
 
 STYLES = {Source.OURS: ("tab:blue", "-"), Source.HOST: ("tab:orange", "--")}
 MEMORY_PARTS = {"params": "param_nbytes", "grads": "grad_nbytes", "optimizer state": "state_nbytes"}
@@ -83,24 +83,26 @@ def _plot_deviation(panel: Axes, runs: Sequence[Run]) -> None:
 
 def _plot_step(panel: Axes, runs: Sequence[Run]) -> None:
     """A bar for each part and run, not one bar of all parts: communication and update can be a few percent."""
-    height = 0.8 / len(runs)
+    height, longest = 0.8 / len(runs), 0.0
     for index, run in enumerate(runs):
         step = median_step(run.history)
         seconds = (step.forward_backward_seconds, step.communication_seconds, step.update_seconds)
         places = [part - 0.4 + height * (index + 0.5) for part in range(len(seconds))]
-        bars = panel.barh(places, [each * 1e3 for each in seconds], height, color=STYLES[run.source][0])
-        labels = [f"{each * 1e3:.3g} ms ({each / step.seconds:.0%})" for each in seconds]
+        color, name = STYLES[run.source][0], run.source.value
+        bars = panel.barh(places, [each * 1e3 for each in seconds], height, color=color, label=name)
+        labels = [f"{each * 1e3:.3g} ms ({each / step.seconds:.1%})" for each in seconds]
         panel.bar_label(bars, labels, padding=4)
+        longest = max(longest, *(each * 1e3 for each in seconds))
     panel.set_yticks(range(3), ["forward and\nbackward", "communication\n(with waiting)", "update"])
     panel.invert_yaxis()
-    panel.margins(x=0.4)  # for the labels
-    panel.set_xlim(left=0)
+    panel.set_xlim(0, 1.6 * longest)  # with room for the labels
     panel.set_xlabel("ms an iteration")
+    panel.legend(loc="lower right", fontsize="small", frameon=False)
     panel.set_title("Step time on rank 0, median of the iterations", fontsize="medium")
 
 
 def _plot_memory(panel: Axes, runs: Sequence[Run], ranks: int) -> None:
-    memories = [(f"{run.source.value}\non a rank of {ranks}", run.memory) for run in runs]
+    memories = [(f"{run.source.value}\none of {ranks} ranks", run.memory) for run in runs]
     memories.append(("undistributed\n(computed)", runs[0].undistributed_memory))
     widest = max(memory.nbytes for _, memory in memories)
     ends = [0.0] * len(memories)

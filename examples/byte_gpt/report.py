@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from byte_gpt.choose import Choice
-from byte_gpt.memory import Memory
+from byte_gpt.records import Iteration, Memory, StepTime, median_step
 from byte_gpt.settings import Source
-from byte_gpt.train import Iteration, StepTime, median_step
 
 
 @dataclass(frozen=True)

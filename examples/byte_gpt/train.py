@@ -1,10 +1,8 @@
 """Train and validate."""
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from megatron.core import parallel_state
@@ -14,46 +12,11 @@ from torch import Tensor
 
 from byte_gpt.data import Text, validation_batches
 from byte_gpt.model import forward_step, token_losses
+from byte_gpt.records import Iteration, StepTime
 from byte_gpt.trainer import Trainer
 
 GRADS_SYNC, PARAMS_ALL_GATHER = "all-grads-sync", "params-all-gather"  # megatron-core's own names of its timers
 LOSS_ALL_REDUCE = "loss-all-reduce"
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Where the seconds of one iteration went, on one rank; they add up to the whole of it.
-
-    Args:
-        forward_backward_seconds: what is left: reading a batch, zeroing grads, forward and backward.
-        communication_seconds: reduce-scatter (or all-reduce) of the grads, all-gather of the params, all-reduce of the
-            loss, each with waiting for the other ranks. By timers that megatron-core keeps around the first two and
-            this program around the third.
-        update_seconds: `optimizer.step()` without its all-gather: gradient norm, clipping, Adam. The all-reduce of a
-            few numbers for the norm is in it.
-    """
-
-    forward_backward_seconds: float
-    communication_seconds: float
-    update_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_backward_seconds + self.communication_seconds + self.update_seconds
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """A line of the metrics file. Losses are in nats a byte; `seconds` is the time since training began."""
-
-    iteration: int
-    loss: float
-    learning_rate: float
-    grad_norm: float | None
-    skipped: bool
-    tokens_per_second: float
-    seconds: float
-    step: StepTime
 
 
 def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iteration]:
@@ -77,16 +40,6 @@ def validation_bits_per_byte(trainer: Trainer, text: Text) -> float:
         total += torch.stack((losses.double().sum(), total.new_tensor(losses.numel())))
     torch.distributed.all_reduce(total)
     return float(total[0] / total[1]) / math.log(2)
-
-
-def median_step(history: Sequence[Iteration]) -> StepTime:
-    """Of each part its median. The first iteration is left out where there are others: it makes kernels, too."""
-    steps = [iteration.step for iteration in history[1:] or history]
-    return StepTime(
-        forward_backward_seconds=statistics.median(step.forward_backward_seconds for step in steps),
-        communication_seconds=statistics.median(step.communication_seconds for step in steps),
-        update_seconds=statistics.median(step.update_seconds for step in steps),
-    )
 
 
 def iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
