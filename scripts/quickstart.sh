@@ -10,11 +10,11 @@ usage: scripts/quickstart.sh [options]
 
   --launcher deepspeed|torchrun   who starts the ranks (deepspeed)
   --ranks N                       how many (2; with GPUs at most one on each)
-  --precision fp32|bf16|fp16      of the model params; main params are fp32 (the faster of bf16 and fp32, measured)
-  --iterations N                  how many (480, or as many as end after about three minutes on this machine, measured)
+  --precision fp32|bf16|fp16      of the model params; main params are fp32 (bf16 or fp32, what is measured to be faster)
+  --iterations N                  how many (up to 480: as many as take three minutes by a measurement)
   --data FILE                     a text of your own (the source of Python's standard library)
   --seed N                        another start (1234)
-  --compare                       train once more with megatron-core's own distributed optimizer
+  --compare                       train once more, as long again, with megatron-core's own distributed optimizer
 
 PYTHON names the interpreter for the virtual environment (python3).
 USAGE
