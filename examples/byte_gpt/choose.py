@@ -12,7 +12,7 @@ TARGET_SECONDS = 180.0  # from the first line of scripts/quickstart.sh after the
 END_SECONDS = 10.0  # of these for what nobody measures: drawing the plot, the end of the processes
 MOST_ITERATIONS = 480  # a fast machine stops here: what more would teach takes more than a few minutes
 ENOUGH_ITERATIONS = 240  # where fewer fit, half the batch teaches more in the same time
-LEAST_ITERATIONS = 100  # with fewer the loss stays near the order-0 entropy, so a very slow machine takes longer
+LEAST_ITERATIONS = 150  # with fewer the loss stays near the order-0 entropy, so a very slow machine takes longer
 MICRO_BATCH_SIZES = (8, 4, 2, 1)
 FORWARD_SHARE = 1 / 3  # of forward and backward together: backward computes two products for each of forward
 
@@ -136,11 +136,10 @@ def _why_precision(insisted: Insisted, precision: Precision, trials: Sequence[Tr
 
 def _why_length(probe: Probe, ranks: int, size: int, iterations: int) -> str:
     seconds, left = probe.seconds(size), seconds_to_train(probe, ranks)
-    length = f"{iterations} iterations of {size} windows a rank, because one takes {seconds:.2f} s"
+    windows = "one window" if size == 1 else f"{size} windows"
+    length = f"{iterations} iterations of {windows} a rank, because one takes {seconds:.2f} s"
     if iterations * seconds > left:
-        return (
-            f"{length} and fewer learn too little: training takes {iterations * seconds:.0f} s instead of {left:.0f} s"
-        )
+        return f"{length} and fewer learn too little: training takes {iterations * seconds:.0f} s instead of {max(0.0, left):.0f} s"
     if iterations == MOST_ITERATIONS:
         return f"{length} and more than {MOST_ITERATIONS} are not needed"
     return f"{length} and {left:.0f} s of three minutes are left to train"

@@ -25,7 +25,7 @@ def plot(path: Path, runs: Sequence[Run], *, order0_bits_per_byte: float, title:
     matplotlib.use("Agg")
     rows = 3 if len(runs) == 1 else 4
     figure = Figure(figsize=(10, 3 * rows + 4), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[3 * rows, 4], hspace=0.02)
+    above, below = figure.subfigures(2, 1, height_ratios=[3 * rows, 4], hspace=0.02, squeeze=False)[:, 0]
     above.suptitle(title)
     _plot_curves(above.subplots(rows, 1, sharex=True, height_ratios=[2] + [1] * (rows - 1)), runs, order0_bits_per_byte)
     step, memory = below.subplots(1, 2)
