@@ -138,8 +138,9 @@ def _why_length(probe: Probe, ranks: int, size: int, iterations: int) -> str:
     seconds, left = probe.seconds(size), seconds_to_train(probe, ranks)
     windows = "one window" if size == 1 else f"{size} windows"
     length = f"{iterations} iterations of {windows} a rank, because one takes {seconds:.2f} s"
-    if iterations * seconds > left:
-        return f"{length} and fewer learn too little: training takes {iterations * seconds:.0f} s instead of {max(0.0, left):.0f} s"
+    training = iterations * seconds
+    if training > left:
+        return f"{length} and fewer learn too little: training takes {training:.0f} s instead of {max(0.0, left):.0f} s"
     if iterations == MOST_ITERATIONS:
         return f"{length} and more than {MOST_ITERATIONS} are not needed"
     return f"{length} and {left:.0f} s of three minutes are left to train"
