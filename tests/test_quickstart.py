@@ -60,7 +60,8 @@ def test_precision_when_it_is_given_then_no_measurement_overrules_it(precision: 
 @pytest.mark.parametrize("only", [BF16, FP32])
 def test_precision_when_the_device_has_one_then_it_is_that_untried(only: Precision) -> None:
     assert choose_precision(NOTHING, candidates=(only,), trials=()) is only
-    assert only.name.lower() in chosen(None, precision=only, trials=()).reason
+    has = {BF16: "bf16, which the GPUs have", FP32: "fp32, because a GPU has no bf16"}
+    assert has[only] in chosen(None, precision=only, trials=()).reason
 
 
 @pytest.mark.parametrize(

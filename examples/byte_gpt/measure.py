@@ -17,8 +17,8 @@ from byte_gpt.train import iterate
 from byte_gpt.trainer import training
 
 PROBE_WINDOWS = 2  # of a rank: one alone is slower than its share of a larger batch
-MOST_REPEATS = 3
-SECONDS_OF_REPEATS = 1.0
+MOST_REPEATS = 5
+SECONDS_OF_REPEATS = 1.5
 
 
 def measure(
