@@ -12,7 +12,7 @@ TARGET_SECONDS = 180.0  # from the first line of scripts/quickstart.sh after the
 END_SECONDS = 10.0  # of these for what nobody measures: drawing the plot, the end of the processes
 MOST_ITERATIONS = 480  # a fast machine stops here: what more would teach takes more than a few minutes
 ENOUGH_ITERATIONS = 240  # where fewer fit, half the batch teaches more in the same time
-# 150 iterations of one window end 0.9 bits a byte below the order-0 entropy, 100 only 0.5: hopeless machines take longer.
+# 150 iterations of one window end 0.9 bits a byte below the order-0 entropy, 100 only 0.5: slow machines take longer.
 LEAST_ITERATIONS = 150
 MICRO_BATCH_SIZES = (8, 4, 2, 1)
 FORWARD_SHARE = 1 / 3  # of forward and backward together: backward computes two products for each of forward
