@@ -1,5 +1,7 @@
 """The main job: a GPT of megatron-core learns to write Python from the source of the standard library, on two ranks.
 
+It takes about three minutes: a measurement of a few seconds chooses precision, number of iterations and batch size.
+
     scripts/quickstart.sh                                   # installs what it needs and runs this, or
     deepspeed --num_accelerators 2 examples/quickstart.py --use-distributed-optimizer
     torchrun --nproc-per-node 2 examples/quickstart.py --use-distributed-optimizer
@@ -10,18 +12,26 @@ NCCL where there are NVIDIA GPUs, one a rank; gloo on the CPU elsewhere. Results
 import argparse
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import megatron_on_cpu
 import torch
 from byte_gpt import plot, report, sample
+from byte_gpt.choose import Choice, Insisted
 from byte_gpt.data import Text, load
+from byte_gpt.measure import measure
+from byte_gpt.memory import measure_memory, undistributed_memory
 from byte_gpt.progress import reporting
 from byte_gpt.settings import Precision, Settings, Source
-from byte_gpt.train import state_nbytes, train, validation_bits_per_byte
+from byte_gpt.train import train, validation_bits_per_byte
 from byte_gpt.trainer import training
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
+# Of the launcher and of the imports above, where scripts/quickstart.sh does not say when it began.
+LAUNCH_SECONDS = 15.0
+BEGAN = float(os.environ.get("QUICKSTART_BEGAN", time.time() - LAUNCH_SECONDS))  # seconds since 1970
 
 
 def main() -> None:
@@ -39,24 +49,40 @@ def main() -> None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
+    """Without what is chosen later, but for checking what was given."""
     return Settings(
-        iterations=args.iterations,
-        precision=Precision.parse(args.precision),
+        iterations=Settings.iterations if args.iterations is None else args.iterations,
         seed=args.seed,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
 
 
+def insisted(args: argparse.Namespace) -> Insisted:
+    return Insisted(Precision.parse(args.precision) if args.precision else None, args.iterations)
+
+
 def run_all(args: argparse.Namespace, settings: Settings, text: Text, device: torch.device) -> None:
     order0 = text.order0_bits_per_byte()
     say(f"text: {text.name}, {text.nbytes:,} bytes, order-0 entropy {order0:.3f} bits a byte")
+    choice = measure(settings, insisted(args), text, device, seconds_before=lambda: time.time() - BEGAN)
+    say(f"chosen: {choice.reason}")
+    settings = chosen(settings, choice)
     runs = [run(settings, source, text, device) for source in sources(args)]
     ranks = torch.distributed.get_world_size()
     summary = report.summarize(
-        runs[0], order0_bits_per_byte=order0, ranks=ranks, launcher=launcher(), device=device_name(device)
+        runs[0], choice, order0_bits_per_byte=order0, ranks=ranks, launcher=launcher(), device=device_name(device)
     )
     if torch.distributed.get_rank() == 0:
         finish(args.output, summary, runs, settings)
+
+
+def chosen(settings: Settings, choice: Choice) -> Settings:
+    return replace(
+        settings,
+        precision=choice.precision,
+        iterations=choice.iterations,
+        micro_batch_size=choice.micro_batch_size,
+    )
 
 
 def sources(args: argparse.Namespace) -> list[Source]:
@@ -70,13 +96,13 @@ def finish(folder: Path, summary: report.Summary, runs: list[report.Run], settin
     folder.mkdir(parents=True, exist_ok=True)
     report.write(folder, summary, runs)
     title = f"GPT on bytes, {settings.precision.name.lower()}, {summary.ranks} ranks, {summary.device}"
-    plot.plot(folder / "curves.png", runs, order0_bits_per_byte=summary.order0_bits_per_byte, title=title)
+    plot.plot(
+        folder / "curves.png", runs, order0_bits_per_byte=summary.order0_bits_per_byte, title=title, ranks=summary.ranks
+    )
     print(f"\nThe model writes:\n\n{runs[0].sample}\n\n{report.describe(summary)}")
     if len(runs) == 2:
-        print(
-            f"megatron-core's   {runs[1].state_nbytes:,} bytes a rank; largest deviation of the training loss: ", end=""
-        )
-        print(f"{report.largest_deviation(*runs):.2e} nats a byte")
+        print(report.describe_comparison(*runs))
+    print(f"took in all       {time.time() - BEGAN:.0f} s")
     print(f"written           {folder}/summary.json, metrics.jsonl, curves.png", flush=True)
 
 
@@ -89,16 +115,18 @@ def run(settings: Settings, source: Source, text: Text, device: torch.device) ->
         with reporting(title, settings.iterations, rank=rank) as on_iteration:
             history = train(trainer, on_iteration)
         validation = validation_bits_per_byte(trainer, text)
-        kept, undistributed = state_nbytes(trainer)
+        memory = measure_memory(trainer)
+        undistributed = undistributed_memory(trainer, memory)
         written = sample.write(trainer) if rank == 0 else ""
-    return report.Run(source, history, validation, kept, undistributed, written)
+    return report.Run(source, history, validation, memory, undistributed, written)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--use-distributed-optimizer", action="store_true", help="without it, all state on every rank")
-    parser.add_argument("--precision", choices=[each.name.lower() for each in Precision], default="bf16")
-    parser.add_argument("--iterations", type=int, default=Settings.iterations)
+    names = [each.name.lower() for each in Precision]
+    parser.add_argument("--precision", choices=names, help="of the model params (what is measured to be fastest)")
+    parser.add_argument("--iterations", type=int, help="how many (as many as three minutes allow)")
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--data", type=Path, help="a text of your own instead of the standard library")
     parser.add_argument("--compare", action="store_true", help="train again with megatron-core's own optimizer")

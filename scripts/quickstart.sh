@@ -10,11 +10,11 @@ usage: scripts/quickstart.sh [options]
 
   --launcher deepspeed|torchrun   who starts the ranks (deepspeed)
   --ranks N                       how many (2; with GPUs at most one on each)
-  --precision fp32|bf16|fp16      of the model params; main params are fp32 (bf16)
-  --iterations N                  how long (480: about three minutes on two CPU cores)
+  --precision fp32|bf16|fp16      of the model params; main params are fp32 (bf16 or fp32, what is measured to be faster)
+  --iterations N                  how many (up to 480: as many as take three minutes by a measurement)
   --data FILE                     a text of your own (the source of Python's standard library)
   --seed N                        another start (1234)
-  --compare                       train once more with megatron-core's own distributed optimizer
+  --compare                       train once more, as long again, with megatron-core's own distributed optimizer
 
 PYTHON names the interpreter for the virtual environment (python3).
 USAGE
@@ -54,6 +54,8 @@ if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
 fi
 
 prepare quickstart
+QUICKSTART_BEGAN=$(date +%s) # the three minutes: imports and launcher count, installing does not
+export QUICKSTART_BEGAN
 
 # The port is free now: another job of the machine may hold the launchers' default one.
 port=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

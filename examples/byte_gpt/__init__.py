@@ -1,5 +1,5 @@
-"""The parts of quickstart.py: a GPT that reads and writes bytes. In reading order: settings, data, model, trainer,
-train, progress, sample, report, plot."""
+"""The parts of quickstart.py: a GPT that reads and writes bytes. In reading order: settings, choose, data, model,
+trainer, records, train, measure, memory, progress, sample, report, plot."""
 
 import warnings
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from byte_gpt.train import Iteration
+from byte_gpt.records import Iteration
 
 SECONDS_BETWEEN_LINES = 10.0
 Report = Callable[[Iteration], None]

@@ -4,10 +4,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from byte_gpt.choose import Choice
+from byte_gpt.records import Iteration, Memory, StepTime, median_step
 from byte_gpt.settings import Source
-from byte_gpt.train import Iteration
 
 
 @dataclass(frozen=True)
@@ -17,35 +20,49 @@ class Run:
     source: Source
     history: list[Iteration]
     validation_bits_per_byte: float
-    state_nbytes: int  # of the rank that keeps most
-    undistributed_state_nbytes: int
+    memory: Memory
+    undistributed_memory: Memory
     sample: str
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json. Losses are in nats a byte; `state_nbytes_per_rank` is that of the rank that keeps most."""
+    """summary.json. Losses are in nats a byte.
+
+    Args:
+        choice: precision, iterations and batch, why these, and what was measured for it.
+        step: of each part the median over the iterations, on rank 0.
+        memory_per_rank: of the rank that keeps most, as allocated.
+        memory_undistributed: of each rank if no state were sharded, computed.
+        seconds: of training alone.
+    """
 
     first_loss: float
     last_loss: float
     validation_bits_per_byte: float
     order0_bits_per_byte: float
-    state_nbytes_per_rank: int
-    state_nbytes_undistributed: int
+    choice: Choice
+    step: StepTime
+    memory_per_rank: Memory
+    memory_undistributed: Memory
     ranks: int
     launcher: str
     device: str
     seconds: float
 
 
-def summarize(run: Run, *, order0_bits_per_byte: float, ranks: int, launcher: str, device: str) -> Summary:
+def summarize(
+    run: Run, choice: Choice, *, order0_bits_per_byte: float, ranks: int, launcher: str, device: str
+) -> Summary:
     return Summary(
         first_loss=run.history[0].loss,
         last_loss=run.history[-1].loss,
         validation_bits_per_byte=run.validation_bits_per_byte,
         order0_bits_per_byte=order0_bits_per_byte,
-        state_nbytes_per_rank=run.state_nbytes,
-        state_nbytes_undistributed=run.undistributed_state_nbytes,
+        choice=choice,
+        step=median_step(run.history),
+        memory_per_rank=run.memory,
+        memory_undistributed=run.undistributed_memory,
         ranks=ranks,
         launcher=launcher,
         device=device,
@@ -55,7 +72,7 @@ def summarize(run: Run, *, order0_bits_per_byte: float, ranks: int, launcher: st
 
 def write(folder: Path, summary: Summary, runs: Sequence[Run]) -> None:
     """summary.json and metrics.jsonl of the first run, and metrics-host.jsonl of the one that it is compared with."""
-    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2, default=_name) + "\n")
     for name, run in zip(("metrics.jsonl", "metrics-host.jsonl"), runs, strict=False):
         lines = [json.dumps(asdict(iteration)) + "\n" for iteration in run.history]
         (folder / name).write_text("".join(lines))
@@ -72,14 +89,17 @@ def largest_deviation(ours: Run, host: Run) -> float:
 
 
 def describe(summary: Summary) -> str:
-    kept, whole = summary.state_nbytes_per_rank, summary.state_nbytes_undistributed
+    kept, whole, step = summary.memory_per_rank.nbytes, summary.memory_undistributed.nbytes, summary.step
     return "\n".join(
         (
             f"training loss     {_both(summary.first_loss)} at the first iteration",
             f"                  {_both(summary.last_loss)} at the last",
             f"validation loss   {summary.validation_bits_per_byte:.3f} bits a byte"
             f" (order-0 entropy of the text: {summary.order0_bits_per_byte:.3f})",
-            f"optimizer state   {kept:,} bytes on each of {summary.ranks} ranks; undistributed {whole:,}",
+            f"one iteration     {step.forward_backward_seconds * 1e3:.0f} ms forward and backward,"
+            f" {step.communication_seconds * 1e3:.0f} ms communication, {step.update_seconds * 1e3:.0f} ms update",
+            f"memory            {kept / 1e6:.1f} MB of params, grads and optimizer state on each of {summary.ranks}"
+            f" ranks; undistributed {whole / 1e6:.1f} MB",
             f"training took     {summary.seconds:.0f} s on {summary.device}, started by {summary.launcher}",
         )
     )
@@ -87,10 +107,17 @@ def describe(summary: Summary) -> str:
 
 def describe_comparison(ours: Run, host: Run) -> str:
     return (
-        f"megatron-core's   {host.state_nbytes:,} bytes of state a rank, validation loss"
+        f"megatron-core's   {host.memory.nbytes / 1e6:.1f} MB a rank, validation loss"
         f" {host.validation_bits_per_byte:.3f} bits a byte;"
         f" largest deviation of the training loss {largest_deviation(ours, host):.2e} nats a byte"
     )
+
+
+def _name(value: Any) -> str:
+    """What json cannot write by itself: the precisions."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    raise TypeError(f"Invalid value for summary.json: {value!r}.")
 
 
 def _both(nats: float) -> str:

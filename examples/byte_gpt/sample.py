@@ -6,16 +6,17 @@ from torch import Tensor
 from byte_gpt.trainer import Trainer
 
 PROMPT = "def "
+CONTEXT = 128  # bytes that it reads to write the next: half of what it was trained on, at half the time
 
 
 @torch.no_grad()
-def write(trainer: Trainer, *, numel: int = 400, temperature: float = 0.8) -> str:
+def write(trainer: Trainer, *, temperature: float = 0.8) -> str:
     """What follows `PROMPT`, byte by byte, each drawn from what the model expects. Every rank can write alone."""
     module = trainer.model.module  # without DistributedDataParallel, whose forward may wait for other ranks
     generator = torch.Generator().manual_seed(trainer.settings.seed)
     written = list(PROMPT.encode())
-    for _ in range(numel):
-        logits = _next_byte_logits(module, torch.tensor([written[-trainer.settings.seq_length :]]))
+    for _ in range(trainer.settings.sample_nbytes):
+        logits = _next_byte_logits(module, torch.tensor([written[-CONTEXT:]]))
         shares = torch.softmax(logits / temperature, dim=-1)
         written.append(int(torch.multinomial(shares, 1, generator=generator)))
     return _printable(bytes(written).decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""What is trained, and for how long. The defaults fit about three minutes on two CPU cores with bf16 instructions."""
+"""What is trained, and for how long. choose.py chooses precision, iterations and batch where nobody gave them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -44,6 +44,7 @@ class Settings:
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     validation_windows: int = 256
+    sample_nbytes: int = 400  # what the trained model writes at the end
 
     def __post_init__(self) -> None:
         if self.iterations < 1:

@@ -1,33 +1,22 @@
-"""Train, validate, and count what the optimizer keeps."""
+"""Train and validate."""
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from byte_gpt.data import Text, validation_batches
 from byte_gpt.model import forward_step, token_losses
+from byte_gpt.records import Iteration, StepTime
 from byte_gpt.trainer import Trainer
 
-
-@dataclass(frozen=True)
-class Iteration:
-    """A line of the metrics file. Losses are in nats a byte; `seconds` is the time since training began."""
-
-    iteration: int
-    loss: float
-    learning_rate: float
-    grad_norm: float | None
-    skipped: bool
-    tokens_per_second: float
-    seconds: float
+GRADS_SYNC, PARAMS_ALL_GATHER = "all-grads-sync", "params-all-gather"  # megatron-core's own names of its timers
+LOSS_ALL_REDUCE = "loss-all-reduce"
 
 
 def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iteration]:
@@ -35,7 +24,7 @@ def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iterati
     history: list[Iteration] = []
     began = time.perf_counter()
     for iteration in range(1, trainer.settings.iterations + 1):
-        history.append(_iterate(trainer, iteration, began))
+        history.append(iterate(trainer, iteration, began))
         report(history[-1])
     return history
 
@@ -53,25 +42,16 @@ def validation_bits_per_byte(trainer: Trainer, text: Text) -> float:
     return float(total[0] / total[1]) / math.log(2)
 
 
-def state_nbytes(trainer: Trainer) -> tuple[int, int]:
-    """Collective: bytes of main params and moments, on the rank that keeps most, and on one rank undistributed."""
-    parts, ranks = trainer.optimizer.chained_optimizers, parallel_state.get_data_parallel_world_size()
-    own = sum(part.state_nbytes if hasattr(part, "state_nbytes") else _counted(trainer, part) for part in parts)
-    most = torch.tensor(own, device=_device(trainer))
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    if all(hasattr(part, "undistributed_state_nbytes") for part in parts):
-        return int(most), sum(part.undistributed_state_nbytes for part in parts)
-    return int(most), int(most) * (ranks if trainer.settings.use_distributed_optimizer else 1)  # shards are of a size
-
-
-def _iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
+def iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
+    """Collective: one iteration."""
     start = time.perf_counter()
     loss = _forward_backward(trainer)
     learning_rate = get_canonical_lr_for_logging(trainer.optimizer.param_groups)
+    step_start = time.perf_counter()
     success, grad_norm, _ = trainer.optimizer.step()
+    now, ranks = time.perf_counter(), parallel_state.get_data_parallel_world_size()
     if success:
         trainer.scheduler.step(increment=1)
-    now, ranks = time.perf_counter(), parallel_state.get_data_parallel_world_size()
     return Iteration(
         iteration=iteration,
         loss=loss,
@@ -80,7 +60,21 @@ def _iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
         skipped=not success,
         tokens_per_second=ranks * trainer.settings.tokens_per_rank / (now - start),
         seconds=now - began,
+        step=_step_time(trainer, whole=now - start, optimizer_step=now - step_start),
     )
+
+
+def _step_time(trainer: Trainer, *, whole: float, optimizer_step: float) -> StepTime:
+    """Reads and resets the timers. On a GPU each of them waits for the kernels, at its start and at its end."""
+    gather = _elapsed(trainer, PARAMS_ALL_GATHER)
+    communication = _elapsed(trainer, GRADS_SYNC) + gather + _elapsed(trainer, LOSS_ALL_REDUCE)
+    update = optimizer_step - gather
+    return StepTime(whole - communication - update, communication, update)
+
+
+def _elapsed(trainer: Trainer, name: str) -> float:
+    """0 where the timer never ran: an optimizer that is not distributed gathers no params."""
+    return float(trainer.timers(name, log_level=1).elapsed())
 
 
 def _forward_backward(trainer: Trainer) -> float:
@@ -97,17 +91,10 @@ def _forward_backward(trainer: Trainer) -> float:
         micro_batch_size=settings.micro_batch_size,
     )
     loss: Tensor = torch.stack([entry["loss"] for entry in losses]).mean()
+    trainer.timers(LOSS_ALL_REDUCE, log_level=1).start()
     torch.distributed.all_reduce(loss)
+    trainer.timers(LOSS_ALL_REDUCE).stop()
     return loss.item() / int(parallel_state.get_data_parallel_world_size())
-
-
-def _counted(trainer: Trainer, part: MegatronOptimizer) -> int:
-    """What a host's optimizer keeps beside the model: moments and main params, which fp32 params are themselves."""
-    inner: torch.optim.Optimizer = part.optimizer
-    kept = [param for group in inner.param_groups for param in group["params"]]
-    kept += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    of_the_model = {param.untyped_storage().data_ptr() for param in trainer.model.parameters()}
-    return sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in of_the_model)
 
 
 def _device(trainer: Trainer) -> torch.device:

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
 from torch import Tensor
 
 import megatron_distopt
@@ -28,6 +29,7 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     batches: Iterator[Tensor]  # int64 [micro_batch_size, seq_length + 1]
+    timers: Timers  # of the model's schedule and of the optimizer
 
 
 @contextmanager
@@ -45,11 +47,14 @@ def training(settings: Settings, source: Source, text: Text, device: torch.devic
 
 def _trainer(settings: Settings, text: Text, device: torch.device) -> Trainer:
     model = build_model(settings, device)
-    optimizer = core_optimizer.get_megatron_optimizer(_optimizer_config(settings), [model])
+    timers = Timers(log_level=1, log_option="max")
+    optimizer = core_optimizer.get_megatron_optimizer(_optimizer_config(settings, timers), [model])
     model.config.grad_scale_func = optimizer.scale_loss
+    # A barrier before each timed part would be another program than the one without timers.
+    model.config.timers, model.config.barrier_with_L1_time = timers, False
     rank = parallel_state.get_data_parallel_rank()
     batches = training_batches(text, seed=settings.seed, rank=rank, shape=settings.batch_shape)
-    return Trainer(settings, model, optimizer, _scheduler(optimizer, settings), batches)
+    return Trainer(settings, model, optimizer, _scheduler(optimizer, settings), batches, timers)
 
 
 @contextmanager
@@ -63,7 +68,7 @@ def _optimizer_of(source: Source) -> Iterator[None]:
         installation.undo()
 
 
-def _optimizer_config(settings: Settings) -> OptimizerConfig:
+def _optimizer_config(settings: Settings, timers: Timers) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.max_lr,
@@ -77,6 +82,8 @@ def _optimizer_config(settings: Settings) -> OptimizerConfig:
         initial_loss_scale=2.0**16,
         loss_scale_window=100,
         use_distributed_optimizer=settings.use_distributed_optimizer,
+        timers=timers,
+        barrier_with_L1_time=False,
     )
 
 

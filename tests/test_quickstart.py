@@ -1,0 +1,319 @@
+"""The quickstart chooses what three minutes allow, all ranks the same, and writes down what it chose and measured."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from byte_gpt import choose as choosing
+from byte_gpt.choose import Choice, Insisted, Probe, Trial, choose, choose_precision
+from byte_gpt.records import Iteration, Memory, StepTime, median_step
+from byte_gpt.settings import Precision, Settings, Source
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.spawn import run_ranks
+
+BF16, FP32, FP16 = Precision.BF16, Precision.FP32, Precision.FP16
+ON_A_CPU = (BF16, FP32)
+
+
+def trials(bf16: float, fp32: float) -> tuple[Trial, ...]:
+    return Trial(BF16, bf16), Trial(FP32, fp32)
+
+
+NOTHING = Insisted()
+
+
+def chosen(probe: Probe | None, insisted: Insisted = NOTHING, **more: Any) -> Choice:
+    return choose(insisted, **{"precision": FP32, "trials": trials(0.3, 0.1), "probe": probe, "ranks": 2, **more})
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "expected"),
+    [
+        (0.01, 0.03, BF16),  # AMX
+        (0.09, 0.03, FP32),  # AVX512 without bf16
+        (0.60, 0.02, FP32),  # AVX2: emulated without vectors
+        (0.02, 0.02, BF16),  # half the memory at the same speed
+    ],
+)
+def test_precision_when_both_are_measured_then_it_is_the_faster(bf16: float, fp32: float, expected: Precision) -> None:
+    assert choose_precision(NOTHING, candidates=ON_A_CPU, trials=trials(bf16, fp32)) is expected
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_precision_when_it_is_given_then_no_measurement_overrules_it(precision: Precision) -> None:
+    insisted = Insisted(precision=precision)
+    assert choose_precision(insisted, candidates=ON_A_CPU, trials=trials(1e-6, 1e-6)) is precision
+    assert "--precision" in chosen(None, insisted, precision=precision, trials=()).reason
+
+
+@pytest.mark.parametrize("only", [BF16, FP32])
+def test_precision_when_the_device_has_one_then_it_is_that_untried(only: Precision) -> None:
+    assert choose_precision(NOTHING, candidates=(only,), trials=()) is only
+    has = {BF16: "bf16, which the GPUs have", FP32: "fp32, because a GPU has no bf16"}
+    assert has[only] in chosen(None, precision=only, trials=()).reason
+
+
+@pytest.mark.parametrize(
+    ("window_seconds", "other_seconds", "before", "size", "iterations"),
+    [
+        (0.001, 0.01, 20, 8, 480),  # a GPU, or many cores: no longer than is of use
+        (0.03, 0.05, 20, 8, 480),  # two cores with AMX
+        (0.1, 0.05, 20, 4, 309),  # two cores with AVX512: half the batch
+        (0.2, 0.1, 25, 2, 246),  # two older cores
+        (0.4, 0.1, 30, 1, 192),  # two slow ones, that start slowly
+        (5.0, 1.0, 30, 1, 150),  # hopeless: as few as are of use
+        (0.1, 0.05, 300, 1, 150),  # it took longer than that to start
+    ],
+)
+def test_length_when_a_machine_is_so_fast_then_batch_and_iterations_fit(
+    window_seconds: float, other_seconds: float, before: float, size: int, iterations: int
+) -> None:
+    choice = chosen(Probe(2, 2 * window_seconds, other_seconds, before))
+    assert (choice.micro_batch_size, choice.iterations) == (size, iterations)
+
+
+positive = st.floats(1e-5, 10.0)
+
+
+@given(positive, positive, st.floats(0, 100), st.integers(1, 8))
+def test_length_when_more_than_the_fewest_are_chosen_then_three_minutes_are_kept(
+    window_seconds: float, other_seconds: float, before: float, ranks: int
+) -> None:
+    probe = Probe(2, 2 * window_seconds, other_seconds, before)
+    choice = chosen(probe, ranks=ranks)
+    assert choosing.LEAST_ITERATIONS <= choice.iterations <= choosing.MOST_ITERATIONS
+    forwards = Settings.validation_windows / ranks + Settings.sample_nbytes / 2
+    training = choice.iterations * (choice.micro_batch_size * window_seconds + other_seconds)
+    if choice.iterations > choosing.LEAST_ITERATIONS:
+        assert before + training + forwards * window_seconds / 3 <= 180
+
+
+def test_length_when_it_cannot_be_three_minutes_then_the_reason_says_how_long() -> None:
+    assert "takes 900 s instead of 0 s" in chosen(Probe(2, 10.0, 1.0, 30.0)).reason
+
+
+def test_length_when_it_is_given_then_the_batch_is_whole_and_the_reason_says_so() -> None:
+    choice = chosen(None, Insisted(iterations=7))
+    assert (choice.iterations, choice.micro_batch_size) == (7, Settings.micro_batch_size)
+    assert "7 iterations, as --iterations says" in choice.reason
+
+
+def test_reason_when_all_is_measured_then_it_is_one_sentence_with_the_figures() -> None:
+    reason = chosen(Probe(2, 0.2, 0.05, 20.0)).reason
+    assert "300 ms in bf16 and 100 ms in fp32" in reason
+    assert "309 iterations of 4 windows" in reason
+    assert reason.count(". ") == 0 and reason.endswith(".")
+
+
+def test_settings_when_it_is_short_then_the_learning_rate_still_rises_and_falls() -> None:
+    for iterations in (1, 9, 150, 480):
+        assert Settings(iterations=iterations).warmup_iterations <= iterations / 10
+
+
+# On two ranks: a model of two layers, of which a training takes a moment.
+TINY = Settings(
+    num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, validation_windows=8, sample_nbytes=4
+)
+SLEEP = 0.2
+
+
+def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
+    import megatron_on_cpu
+    import quickstart
+    from byte_gpt import data, measure, train
+
+    megatron_on_cpu.install()
+    cpu = torch.device("cpu")
+    file = Path(folder) / f"text{rank}"
+    file.write_bytes(b"def spam(eggs):\n    return eggs\n" * 1000)
+    text = data.load(file, seq_length=TINY.seq_length)
+    found: dict[str, Any] = {}
+
+    def measured(**insisted: Any) -> Choice:
+        return measure.measure(TINY, Insisted(**insisted), text, cpu, seconds_before=lambda: 40.0 + rank)
+
+    forward_backward = train._forward_backward
+
+    def slow_in_bf16_on_the_last(trainer: Any) -> float:
+        time.sleep(SLEEP if rank == size - 1 and trainer.settings.precision is BF16 else 0)
+        return forward_backward(trainer)
+
+    train._forward_backward = slow_in_bf16_on_the_last
+    found["bf16 is slow on the last rank"] = measured()
+    found["precision is given"] = measured(precision=BF16)
+    found["iterations are given"] = measured(iterations=3)
+    found["both are given"] = measured(precision=FP16, iterations=3)
+    train._forward_backward = forward_backward
+
+    args = {"precision": None, "iterations": 4, "use_distributed_optimizer": True, "compare": True}
+    settings = quickstart.settings_of(argparse.Namespace(seed=1, **args))
+    settings = quickstart.replace(
+        settings, **{name: getattr(TINY, name) for name in vars(TINY) if name != "iterations"}
+    )
+    for precision in ("fp32", "bf16"):
+        output = Path(folder) / precision
+        namespace = argparse.Namespace(**{**args, "precision": precision, "output": output})
+        quickstart.run_all(namespace, settings, text, cpu)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Choice]]:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("matplotlib")
+    return run_ranks(on_ranks, 2, str(folder), seconds=300)
+
+
+CASES = ["bf16 is slow on the last rank", "precision is given", "iterations are given", "both are given"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same(
+    results: list[dict[str, Choice]], case: str
+) -> None:
+    assert results[0][case] == results[1][case]
+
+
+def test_measure_when_bf16_is_slow_on_one_rank_then_all_take_fp32(results: list[dict[str, Choice]]) -> None:
+    choice = results[0]["bf16 is slow on the last rank"]
+    assert choice.precision is FP32
+    assert choice.trials[0].precision is BF16 and choice.trials[0].seconds >= SLEEP
+    assert choice.probe is not None and choice.probe.seconds_before == 41.0  # the last rank's
+
+
+def test_measure_when_precision_is_given_then_the_length_is_measured_in_it(results: list[dict[str, Choice]]) -> None:
+    choice = results[0]["precision is given"]
+    assert (choice.precision, choice.trials) == (BF16, ())
+    assert choice.probe is not None and choice.probe.forward_backward_seconds >= SLEEP
+
+
+def test_measure_when_iterations_are_given_then_only_the_precision_is_measured(
+    results: list[dict[str, Choice]],
+) -> None:
+    choice = results[0]["iterations are given"]
+    assert (choice.precision, choice.iterations, choice.probe) == (FP32, 3, None)
+    assert len(choice.trials) == 2
+
+
+def test_measure_when_both_are_given_then_nothing_is_measured(results: list[dict[str, Choice]]) -> None:
+    choice = results[0]["both are given"]
+    assert (choice.precision, choice.iterations, choice.trials, choice.probe) == (FP16, 3, (), None)
+
+
+@pytest.fixture
+def summaries(results: list[dict[str, Choice]], folder: Path) -> dict[str, Any]:
+    return {name: json.loads((folder / name / "summary.json").read_text()) for name in ("fp32", "bf16")}
+
+
+def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_why(summaries: dict[str, Any]) -> None:
+    for name, summary in summaries.items():
+        choice = summary["choice"]
+        assert (choice["precision"], choice["iterations"], choice["trials"]) == (name, 4, [])
+        assert "--precision" in choice["reason"] and "--iterations" in choice["reason"]
+
+
+def test_summary_when_a_run_ends_then_the_parts_of_a_step_are_measured(summaries: dict[str, Any], folder: Path) -> None:
+    for name, summary in summaries.items():
+        assert all(seconds > 0 for seconds in summary["step"].values()) and len(summary["step"]) == 3
+        for metrics in ("metrics.jsonl", "metrics-host.jsonl"):
+            lines = [json.loads(line) for line in (folder / name / metrics).read_text().splitlines()]
+            assert len(lines) == 4
+            # Adding iterations up leaves out the scheduler and the report between them.
+            assert sum(sum(line["step"].values()) for line in lines) <= lines[-1]["seconds"]
+
+
+NUMEL = 256 * 32 + 2 * (3 * 32 * 32 + 3 * 32 + 32 * 32 + 32 + 2 * 4 * 32 * 32 + 4 * 32 + 32 + 4 * 32) + 2 * 32
+
+
+@pytest.mark.parametrize(("name", "param", "state"), [("fp32", 4, 8), ("bf16", 2, 12)])
+def test_summary_when_a_run_ends_then_memory_is_that_of_the_model(
+    summaries: dict[str, Any], name: str, param: int, state: int
+) -> None:
+    whole, rank = summaries[name]["memory_undistributed"], summaries[name]["memory_per_rank"]
+    assert whole == {"param_nbytes": param * NUMEL, "grad_nbytes": 4 * NUMEL, "state_nbytes": state * NUMEL}
+    # megatron-core pads each param to 64 elements and the bucket to 128 a rank: a few percent of so small a model.
+    assert rank["param_nbytes"] == pytest.approx(param * NUMEL, rel=0.05)
+    assert rank["grad_nbytes"] == pytest.approx(4 * NUMEL, rel=0.05)
+    assert rank["state_nbytes"] == pytest.approx(state * NUMEL / 2, rel=0.05)
+
+
+def test_curves_when_a_run_ends_then_they_are_drawn(summaries: dict[str, Any], folder: Path) -> None:
+    for name in summaries:
+        assert (folder / name / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def a_run(source: Source, communication: float, state_nbytes: int) -> Any:
+    step = StepTime(0.8, communication, 0.004)
+    history = [Iteration(each, 4.0 / each, 1e-3, 2.0 / each, False, 5e3, each * 0.85, step) for each in range(1, 20)]
+    memory, undistributed = Memory(12_900_000, 12_900_000, state_nbytes), Memory(12_900_000, 12_900_000, 25_800_000)
+    return SimpleNamespace(
+        source=source, history=history, validation_bits_per_byte=2.5, memory=memory, undistributed_memory=undistributed
+    )
+
+
+ONE, TWO = [a_run(Source.OURS, 0.05, 12_900_000)], [a_run(Source.OURS, 0.05, 9), a_run(Source.HOST, 0.9, 12_900_000)]
+
+
+@pytest.mark.parametrize("runs", [ONE, TWO], ids=["one run", "two runs"])
+def test_curves_when_they_are_drawn_then_step_and_memory_have_units_and_no_labels_overlap(
+    runs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from byte_gpt import plot
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
+    )
+    plot.plot(tmp_path / "x.png", runs, order0_bits_per_byte=4.69, title="a run", ranks=2)
+    figures[0].draw_without_rendering()  # at its own resolution again, so that all extents are in the same pixels
+    for panel in figures[0].axes[-2:]:
+        assert panel.get_xlabel().startswith(("ms", "MB"))
+        labels = [text for text in panel.texts if text.get_text()] + panel.get_yticklabels() + [panel.title]
+        boxes = [text.get_window_extent() for text in [*labels, *filter(None, [panel.get_legend()])]]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+        assert all(panel.get_window_extent().x1 >= text.get_window_extent().x1 for text in panel.texts)
+    texts = {text.get_text() for panel in figures[0].axes for text in panel.texts}
+    assert {"50 ms (5.9%)", "51.6 MB"} <= texts
+    assert median_step(runs[0].history).seconds == pytest.approx(0.854)
+
+
+def shortest(rank: int, size: int) -> tuple[float, float]:
+    """The least that any machine trains: validation loss and order-0 entropy in bits a byte."""
+    import megatron_on_cpu
+    from byte_gpt.data import load
+    from byte_gpt.train import train, validation_bits_per_byte
+    from byte_gpt.trainer import training
+
+    megatron_on_cpu.install()
+    settings = Settings(iterations=choosing.LEAST_ITERATIONS, precision=FP32, micro_batch_size=1, validation_windows=64)
+    text = load(None, seq_length=settings.seq_length)
+    with training(settings, Source.OURS, text, torch.device("cpu")) as trainer:
+        train(trainer, lambda iteration: None)
+        return validation_bits_per_byte(trainer, text), text.order0_bits_per_byte()
+
+
+@pytest.mark.long
+def test_shortest_when_a_machine_is_hopeless_then_the_model_still_learns() -> None:
+    pytest.importorskip("megatron.core")
+    (validation, order0), *_ = run_ranks(shortest, 2, seconds=900)
+    # A model that has learnt only how often each byte occurs is at the entropy.
+    assert math.isfinite(validation) and validation < order0 - 0.5
