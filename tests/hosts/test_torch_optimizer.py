@@ -1,5 +1,4 @@
 """The optimizer that `distribute` returns as an object of torch: hooks, groups, gradients, module buffers, saving."""
-params."""
 
 from __future__ import annotations
 

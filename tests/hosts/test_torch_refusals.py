@@ -1,5 +1,4 @@
 """What cannot have the effect of torch with a sharded optimizer is an error of ours on every rank."""
-trained."""
 
 from __future__ import annotations
 
