@@ -111,6 +111,16 @@ def rank_leaves_out_a_step() -> None:
         optimizer.step()
 
 
+def rank_leaves_out_a_step_with_overlap() -> None:
+    model, optimizer = _built(overlap_grad_reduce=True)
+    for number in range(4):
+        optimizer.zero_grad()
+        _backward(model)
+        if number == 2 and dist.get_rank() == 1:
+            continue
+        optimizer.step()
+
+
 def param_converted() -> None:
     model, optimizer = _built()
     model.double()
@@ -261,6 +271,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], type[Exception], tuple[st
     optimizer_copied: (AccessError, AccessError, ("distribute(...)",)),
     optimizer_pickled: (AccessError, AccessError, ("state_dict()",)),
     rank_leaves_out_a_step: (RanksDisagreeError, RanksDisagreeError, ("rank 1", "rank 0", "3", "2")),
+    rank_leaves_out_a_step_with_overlap: (RanksDisagreeError, RanksDisagreeError, ("rank 1", "round 3", "zero_grad()")),
     param_converted: (LayoutError, LayoutError, ("float64", "before distribute(...)")),
     param_replaced: (LayoutError, LayoutError, ("'0.weight'", "param.copy_(...)")),
     state_dict_assigned: (LayoutError, LayoutError, ("without assign=True",)),

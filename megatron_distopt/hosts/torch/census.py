@@ -26,6 +26,7 @@ class Census:
         newcomers: params that were frozen or new, and have a gradient now.
         begun: modules whose buffers have begun to change.
         present: by param, whether this rank has a gradient of it.
+        is_dropped: whether the round ends without a step.
     """
 
     round: int
@@ -33,10 +34,11 @@ class Census:
     newcomers: int
     begun: int
     present: Sequence[bool]
+    is_dropped: bool = False
 
     def packed(self, like: Tensor) -> Tensor:
         """1-D, of the dtype and device of `like`; to be summed over ranks."""
-        number = self.round % _MODULUS
+        number = (2 * self.round + self.is_dropped) % _MODULUS
         head = [number, number**2, self.complaints, self.newcomers, self.begun]
         packed = torch.ones(HEAD_NUMEL + len(self.present), dtype=like.dtype, device=like.device)
         packed[:HEAD_NUMEL].copy_(torch.tensor(head, dtype=like.dtype), non_blocking=True)

@@ -8,7 +8,7 @@ owned is zeroed, and the sum is brought back to what the rank has to contribute 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -62,6 +62,8 @@ class Grads:
         self._divisors: list[float | Tensor] = []
         #: Rounds of gradients so far: each ends with a step, or by being cleared.
         self.num_rounds = 0
+        #: Called where gradients are cleared whose buckets were under way; collective as that is.
+        self.on_drop: Callable[[], None] = lambda: None
         #: What went wrong on this rank and is to be raised on all.
         self.complaints: list[DistOptError] = []
 
@@ -284,6 +286,7 @@ class Grads:
     def _drop_round(self) -> None:
         if self._overlap is not None and self._overlap.has_arrived:
             self._overlap.finish()
+            self.on_drop()
         self.num_rounds += 1
         self._has_arrived = self._is_scaled = False
 

@@ -26,6 +26,7 @@ from megatron_distopt.optimizer import (
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.decide import divide_late, measure_late, send_late
+from megatron_distopt.optimizer.grad_norm import sum_with
 from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import divides_in_place
 from megatron_distopt.optimizer.late import HostCopy
@@ -50,6 +51,7 @@ class Stepper:
         self._open_census: HostCopy | None = None
         self._captured: CapturedStep | None = None
         self._extra: Tensor | None = None
+        model.grads.on_drop = self._announce_drop
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -152,7 +154,20 @@ class Stepper:
         device = self._model.device
         return torch.empty((), dtype=stats_dtype(device), device=device)
 
-    def _census(self) -> Census:
+    def _announce_drop(self) -> None:
+        """Collective, as a step is, so that a rank which makes one meanwhile meets the others here.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        ranks, packed = self._model.ranks, self._census(is_dropped=True).packed(self._numbers())
+        sum_with(packed.new_zeros(3), packed if ranks.are_one else packed[:HEAD_NUMEL], ranks.stats)
+        if not ranks.are_one:
+            _sum_flags(packed, ranks.data)
+        if not CensusSums(packed[:HEAD_NUMEL].tolist(), ranks.stats.size).is_one_round:
+            raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
+
+    def _census(self, *, is_dropped: bool = False) -> Census:
         model = self._model
         return Census(
             round=model.grads.num_rounds,
@@ -160,6 +175,7 @@ class Stepper:
             newcomers=len(model.newcomers()),
             begun=len(model.module_buffers.begun()),
             present=model.grads.present,
+            is_dropped=is_dropped,
         )
 
     def _act_on(self, sums: CensusSums) -> None:
@@ -233,9 +249,15 @@ def _sum_flags(packed: Tensor, data: Group) -> None:
     packed[HEAD_NUMEL:] = flags
 
 
-def _in_different_rounds(own: int, group: Group) -> RanksDisagreeError:
+def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
     """Collective: the error that says which rank is where."""
-    rounds = exchange(own, group)
+    said = exchange((own, is_dropped), group)
+    rounds = [each for each, _ in said]
+    if len(set(rounds)) == 1:
+        ranks = ", ".join(str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped)
+        got = f"made on other ranks while rank {ranks} cleared the gradients of round {own + 1}"
+        remedy = "Call step() and zero_grad() on all ranks alike"
+        return RanksDisagreeError(refusal("step", got, "be made on all ranks or on none", remedy))
     usual = max(set(rounds), key=rounds.count)
     odd = next(rank for rank, each in enumerate(rounds) if each != usual)
     one, other = group.global_rank(odd), group.global_rank(rounds.index(usual))
