@@ -1,22 +1,29 @@
-"""What a user can choose, checked where it is written down. Imports no torch."""
+"""What a user can choose, checked where it is written down. Imports no torch.
+
+[Note: who wins] Code over a flag over an environment variable over the default. So a config remembers in `explicit`
+which options somebody gave, be it the default's value; flags leave alone what code gave, and variables what code or a
+flag gave.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.option_types import YES_OR_NO, of_its_type
 
 __all__ = [
     "ADAM_SOURCES",
     "FREE_OPTIONS",
     "LARGEST_SCALE",
+    "OPTIONS",
     "SMALLEST_SCALE",
     "DistOptConfig",
     "NonFinitePolicy",
@@ -26,7 +33,7 @@ __all__ = [
     "flag_of",
     "option_word",
     "switch_from",
-    "with_free_options",
+    "with_options",
 ]
 
 #: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
@@ -120,9 +127,11 @@ class DistOptConfig:
         shared_memory: ranks on one machine whose params are on its CPU exchange them through memory, not as messages.
         log_communication: log the communication of a step, and how much of it was hidden, every so many steps; None
             for never.
+        explicit: names of options that were given, see [Note: who wins]; `dataclasses.replace` hands them on, nobody
+            else gives them.
 
     Raises:
-        ConfigError: for every value that cannot work.
+        ConfigError: an option that does not exist, a value of another type, or one that cannot work.
 
     >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
     'raise'
@@ -157,18 +166,27 @@ class DistOptConfig:
     log_communication: int | None = None
     wire_dtype: str | None = None
     shared_memory: bool = True
+    explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+
+    def __new__(cls, **given: object) -> DistOptConfig:
+        """Here alone is known which options were given: `__init__` cannot tell a default from the same value."""
+        _check_names(given)
+        config = object.__new__(cls)
+        vars(config)["_given"] = frozenset(given)
+        return config
 
     def __post_init__(self) -> None:
-        _check_choice("adam", self.adam, ("auto", *ADAM_SOURCES))
-        _check_choice("accelerator", self.accelerator, _ACCELERATORS)
-        _check_choice("nonfinite", self.nonfinite, tuple(policy.value for policy in NonFinitePolicy))
-        _check_choice("decay", self.decay, ("decoupled", "l2"))
-        _check_choice("checkpoint_format", self.checkpoint_format, ("distopt", "native"))
-        _check_choice("wire_dtype", str(self.wire_dtype), ("None", "bfloat16", "float16"))
-        if not _MODULE_AND_CLASS.fullmatch(self.optimizer):
-            _check_choice("optimizer", self.optimizer, ("adam", "sgd", "module:Class"))
-        _check_numbers(self)
+        for name in OPTIONS:
+            value = of_its_type(name, _ANNOTATIONS[name], getattr(self, name), _DEFAULTS[name])
+            object.__setattr__(self, name, value)
+        _check_values({name: getattr(self, name) for name in OPTIONS}, _in_code)
         _check_loss_scale(self)
+        given: frozenset[str] = vars(self).pop("_given")
+        if (
+            "explicit" in given
+        ):  # `dataclasses.replace` gives all options: those that it changed differ from the default
+            given = self.explicit.union(name for name in OPTIONS if getattr(self, name) != _DEFAULTS[name])
+        object.__setattr__(self, "explicit", given)
 
     @property
     def policy(self) -> NonFinitePolicy:
@@ -182,45 +200,129 @@ class DistOptConfig:
 
     def described(self) -> tuple[str, ...]:
         """`name=value` of every option, for comparison between ranks."""
-        return tuple(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
+        return tuple(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+#: Names of the options.
+OPTIONS = tuple(each.name for each in dataclasses.fields(DistOptConfig) if each.name != "explicit")
+_ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(DistOptConfig)}
+_DEFAULTS = {name: getattr(DistOptConfig, name) for name in OPTIONS}
+#: Options with few values.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "adam": ("auto", *ADAM_SOURCES),
+    "accelerator": _ACCELERATORS,
+    "nonfinite": tuple(policy.value for policy in NonFinitePolicy),
+    "decay": ("decoupled", "l2"),
+    "checkpoint_format": ("distopt", "native"),
+    "wire_dtype": ("None", "bfloat16", "float16"),
+    "optimizer": ("adam", "sgd", "module:Class"),
+}
+#: The sentence that says what to type, for an option and a value.
+_Write = Callable[[str, object], str]
+
+
+def _in_code(name: str, value: object) -> str:
+    return f"Write {name}={value!r}"
+
+
+def _as_flag(name: str, value: object) -> str:
+    return f"Drop {flag_of(name)}" if value is None else f"Write {flag_of(name)} {_word(value)}"
+
+
+def _as_variable(name: str, value: object) -> str:
+    return f"Unset {_variable_of(name)}" if value is None else f"Write {_variable_of(name)}={_word(value)}"
+
+
+def _word(value: object) -> str:
+    return {"True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in _ANNOTATIONS:
+            close = _nearest(name, OPTIONS)
+            remedy = "help(megatron_distopt.DistOptConfig) lists them" if close is None else f"Write {close}=..."
+            raise ConfigError(refusal("option", name, "be a field of DistOptConfig", remedy))
+
+
+def _nearest(word: str, words: Iterable[str]) -> str | None:
+    """Whichever letters are capitals."""
+    by_lower = {each.lower(): each for each in words}
+    close = get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str], write: _Write) -> None:
     if value not in choices:
-        close = get_close_matches(value, choices, n=1)
-        remedy = f"Write {name}={(close or choices)[0]!r}"
+        close = _nearest(value, choices) or choices[0]
+        remedy = write(name, None if close == "None" else close)
         raise ConfigError(refusal(name, repr(value), f"be one of {', '.join(choices)}", remedy))
 
 
-def _check_numbers(config: DistOptConfig) -> None:
-    for name in ("lr", "weight_decay", "eps", "momentum", "clip_grad"):
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(refusal(name, value, "be a finite number of at least 0", f"Write {name}=0.0 for none"))
-    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+def _check_values(values: Mapping[str, Any], write: _Write) -> None:
+    """Each by itself.
+
+    Args:
+        values: of the options' types; some or all options.
+        write: for remedies.
+    """
+    for name, value in values.items():
+        if name == "betas":
+            _check_betas(value)
+        elif name in ("lr", "weight_decay", "eps", "momentum", "clip_grad"):
+            _check_number(name, value)
+        elif name in _LEAST and value is not None and value < _LEAST[name].number:
+            rule = f"be at least {_LEAST[name].number}{_LEAST[name].unit}"
+            raise ConfigError(refusal(name, value, rule, _LEAST[name].remedy(name, write)))
+        elif name in _CHOICES and not (name == "optimizer" and _MODULE_AND_CLASS.fullmatch(value)):
+            _check_choice(name, str(value), _CHOICES[name], write)
+
+
+def _check_number(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(refusal(name, value, "be a finite number of at least 0", f"Write {name}=0.0 for none"))
+
+
+def _check_betas(betas: tuple[float, ...]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         rule = "be 2 numbers of at least 0 and below 1"
-        raise ConfigError(refusal("betas", config.betas, rule, "Write betas=(0.9, 0.999)"))
-    for name in ("growth_interval", "hysteresis", "async_buffer_mb"):
-        if getattr(config, name) < 1:
-            raise ConfigError(refusal(name, getattr(config, name), "be at least 1", f"Write {name}=1"))
-    if config.resume_step is not None and config.resume_step < 0:
-        rule, remedy = "be at least 0 updates", "Write the iteration at which the checkpoint was saved"
-        raise ConfigError(refusal("resume_step", config.resume_step, rule, remedy))
-    if config.keep_last is not None and config.keep_last < 1:
-        remedy = "Write keep_last=2, or leave it out to keep all"
-        raise ConfigError(refusal("keep_last", config.keep_last, "be at least 1 checkpoint", remedy))
-    if config.log_communication is not None and config.log_communication < 1:
-        rule, remedy = "be at least every step", "Write log_communication=1, or leave it out"
-        raise ConfigError(refusal("log_communication", config.log_communication, rule, remedy))
-    if config.bucket_numel is not None and config.bucket_numel < 1:
-        remedy = "Write bucket_numel=None for one bucket"
-        raise ConfigError(refusal("bucket_numel", config.bucket_numel, "be at least 1 element", remedy))
+        raise ConfigError(refusal("betas", betas, rule, "Write betas=(0.9, 0.999)"))
+
+
+@dataclass(frozen=True)
+class _Least:
+    """The least value of an option that is a whole number.
+
+    Args:
+        unit: behind the number.
+        meant: what to write instead.
+        otherwise: behind that.
+    """
+
+    number: int = 1
+    unit: str = ""
+    meant: int | None = 1
+    otherwise: str = ""
+
+    def remedy(self, name: str, write: _Write) -> str:
+        return write(name, self.meant) + self.otherwise
+
+
+_LEAST = {
+    "growth_interval": _Least(),
+    "hysteresis": _Least(),
+    "async_buffer_mb": _Least(),
+    "resume_step": _Least(0, " updates", 1000, ", the updates that the checkpoint has seen"),
+    "keep_last": _Least(1, " checkpoint", 2, ", or leave it out to keep all"),
+    "log_communication": _Least(1, " step", 1, ", or leave it out"),
+    "bucket_numel": _Least(1, " element", None, " for one bucket"),
+}
 
 
 def _check_loss_scale(config: DistOptConfig) -> None:
     scale = config.loss_scale
     if isinstance(scale, str) and scale != "dynamic":
-        remedy = "Write loss_scale='dynamic'"
+        remedy = f"Write loss_scale={scale}" if scale.replace(".", "").isdigit() else "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", repr(scale), "be None, a positive number or 'dynamic'", remedy))
     if isinstance(scale, (int, float)) and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         remedy = "Write loss_scale=None for none"
@@ -249,12 +351,29 @@ def flag_of(name: str) -> str:
     return "--distopt-" + option_word(name).replace("_", "-")
 
 
+def _variable_of(name: str) -> str:
+    return _PREFIX + option_word(name).upper()
+
+
+def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
+    """`config` with options as a function takes them for keywords; they count as given by code.
+
+    Raises:
+        ConfigError: an option that does not exist (it names the nearest), or a value that the option does not take.
+
+    >>> sorted(with_options(DistOptConfig(lr=0.1), {"clip_grad": 0.0}).explicit)
+    ['clip_grad', 'lr']
+    """
+    _check_names(options)
+    return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
+
+
 def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
-    """`config` with what MEGATRON_DISTOPT_* variables say.
+    """`config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it.
 
     Args:
         environ: usually `os.environ`.
-        config: what the variables override; the defaults where None.
+        config: what code and flags say; the defaults where None.
 
     Raises:
         ConfigError: an unknown variable (it lists the valid ones) or a bad value.
@@ -262,81 +381,86 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
     'skip'
     """
-    known = {_PREFIX + option_word(name).upper(): name for name in FREE_OPTIONS}
+    known = {_variable_of(name): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(_PREFIX)}
     for variable in given:
         if variable not in known:
             valid = ", ".join(["MEGATRON_DISTOPT", *known])
             # Without the prefix, which would make everything look alike.
-            words = [each.removeprefix(_PREFIX) for each in known]
-            close = get_close_matches(variable.removeprefix(_PREFIX), words, n=1)
-            remedy = f"Write {_PREFIX}{close[0]}" if close else f"Unset {variable}"
+            close = _nearest(variable.removeprefix(_PREFIX), [each.removeprefix(_PREFIX) for each in known])
+            remedy = f"Write {_PREFIX}{close}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
-    return with_free_options(config or DistOptConfig(), {known[variable]: value for variable, value in given.items()})
-
-
-def with_free_options(config: DistOptConfig, texts: Mapping[str, str]) -> DistOptConfig:
-    """`config` with free options as they stand on a command line or in a variable.
-
-    Raises:
-        ConfigError: a value that the option does not take.
-
-    >>> with_free_options(DistOptConfig(), {"resume_step": "10"}).resume_step
-    10
-    """
-    changes: dict[str, Any] = dict(texts)
-    for name in ("resume_step", "async_buffer_mb", "keep_last", "bucket_numel", "log_communication"):
-        if name in changes:
-            changes[name] = _whole_number(name, changes[name])
-    for name in ("async_save", "overlap_param_gather", "shared_memory"):
-        if name in changes:
-            changes[name] = _yes_or_no(name, changes[name])
-    if changes.get("wire_dtype") in ("None", "none"):
-        changes["wire_dtype"] = None
-    if "overlap_grad_reduce" in changes:
-        changes["overlap_grad_reduce"] = _yes_no_or_auto("overlap_grad_reduce", changes["overlap_grad_reduce"])
-    return dataclasses.replace(config, **changes)
+    texts = {known[variable]: value for variable, value in given.items()}
+    return _with_texts(config or DistOptConfig(), texts, _as_variable)
 
 
 def config_from_namespace(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
-    """`config` with what the attributes `distopt_*` of parsed arguments say; None stands for "not given".
+    """`config` with what the attributes `distopt_*` of parsed arguments say about options that are not explicit in it.
+
+    Args:
+        args: None as an attribute stands for "not given".
+        config: what code says; the defaults where None.
 
     Raises:
         ConfigError: a value that the option does not take.
     """
     given = {name: getattr(args, f"distopt_{option_word(name)}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
-    return with_free_options(config or DistOptConfig(), texts)
+    return _with_texts(config or DistOptConfig(), texts, _as_flag)
 
 
-def _whole_number(name: str, text: str) -> int:
+def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: _Write) -> DistOptConfig:
+    """`config` with free options as they stand on a command line or in a variable, see [Note: who wins].
+
+    Raises:
+        ConfigError: a value that the option does not take.
+    """
+    changes: dict[str, Any] = {
+        name: _read(name, text, write) for name, text in texts.items() if name not in config.explicit
+    }
+    _check_values(changes, write)
+    return dataclasses.replace(config, explicit=config.explicit.union(changes), **changes)
+
+
+def _read(name: str, text: str, write: _Write) -> object:
+    """A text as a value of the option's type."""
+    kinds = _ANNOTATIONS[name].split(" | ")
+    if "None" in kinds and text.lower() == ("auto" if "bool" in kinds else "none"):
+        return None
+    if "int" in kinds:
+        return _whole_number(name, text, write)
+    if "bool" in kinds:
+        return _yes_or_no(name, text, "yes, no or auto" if "None" in kinds else "yes or no", write)
+    return text
+
+
+def _whole_number(name: str, text: str, write: _Write) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(refusal(name, repr(text), "be a whole number", f"Write {name}=10")) from None
+        raise ConfigError(refusal(name, repr(text), "be a whole number", write(name, 10))) from None
 
 
-_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-
-
-def _yes_or_no(name: str, text: str) -> bool:
-    if text.lower() not in _WORDS:
-        raise ConfigError(refusal(name, repr(text), "be yes or no", f"Write {name}=yes"))
-    return _WORDS[text.lower()]
-
-
-def _yes_no_or_auto(name: str, text: str) -> bool | None:
-    if text.lower() not in ("auto", *_WORDS):
-        raise ConfigError(refusal(name, repr(text), "be yes, no or auto", f"Write {name}=yes"))
-    return _WORDS.get(text.lower())
+def _yes_or_no(name: str, text: str, words: str, write: _Write) -> bool:
+    if text.lower() not in YES_OR_NO:
+        raise ConfigError(refusal(name, repr(text), f"be {words}", write(name, True)))
+    return YES_OR_NO[text.lower()]
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
-    """What the environment variable MEGATRON_DISTOPT says.
+    """What the environment variable MEGATRON_DISTOPT says; yes, true and on stand for 1, and no, false and off for 0.
 
     Raises:
-        ConfigError: a value that is none of the three.
+        ConfigError: another value.
     """
-    value = environ.get("MEGATRON_DISTOPT", Switch.ON.value)
-    _check_choice("MEGATRON_DISTOPT", value, (Switch.ON.value, Switch.OFF.value, Switch.REQUIRE.value))
+    value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
+    if value in YES_OR_NO:
+        return Switch.ON if YES_OR_NO[value] else Switch.OFF
+    choices = (Switch.ON.value, Switch.OFF.value, Switch.REQUIRE.value)
+    if value not in choices:
+        got, remedy = (
+            repr(environ["MEGATRON_DISTOPT"]),
+            f"Write MEGATRON_DISTOPT={_nearest(value, choices) or choices[0]}",
+        )
+        raise ConfigError(refusal("MEGATRON_DISTOPT", got, f"be one of {', '.join(choices)}", remedy))
     return Switch(value)

@@ -23,7 +23,7 @@ PACKAGE = Path(megatron_distopt.__file__).parent
 #: Each may import those before it and itself.
 LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "hosts", "plugin")
 #: Each may import those before it, and everybody may import them.
-COMMON = ("version", "errors", "config")
+COMMON = ("version", "errors", "option_types", "config")
 ACCELERATOR = "optimizer/accelerator.py"
 
 

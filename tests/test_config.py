@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_distopt.config import (
     ADAM_SOURCES,
+    FREE_OPTIONS,
+    OPTIONS,
     DistOptConfig,
     NonFinitePolicy,
     Switch,
     config_from_environment,
     config_from_namespace,
+    option_word,
     switch_from,
-    with_free_options,
+    with_options,
 )
 from megatron_distopt.errors import ConfigError
 
@@ -34,7 +42,9 @@ VARIABLES = (
 )
 
 NO_BUCKET = "Invalid bucket_numel: {}. Must be at least 1 element. Write bucket_numel=None for one bucket."
-NO_LOG = "Invalid log_communication: 0. Must be at least every step. Write log_communication=1, or leave it out."
+NO_STEPS = (
+    "Invalid resume_step: {}. Must be at least 0 updates. Write {}1000, the updates that the checkpoint has seen."
+)
 
 #: The float64 numbers next to the bounds of a loss scale.
 ABOVE_LARGEST = math.nextafter(2.0**127, math.inf)
@@ -67,20 +77,20 @@ def no_optimizer(got: str) -> str:
     return f"Invalid optimizer: {got!r}. Must be one of adam, sgd, module:Class. Write optimizer='adam'."
 
 
-def no_whole_number(got: str, name: str = "resume_step") -> str:
-    return f"Invalid {name}: {got!r}. Must be a whole number. Write {name}=10."
+def no_whole_number(got: str, write: str = "--distopt-resume-step 10", name: str = "resume_step") -> str:
+    return f"Invalid {name}: {got!r}. Must be a whole number. Write {write}."
 
 
-def no_format(got: str, nearest: str = "distopt") -> str:
-    return f"Invalid checkpoint_format: {got!r}. Must be one of distopt, native. Write checkpoint_format={nearest!r}."
+def no_format(got: str, nearest: str = "checkpoint_format='distopt'") -> str:
+    return f"Invalid checkpoint_format: {got!r}. Must be one of distopt, native. Write {nearest}."
 
 
-def no_keep_last(got: int) -> str:
-    return f"Invalid keep_last: {got}. Must be at least 1 checkpoint. Write keep_last=2, or leave it out to keep all."
+def no_keep_last(got: int, write: str = "keep_last=2") -> str:
+    return f"Invalid keep_last: {got}. Must be at least 1 checkpoint. Write {write}, or leave it out to keep all."
 
 
-def no_switch(got: str) -> str:
-    return f"Invalid async_save: {got!r}. Must be yes or no. Write async_save=yes."
+def no_switch(got: str, write: str = "MEGATRON_DISTOPT_ASYNC_SAVE=yes") -> str:
+    return f"Invalid async_save: {got!r}. Must be yes or no. Write {write}."
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -115,12 +125,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
             "torch.2optim:Adagrad",
         )
     ),
-    ({"decay": "L2"}, "Invalid decay: 'L2'. Must be one of decoupled, l2. Write decay='decoupled'."),
+    ({"decay": "L2"}, "Invalid decay: 'L2'. Must be one of decoupled, l2. Write decay='l2'."),
     ({"decay": "decouple"}, "Invalid decay: 'decouple'. Must be one of decoupled, l2. Write decay='decoupled'."),
     ({"decay": ""}, "Invalid decay: ''. Must be one of decoupled, l2. Write decay='decoupled'."),
     (
         {"resume_step": -1},
-        "Invalid resume_step: -1. Must be at least 0 updates. Write the iteration at which the checkpoint was saved.",
+        NO_STEPS.format(-1, "resume_step="),
     ),
     ({"lr": -1e-3}, at_least_zero("lr", -0.001)),
     ({"lr": math.nan}, at_least_zero("lr", "nan")),
@@ -132,10 +142,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         ({"betas": betas}, no_betas(betas))
         for betas in ((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (), (0.9,), (0.9, 0.99, 0.999))
     ),
+    (
+        {"log_communication": 0},
+        "Invalid log_communication: 0. Must be at least 1 step. Write log_communication=1, or leave it out.",
+    ),
     ({"growth_interval": 0}, "Invalid growth_interval: 0. Must be at least 1. Write growth_interval=1."),
     ({"hysteresis": 0}, "Invalid hysteresis: 0. Must be at least 1. Write hysteresis=1."),
     ({"async_buffer_mb": 0}, "Invalid async_buffer_mb: 0. Must be at least 1. Write async_buffer_mb=1."),
-    ({"checkpoint_format": "nativ"}, no_format("nativ", "native")),
+    ({"checkpoint_format": "nativ"}, no_format("nativ", "checkpoint_format='native'")),
     *(({"checkpoint_format": name}, no_format(name)) for name in ("", "dcp", "Distopt")),
     *(({"keep_last": number}, no_keep_last(number)) for number in (0, -1)),
     (
@@ -146,9 +160,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"loss_scale": "static"},
         "Invalid loss_scale: 'static'. Must be None, a positive number or 'dynamic'. Write loss_scale='dynamic'.",
     ),
+    (
+        {"loss_scale": "1024.0"},
+        "Invalid loss_scale: '1024.0'. Must be None, a positive number or 'dynamic'. Write loss_scale=1024.0.",
+    ),
     *(
         ({"loss_scale": scale}, no_loss_scale(scale))
-        for scale in (0.0, -8, math.inf, math.nan, 2**128, ABOVE_LARGEST, 2.0**-127, BELOW_SMALLEST)
+        for scale in (0.0, -8.0, math.inf, math.nan, 2.0**128, ABOVE_LARGEST, 2.0**-127, BELOW_SMALLEST)
     ),
     ({"min_loss_scale": 0.0}, no_min_loss_scale(0.0, 65536.0)),
     ({"min_loss_scale": BELOW_SMALLEST}, no_min_loss_scale(BELOW_SMALLEST, 65536.0)),
@@ -254,8 +272,9 @@ OTHER_VALUES: dict[str, Any] = {
 
 def test_described_when_read_then_it_names_every_option_in_order() -> None:
     names = [line.partition("=")[0] for line in DistOptConfig().described()]
-    assert names == [field.name for field in dataclasses.fields(DistOptConfig)]
+    assert names == list(OPTIONS)
     assert sorted(names) == sorted(OTHER_VALUES)
+    assert [field.name for field in dataclasses.fields(DistOptConfig)] == [*names, "explicit"]
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
@@ -265,7 +284,7 @@ def test_described_when_one_option_differs_then_one_line_does(name: str) -> None
     assert set(changed) - set(plain) == {f"{name}={OTHER_VALUES[name]!r}"}
 
 
-def test_environment_when_variables_are_set_then_they_override_the_config() -> None:
+def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_leaves_open() -> None:
     environ = {
         "MEGATRON_DISTOPT_ADAM": "torch_foreach",
         "MEGATRON_DISTOPT_OPTIMIZER": "torch.optim:AdamW",
@@ -287,9 +306,10 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
     }
-    config = config_from_environment(environ, DistOptConfig(lr=0.5, adam="apex", wire_dtype="float16"))
+    config = config_from_environment(environ, DistOptConfig(lr=0.5, grads_in_fp32=False))
     expected = DistOptConfig(
         lr=0.5,
+        grads_in_fp32=False,
         adam="torch_foreach",
         optimizer="torch.optim:AdamW",
         nonfinite="log",
@@ -312,16 +332,21 @@ def test_environment_when_variables_are_set_then_they_override_the_config() -> N
 @pytest.mark.parametrize(("value", "choice"), [("auto", None), ("Auto", None), ("yes", True), ("0", False)])
 def test_environment_when_a_switch_can_be_left_to_us_then_auto_does_so(value: str, choice: bool | None) -> None:
     given = {"MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": value}
-    assert config_from_environment(given, DistOptConfig(overlap_grad_reduce=False)).overlap_grad_reduce is choice
+    assert config_from_environment(given).overlap_grad_reduce is choice
 
 
 @pytest.mark.parametrize(
     ("value", "is_on"),
-    [*((word, True) for word in ("1", "true", "yes", "Yes")), *((word, False) for word in ("0", "false", "no", "NO"))],
+    [
+        *((word, True) for word in ("1", "true", "yes", "Yes", "on", "ON")),
+        *((word, False) for word in ("0", "false", "no", "NO", "off")),
+    ],
 )
-def test_environment_when_a_switch_is_set_then_it_overrides_either_way(value: str, is_on: bool) -> None:
-    given = {"MEGATRON_DISTOPT_ASYNC_SAVE": value}
-    assert config_from_environment(given, DistOptConfig(async_save=not is_on)).async_save is is_on
+def test_environment_when_a_switch_is_set_then_every_usual_word_is_taken(value: str, is_on: bool) -> None:
+    # One switch that is off by default, and one that is on.
+    given = {"MEGATRON_DISTOPT_ASYNC_SAVE": value, "MEGATRON_DISTOPT_SHARED_MEMORY": value}
+    config = config_from_environment(given)
+    assert (config.async_save, config.shared_memory) == (is_on, is_on)
 
 
 def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
@@ -358,41 +383,67 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
         (
             "MEGATRON_DISTOPT_NONFINITE",
             "ignore",
-            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
         ),
-        ("MEGATRON_DISTOPT_ADAM", "", f"Invalid adam: ''. Must be one of {ADAMS}. Write adam='auto'."),
-        ("MEGATRON_DISTOPT_DECAY", "l1", "Invalid decay: 'l1'. Must be one of decoupled, l2. Write decay='decoupled'."),
-        *(("MEGATRON_DISTOPT_RESUME_STEP", value, no_whole_number(value)) for value in ("", "ten", "1e3", "10.0")),
-        *(("MEGATRON_DISTOPT_ASYNC_SAVE", value, no_switch(value)) for value in ("", "on", "2", "yes!")),
+        ("MEGATRON_DISTOPT_ADAM", "", f"Invalid adam: ''. Must be one of {ADAMS}. Write MEGATRON_DISTOPT_ADAM=auto."),
         *(
-            (f"MEGATRON_DISTOPT_{name.upper()}", value, no_whole_number(value, name))
-            for name in ("async_buffer_mb", "keep_last")
-            for value in ("", "1.5", "4096MB")
+            (
+                "MEGATRON_DISTOPT_DECAY",
+                value,
+                f"Invalid decay: {value!r}. Must be one of decoupled, l2. Write MEGATRON_DISTOPT_DECAY={meant}.",
+            )
+            for value, meant in (("L2", "l2"), ("Decoupled", "decoupled"), ("none", "decoupled"))
         ),
-        ("MEGATRON_DISTOPT_KEEP_LAST", "0", no_keep_last(0)),
-        ("MEGATRON_DISTOPT_BUCKET_SIZE", "-1", NO_BUCKET.format(-1)),
-        ("MEGATRON_DISTOPT_BUCKET_SIZE", "40MB", no_whole_number("40MB", "bucket_numel")),
-        ("MEGATRON_DISTOPT_LOG_COMMUNICATION", "0", NO_LOG),
+        *(
+            (variable, value, no_whole_number(value, f"{variable}=10", name))
+            for variable, name in (
+                ("MEGATRON_DISTOPT_RESUME_STEP", "resume_step"),
+                ("MEGATRON_DISTOPT_ASYNC_BUFFER_MB", "async_buffer_mb"),
+                ("MEGATRON_DISTOPT_KEEP_LAST", "keep_last"),
+                ("MEGATRON_DISTOPT_BUCKET_SIZE", "bucket_numel"),
+            )
+            for value in ("", "ten", "1e3", "1.5", "40MB")
+        ),
+        *(("MEGATRON_DISTOPT_ASYNC_SAVE", value, no_switch(value)) for value in ("", "auto", "2", "yes!")),
+        ("MEGATRON_DISTOPT_KEEP_LAST", "0", no_keep_last(0, "MEGATRON_DISTOPT_KEEP_LAST=2")),
+        ("MEGATRON_DISTOPT_RESUME_STEP", "-1", NO_STEPS.format(-1, "MEGATRON_DISTOPT_RESUME_STEP=")),
+        (
+            "MEGATRON_DISTOPT_BUCKET_SIZE",
+            "-1",
+            "Invalid bucket_numel: -1. Must be at least 1 element. Unset MEGATRON_DISTOPT_BUCKET_SIZE for one bucket.",
+        ),
+        (
+            "MEGATRON_DISTOPT_LOG_COMMUNICATION",
+            "0",
+            "Invalid log_communication: 0. Must be at least 1 step. "
+            "Write MEGATRON_DISTOPT_LOG_COMMUNICATION=1, or leave it out.",
+        ),
         (
             "MEGATRON_DISTOPT_WIRE_DTYPE",
             "bf16",
-            "Invalid wire_dtype: 'bf16'. Must be one of None, bfloat16, float16. Write wire_dtype='bfloat16'.",
+            "Invalid wire_dtype: 'bf16'. Must be one of None, bfloat16, float16. "
+            "Write MEGATRON_DISTOPT_WIRE_DTYPE=bfloat16.",
         ),
         (
             "MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE",
             "maybe",
-            "Invalid overlap_grad_reduce: 'maybe'. Must be yes, no or auto. Write overlap_grad_reduce=yes.",
+            "Invalid overlap_grad_reduce: 'maybe'. Must be yes, no or auto. "
+            "Write MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE=yes.",
         ),
-        ("MEGATRON_DISTOPT_CHECKPOINT_FORMAT", "torch", no_format("torch")),
+        (
+            "MEGATRON_DISTOPT_CHECKPOINT_FORMAT",
+            "torch",
+            no_format("torch", "MEGATRON_DISTOPT_CHECKPOINT_FORMAT=distopt"),
+        ),
     ],
 )
-def test_environment_when_a_value_is_bad_then_refused_like_the_option(variable: str, value: str, text: str) -> None:
+def test_environment_when_a_value_is_bad_then_refused_with_the_variable(variable: str, value: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         config_from_environment({variable: value})
     assert str(error.value) == text
 
 
-def test_namespace_when_attributes_are_there_then_they_override_the_config() -> None:
+def test_namespace_when_attributes_are_there_then_they_stand_in_for_what_code_leaves_open() -> None:
     given = Namespace(
         distopt_adam="torch_foreach",
         distopt_decay="l2",
@@ -416,8 +467,7 @@ def test_namespace_when_the_number_is_one_already_then_taken() -> None:
     assert config_from_namespace(Namespace(distopt_resume_step=0)).resume_step == 0
     given = Namespace(distopt_async_save=True, distopt_async_buffer_mb=64, distopt_keep_last=3)
     assert config_from_namespace(given) == DistOptConfig(async_save=True, async_buffer_mb=64, keep_last=3)
-    given = Namespace(distopt_async_save=False)
-    assert not config_from_namespace(given, DistOptConfig(async_save=True)).async_save
+    assert not config_from_namespace(Namespace(distopt_shared_memory=False)).shared_memory
 
 
 @pytest.mark.parametrize(
@@ -427,13 +477,19 @@ def test_namespace_when_the_number_is_one_already_then_taken() -> None:
         ({"distopt_resume_step": 1.5}, no_whole_number("1.5")),
         (
             {"distopt_resume_step": "-3"},
-            "Invalid resume_step: -3. Must be at least 0 updates. "
-            "Write the iteration at which the checkpoint was saved.",
+            NO_STEPS.format(-3, "--distopt-resume-step "),
         ),
-        ({"distopt_decay": "none"}, "Invalid decay: 'none'. Must be one of decoupled, l2. Write decay='decoupled'."),
-        ({"distopt_async_save": "data"}, no_switch("data")),
-        ({"distopt_keep_last": "-2"}, no_keep_last(-2)),
-        ({"distopt_checkpoint_format": "none"}, no_format("none")),
+        (
+            {"distopt_decay": "none"},
+            "Invalid decay: 'none'. Must be one of decoupled, l2. Write --distopt-decay decoupled.",
+        ),
+        ({"distopt_async_save": "data"}, no_switch("data", "--distopt-async-save yes")),
+        ({"distopt_keep_last": "-2"}, no_keep_last(-2, "--distopt-keep-last 2")),
+        ({"distopt_checkpoint_format": "none"}, no_format("none", "--distopt-checkpoint-format distopt")),
+        (
+            {"distopt_bucket_size": "0"},
+            "Invalid bucket_numel: 0. Must be at least 1 element. Drop --distopt-bucket-size for one bucket.",
+        ),
     ],
 )
 def test_namespace_when_a_value_is_bad_then_refused_like_the_option(given: dict[str, Any], text: str) -> None:
@@ -442,12 +498,115 @@ def test_namespace_when_a_value_is_bad_then_refused_like_the_option(given: dict[
     assert str(error.value) == text
 
 
-def test_free_options_when_given_as_texts_then_the_config_has_them_and_is_checked() -> None:
-    config = with_free_options(DistOptConfig(lr=0.5), {"resume_step": " 10 ", "decay": "l2"})
-    assert config == DistOptConfig(lr=0.5, resume_step=10, decay="l2")
-    assert with_free_options(config, {}) == config
-    with pytest.raises(ConfigError, match=r"^Invalid nonfinite: 'never'\. "):
-        with_free_options(config, {"nonfinite": "never"})
+NOT_OF_THE_TYPE: list[tuple[dict[str, Any], str, str]] = [
+    ({"overlap_grad_reduce": "no"}, "'no' of type str", "True or False or None. Write overlap_grad_reduce=False."),
+    ({"overlap_grad_reduce": "auto"}, "'auto' of type str", "True or False or None. Write overlap_grad_reduce=None."),
+    ({"async_save": 1}, "1 of type int", "True or False. Write async_save=True."),
+    ({"shared_memory": None}, "None of type NoneType", "True or False. Write shared_memory=True."),
+    ({"count_zeros": np.True_}, "np.True_ of type bool", "True or False. Write count_zeros=True."),
+    ({"hysteresis": math.nan}, "nan of type float", "a whole number. Write hysteresis=2."),
+    ({"growth_interval": 1.5}, "1.5 of type float", "a whole number. Write growth_interval=2."),
+    ({"growth_interval": 1000.0}, "1000.0 of type float", "a whole number. Write growth_interval=1000."),
+    ({"hysteresis": True}, "True of type bool", "a whole number. Write hysteresis=2."),
+    ({"bucket_numel": "4e7"}, "'4e7' of type str", "a whole number or None. Write bucket_numel=40000000."),
+    (
+        {"bucket_numel": np.float32(8)},
+        "np.float32(8.0) of type float32",
+        "a whole number or None. Write bucket_numel=8.",
+    ),
+    ({"keep_last": True}, "True of type bool", "a whole number or None. Write keep_last=None."),
+    ({"lr": "3e-4"}, "'3e-4' of type str", "a number. Write lr=0.0003."),
+    ({"lr": True}, "True of type bool", "a number. Write lr=0.001."),
+    ({"lr": None}, "None of type NoneType", "a number. Write lr=0.001."),
+    ({"lr": torch.tensor(0.25)}, "tensor(0.2500) of type Tensor", "a number. Write lr=0.25."),
+    ({"weight_decay": 10**400}, f"1{59 * '0'}... of type int", "a number. Write weight_decay=0.01."),
+    ({"clip_grad": "all"}, "'all' of type str", "a number. Write clip_grad=0.0."),
+    ({"betas": "0.9,0.95"}, "'0.9,0.95' of type str", "2 numbers. Write betas=(0.9, 0.999)."),
+    ({"betas": ("0.9", "0.95")}, "('0.9', '0.95') of type tuple", "2 numbers. Write betas=(0.9, 0.95)."),
+    ({"betas": 0.9}, "0.9 of type float", "2 numbers. Write betas=(0.9, 0.999)."),
+    ({"loss_scale": True}, "True of type bool", "a number or a text or None. Write loss_scale=None."),
+    ({"initial_loss_scale": "2**16"}, "'2**16' of type str", "a number. Write initial_loss_scale=65536.0."),
+    ({"nonfinite": NonFinitePolicy.SKIP}, "<NonFinitePolicy.SKIP", "a text. Write nonfinite='skip'."),
+    ({"nonfinite": None}, "None of type NoneType", "a text. Write nonfinite='raise'."),
+    ({"wire_dtype": torch.bfloat16}, "torch.bfloat16 of type dtype", "a text or None. Write wire_dtype='bfloat16'."),
+    ({"optimizer": torch.optim.SGD}, "<class ", "a text. Write optimizer='torch.optim.sgd:SGD'."),
+]
+
+
+@pytest.mark.parametrize(("options", "got", "rest"), NOT_OF_THE_TYPE)
+def test_config_when_a_value_is_of_another_type_then_refused_with_what_was_meant(
+    options: dict[str, Any], got: str, rest: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        DistOptConfig(**options)
+    ((name, _),) = options.items()
+    assert str(error.value).startswith(f"Invalid {name}: {got}")
+    assert str(error.value).endswith(f" Must be {rest}")
+
+
+def test_config_when_numbers_are_numpys_then_pythons_own_of_the_same_value() -> None:
+    """Or two ranks of which one wrote 0.1 and one np.float64(0.1) would seem to disagree."""
+    config = DistOptConfig(lr=np.float32(0.5), eps=np.float64(0.25), hysteresis=np.int64(3), betas=[np.float16(0.5), 0])  # type: ignore[arg-type]
+    plain = DistOptConfig(lr=0.5, eps=0.25, hysteresis=3, betas=(0.5, 0.0))
+    assert config == plain
+    assert config.described() == plain.described()
+
+
+@pytest.mark.parametrize("make", [DistOptConfig, lambda **given: with_options(DistOptConfig(), given)])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("clip_gard", "Write clip_grad=..."),
+        ("Overlap_Grad_Reduce", "Write overlap_grad_reduce=..."),
+        ("bucket_size", "Write bucket_numel=..."),
+        ("zzz", "help(megatron_distopt.DistOptConfig) lists them"),
+    ],
+)
+def test_config_when_an_option_does_not_exist_then_refused_with_the_nearest(
+    make: Callable[..., object], name: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(**{name: 1})
+    assert str(error.value) == f"Invalid option: {name}. Must be a field of DistOptConfig. {remedy}."
+
+
+def as_text(value: object) -> str:
+    return {"True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+#: For every free option a value that is not its default, as text.
+OTHER_TEXTS = {name: as_text(OTHER_VALUES[name]) for name in FREE_OPTIONS}
+
+
+@pytest.mark.parametrize("name", FREE_OPTIONS)
+def test_option_when_code_flag_and_variable_say_something_then_code_wins_then_the_flag(name: str) -> None:
+    default = getattr(DistOptConfig(), name)
+    variables = {f"MEGATRON_DISTOPT_{option_word(name).upper()}": OTHER_TEXTS[name]}
+    flags = Namespace(**{f"distopt_{option_word(name)}": OTHER_TEXTS[name]})
+    in_code = DistOptConfig(**{name: default})
+    assert getattr(config_from_environment(variables), name) == OTHER_VALUES[name]
+    assert getattr(config_from_namespace(flags), name) == OTHER_VALUES[name]
+    assert getattr(config_from_environment(variables, config_from_namespace(flags, in_code)), name) == default
+    assert getattr(config_from_environment(variables, with_options(DistOptConfig(), {name: default})), name) == default
+    if default is not None and name != "optimizer":  # what a flag says, be it the default, stands before the variable
+        said = config_from_namespace(Namespace(**{f"distopt_{option_word(name)}": as_text(default)}))
+        assert getattr(config_from_environment(variables, said), name) == default
+
+
+def test_variable_when_code_overrides_it_then_its_value_is_not_looked_at() -> None:
+    environ = {"MEGATRON_DISTOPT_ADAM": "no such", "MEGATRON_DISTOPT_KEEP_LAST": "many"}
+    config = DistOptConfig(adam="auto", keep_last=None)
+    assert config_from_environment(environ, config) == DistOptConfig()
+
+
+def test_explicit_when_replaced_copied_or_pickled_then_it_stays() -> None:
+    config = DistOptConfig(adam="auto", lr=0.5)
+    assert config.explicit == {"adam", "lr"}
+    assert dataclasses.replace(config, clip_grad=1.0).explicit == {"adam", "lr", "clip_grad"}
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert (other, other.explicit) == (config, config.explicit)
+    assert DistOptConfig().explicit == frozenset()
+    assert DistOptConfig(lr=1e-3) == DistOptConfig()
 
 
 @pytest.mark.parametrize(
@@ -457,6 +616,9 @@ def test_free_options_when_given_as_texts_then_the_config_has_them_and_is_checke
         ({"MEGATRON_DISTOPT": "0"}, Switch.OFF),
         ({"MEGATRON_DISTOPT": "1"}, Switch.ON),
         ({"MEGATRON_DISTOPT": "require"}, Switch.REQUIRE),
+        ({"MEGATRON_DISTOPT": "Require"}, Switch.REQUIRE),
+        *(({"MEGATRON_DISTOPT": word}, Switch.ON) for word in ("yes", "true", "on", "True")),
+        *(({"MEGATRON_DISTOPT": word}, Switch.OFF) for word in ("no", "false", "off", "OFF")),
     ],
 )
 def test_switch_when_set_or_not_then_this_member(environ: dict[str, str], switch: Switch) -> None:
@@ -465,14 +627,14 @@ def test_switch_when_set_or_not_then_this_member(environ: dict[str, str], switch
 
 @pytest.mark.parametrize(
     ("value", "nearest"),
-    [("requires", "require"), ("requir", "require"), ("00", "0"), ("11", "1"), ("off", "1"), ("true", "1"), ("", "1")],
+    [("requires", "require"), ("REQUIR", "require"), ("00", "0"), ("11", "1"), ("2", "1"), ("", "1")],
 )
 def test_switch_when_the_value_is_unknown_then_refused_and_the_nearest_or_the_default_is_named(
     value: str, nearest: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         switch_from({"MEGATRON_DISTOPT": value})
-    text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 1, 0, require. Write MEGATRON_DISTOPT={nearest!r}."
+    text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 1, 0, require. Write MEGATRON_DISTOPT={nearest}."
     assert str(error.value) == text
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt import errors
+from megatron_distopt.config import FREE_OPTIONS
 from megatron_distopt.hosts.era_a import facts as era_a
 from megatron_distopt.hosts.generations import GENERATIONS
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
@@ -47,13 +48,19 @@ def _fields() -> tuple[str, ...]:
     return tuple(call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant))
 
 
+#: Options whose value may be refused for itself, beside those that the calls spell out.
+_OPTIONS = (*FREE_OPTIONS, "lr", "weight_decay", "eps", "momentum", "clip_grad", "growth_interval", "hysteresis")
+
 #: What the first arguments stand for that are no text in the call.
 STANDS_FOR = {
+    ("config.py", "name"): _OPTIONS,
+    ("option_types.py", "name"): ("OPTION",),
     ("comm/agree.py", "field.what"): _fields(),
     ("hosts/era_a/adapter.py", "str(SEAM)"): (str(era_a.SEAM),),
     ("hosts/megatron_core/adapter.py", "str(SEAM)"): (str(megatron_core.SEAM),),
     ("hosts/megatron_core/config.py", "name"): tuple(HOSTS_OWN),
     ("hosts/megatron_core/config.py", "refused.option"): tuple(refused.option for refused in REFUSED),
+    ("hosts/base.py", "name"): ("OPTION",),
     ("hosts/seams.py", "str(self)"): _SEAMS,
     ("hosts/source/found.py", "str(self.seam)"): _SEAMS,
     ("layout/buckets.py", "name"): _constants_given_to(buckets, "_check_numbers"),

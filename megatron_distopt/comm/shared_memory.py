@@ -89,8 +89,16 @@ class _Segment:
 
     @classmethod
     def mapped(cls, descriptor: int, process: int) -> _Segment:
-        """From two file descriptors, of which the first is needed no more."""
-        memory = mmap.mmap(descriptor, 0)
+        """From two file descriptors, of which the first is needed no more.
+
+        Raises:
+            OSError, ValueError, MemoryError: there is no address space for it; the second is closed.
+        """
+        try:
+            memory = mmap.mmap(descriptor, 0)
+        except BaseException:
+            os.close(process)
+            raise
         segment = cls(memory, memoryview(memory)[: 8 * _WORDS].cast("q"), process)
         finalize(segment, os.close, process)
         return segment
@@ -233,15 +241,23 @@ def _numbers(*values: int) -> Tensor:
 
 
 def _new_segment(secret: int) -> int:
-    """A file descriptor; -1 where this system has no such thing."""
+    """A file descriptor; -1 where this system has no such thing, or no room for it.
+
+    A limit on file sizes (`ulimit -f`) holds for memory of this kind, too. Python ignores the signal SIGXFSZ that comes
+    with it and raises; a program that gave the signal its default action back is ended by it.
+    """
     if not may_share_memory():
         return -1
     try:
         descriptor = os.memfd_create(_NAME)
     except OSError:
         return -1
-    os.ftruncate(descriptor, _segment_nbytes())
-    os.pwrite(descriptor, secret.to_bytes(8, sys.byteorder), 0)
+    try:
+        os.ftruncate(descriptor, _segment_nbytes())
+        os.pwrite(descriptor, secret.to_bytes(8, sys.byteorder), 0)
+    except OSError:
+        os.close(descriptor)
+        return -1
     return descriptor
 
 
@@ -253,7 +269,7 @@ def _found(said: Sequence[Tensor]) -> list[_Segment]:
     """Of all ranks, or fewer."""
     try:
         return [_found_one(*map(int, each)) for each in said]
-    except (OSError, LookupError):
+    except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer, and messages do as well
         return []
 
 
@@ -264,7 +280,7 @@ def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Seg
         OSError, LookupError: the rank is on another machine, or as good as.
     """
     path = f"/proc/{process}/fd/{descriptor}"
-    if descriptor < 0 or network != _network() or f"/memfd:{_NAME}" not in os.readlink(path):
+    if descriptor < 0 or network < 0 or network != _network() or f"/memfd:{_NAME}" not in os.readlink(path):
         raise LookupError(path)
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -279,5 +295,8 @@ def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Seg
 
 
 def _network() -> int:
-    """The number of this process's network namespace."""
-    return os.stat("/proc/self/ns/net").st_ino if may_share_memory() else 0
+    """The number of this process's network namespace; -1 where nobody says it, and then no memory is shared."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino if may_share_memory() else -1
+    except OSError:
+        return -1

@@ -50,6 +50,7 @@ class Summing:
     def wait(self) -> None:
         """Until the sum is in the shard."""
         self._work.wait()
+        _keep_for_current_stream(self._received)
         _add_up(self._received, self._shard, self._group)
 
 
@@ -62,6 +63,13 @@ def begin_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -
     received = torch.empty_like(sent)
     work: dist.Work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
     return Summing(work, received, shard, group)
+
+
+def _keep_for_current_stream(tensor: Tensor) -> None:
+    """The stream that waits reads what was allocated on the one that began; where those are two, the allocator would
+    give the memory away as soon as the first is done with it."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(getattr(torch, tensor.device.type).current_stream(tensor.device))
 
 
 @torch.no_grad()

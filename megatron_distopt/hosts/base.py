@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,28 @@ __all__ = [
     "names_by_param",
     "plan_groups",
     "spec_of",
+    "with_hosts_own",
 ]
+
+
+def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
+    """`options` with those that the host decides.
+
+    Args:
+        options: ours.
+        own: the host's values, by name of our option.
+
+    Raises:
+        ConfigError: code gave one of them another value.
+    """
+    merged = dataclasses.replace(options, **own)
+    for name in own:
+        given, value = getattr(options, name), getattr(merged, name)
+        if name in options.explicit and given != value:
+            rule = f"be the host's own {value!r}"
+            remedy = f"Drop {name} from DistOptConfig(...), and give the host's flag that value"
+            raise ConfigError(refusal(name, f"{given!r} in DistOptConfig(...)", rule, remedy))
+    return merged
 
 
 def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:

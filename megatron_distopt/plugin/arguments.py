@@ -87,7 +87,7 @@ def config_from_arguments(args: argparse.Namespace, config: DistOptConfig | None
 
     Args:
         args: parsed.
-        config: what the flags override; the defaults where None.
+        config: what code says, which stands before the flags; the defaults where None.
 
     Raises:
         ConfigError: a value that is none of those that the option takes.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_distopt.config import Switch, config_from_environment, switch_from
+from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.hosts.detect import find_host
 from megatron_distopt.hosts.seams import Replacement
 from megatron_distopt.plugin.install import flags_of
@@ -29,10 +29,10 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
         ConfigError: a bad MEGATRON_DISTOPT variable.
         HostError: a fork that looks different from what is supported, or another package that came first.
     """
-    config = config_from_environment(os.environ)
+    config_from_environment(os.environ)  # refuses a bad variable here; it is read behind the fork's flags
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
-    ours = original if is_off else host.replacement(host.seam.checked(original), config)
+    ours = original if is_off else host.replacement(host.seam.checked(original), DistOptConfig())
     apply(flags_of(host))
     return ours

@@ -23,7 +23,7 @@ class Installation:
     """What was installed, and the way back.
 
     Args:
-        config: the options in force.
+        config: the options in force, as far as no flag says more.
         is_active: False where MEGATRON_DISTOPT=0 keeps the host as it is.
     """
 
@@ -49,13 +49,15 @@ def install(config: DistOptConfig | None = None) -> Installation:
     call with the same options returns the first installation.
 
     Args:
-        config: options that the host has no flag for; MEGATRON_DISTOPT_* variables override them.
+        config: options that the host has no flag for. They stand before flags and MEGATRON_DISTOPT_* variables, which
+            say the others.
 
     Raises:
         ConfigError: a bad variable, or another installation with other options.
         HostError: no host, or one that looks different.
     """
-    config = config_from_environment(os.environ, config)
+    options = config or DistOptConfig()
+    config = config_from_environment(os.environ, options)
     if _installed and not _installed[0].is_active:
         _installed[0].undo()  # the switch may have been turned since
     if _installed:
@@ -64,7 +66,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
         return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
     host = find_host()
     host.seam.find()  # which imports it: a host that looks for entry points then has us and our flags in it
-    factory = Patch(host.seam, lambda original: host.replacement(original, config))
+    factory = Patch(host.seam, lambda original: host.replacement(original, options))  # flags come before variables
     return _keep(Installation(config, is_active=True, _undo=apply([factory, *flags_of(host)])))
 
 
@@ -94,7 +96,7 @@ def flags_of(host: Host) -> list[Patch]:
 
 
 def _same(current: Installation, config: DistOptConfig) -> Installation:
-    if current.config != config:
+    if (current.config, current.config.explicit) != (config, config.explicit):
         remedy = "Call undo() on the first installation, or install once"
         raise ConfigError(refusal("second install()", "other options", "have the options of the first", remedy))
     return current

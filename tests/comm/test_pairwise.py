@@ -6,11 +6,13 @@ One spawn of four ranks, which also form groups of two and three; and one for ea
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +138,8 @@ def _apart(rank: int) -> dict[str, tuple[str, bool]]:
         "descriptors": ("_new_segment", lambda secret: -1),
         "permission": ("_found_one", _forbidden),
         "secret": ("_new_segment", lambda secret: _NEW_SEGMENT(secret ^ 1)),
+        "file size": ("_new_segment", _within_a_limit),
+        "address space": ("_Segment", SimpleNamespace(mapped=_without_address_space)),
     }
     found = {}
     group = Group.of(dist.new_group())
@@ -171,7 +175,28 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
     return found
 
 
-_NEW_SEGMENT = shared_memory._new_segment
+_NEW_SEGMENT, _SEGMENT = shared_memory._new_segment, shared_memory._Segment
+
+
+def _within_a_limit(secret: int) -> int:
+    """`ulimit -f`, in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        return _NEW_SEGMENT(secret)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _without_address_space(descriptor: int, process: int) -> Any:
+    """What mmap raises where a size is no more than this process may map."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "mmap", SimpleNamespace(mmap=_refusing))
+        return _SEGMENT.mapped(descriptor, process)
+
+
+def _refusing(*about: int) -> Any:
+    raise MemoryError(about)
 
 
 def _forbidden(*about: int) -> Any:
@@ -258,7 +283,9 @@ def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[
     assert [each["kept"] for each in found] == [0] * RANKS
 
 
-@pytest.mark.parametrize("fault", ["option", "network", "descriptors", "permission", "secret"])
+@pytest.mark.parametrize(
+    "fault", ["option", "network", "descriptors", "permission", "secret", "file size", "address space"]
+)
 def test_pairwise_when_one_rank_cannot_share_memory_then_all_take_messages(
     fault: str, found: list[dict[str, Any]]
 ) -> None:

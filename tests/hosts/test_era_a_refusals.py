@@ -431,14 +431,17 @@ WANTED: dict[str, tuple[str, str]] = {
     "adma, leniently": ("ConfigError", f"Invalid flag: --distopt-adma. {_ADMA}"),
     "bad value": (
         "ConfigError",
-        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write --distopt-nonfinite raise.",
     ),
-    "bad number": ("ConfigError", "Invalid resume_step: 'ten'. Must be a whole number. Write resume_step=10."),
+    "bad number": (
+        "ConfigError",
+        "Invalid resume_step: 'ten'. Must be a whole number. Write --distopt-resume-step 10.",
+    ),
     "bad format": (
         "ConfigError",
-        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, native. Write checkpoint_format='distopt'.",
+        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, native. Write --distopt-checkpoint-format distopt.",
     ),
-    "bad switch": ("ConfigError", "Invalid async_save: 'later'. Must be yes or no. Write async_save=yes."),
+    "bad switch": ("ConfigError", "Invalid async_save: 'later'. Must be yes or no. Write --distopt-async-save yes."),
     "absent adam": (
         "ConfigError",
         "Invalid adam 'apex': has no kernels for cpu. Must be usable when it is asked for by name. "
@@ -494,7 +497,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "bucket of nothing": (
         "ConfigError",
-        "Invalid bucket_numel: 0. Must be at least 1 element. Write bucket_numel=None for one bucket.",
+        "Invalid bucket_numel: 0. Must be at least 1 element. Drop --distopt-bucket-size for one bucket.",
     ),
     "bucket below one element a rank": (
         "ConfigError",
@@ -503,7 +506,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "bad overlap": (
         "ConfigError",
-        "Invalid overlap_grad_reduce: 'always'. Must be yes, no or auto. Write overlap_grad_reduce=yes.",
+        "Invalid overlap_grad_reduce: 'always'. Must be yes, no or auto. Write --distopt-overlap-grad-reduce yes.",
     ),
     "params read outside of forward": (
         "ConfigError",

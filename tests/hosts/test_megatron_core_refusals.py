@@ -49,6 +49,10 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
         "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
         "our buckets": lambda rank: _build(options=DistOptConfig(bucket_numel=1000)),
+        "our clipping": lambda rank: _build(options=DistOptConfig(clip_grad=3.5)),
+        "our decay": lambda rank: _build(
+            optimizer={"decoupled_weight_decay": False}, options=DistOptConfig(decay="decoupled")
+        ),
         "our overlap, off": lambda rank: _build(options=DistOptConfig(overlap_grad_reduce=False)),
         "our shared memory, off": lambda rank: _with_variable("SHARED_MEMORY", "no", True),
         "one rank only": lambda rank: _build(double=rank == 1),
@@ -166,6 +170,16 @@ WANTED: dict[str, Refusal] = {
         "Invalid bucket_numel: set with megatron-core. Must be left to the host's --ddp-bucket-size. "
         "Drop --distopt-bucket-size.",
     ),
+    "our clipping": (
+        ConfigError,
+        "Invalid clip_grad: 3.5 in DistOptConfig(...). Must be the host's own 1.0. "
+        "Drop clip_grad from DistOptConfig(...), and give the host's flag that value.",
+    ),
+    "our decay": (
+        ConfigError,
+        "Invalid decay: 'decoupled' in DistOptConfig(...). Must be the host's own 'l2'. "
+        "Drop decay from DistOptConfig(...), and give the host's flag that value.",
+    ),
     "our overlap, off": (
         ConfigError,
         "Invalid overlap_grad_reduce: set with megatron-core. Must be left to the host's --overlap-grad-reduce. "
@@ -264,7 +278,7 @@ OF_RANK_1: dict[str, Refusal] = {
     "one rank only": (LayoutError, FLOAT64.format(EMBEDDING)),
     "bad variable on one rank": (
         ConfigError,
-        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
     ),
     "missing shard on one rank": (
         CheckpointError,

@@ -389,7 +389,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
             2,
             (
                 ConfigError,
-                "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+                "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
             ),
         ),
     ),

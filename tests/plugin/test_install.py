@@ -58,13 +58,16 @@ def test_install_when_a_host_is_there_then_its_factory_is_ours_with_the_options(
     assert host.get_megatron_optimizer(None, []) == ("ours", installation.config, original)
 
 
-def test_install_when_variables_are_set_then_they_override_the_options(
+def test_install_when_variables_are_set_then_they_say_what_the_options_leave_open(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT_NONFINITE", "log")
-    installation = install(DistOptConfig(nonfinite="skip", lr=0.5))
-    assert installation.config == DistOptConfig(nonfinite="log", lr=0.5)
-    assert host.get_megatron_optimizer(None, [])[1] == installation.config
+    monkeypatch.setenv("MEGATRON_DISTOPT_DECAY", "l2")
+    options = DistOptConfig(nonfinite="raise", lr=0.5)
+    installation = install(options)
+    assert installation.config == DistOptConfig(nonfinite="raise", decay="l2", lr=0.5)
+    # A host reads variables behind its flags.
+    assert host.get_megatron_optimizer(None, [])[1] is options
 
 
 def test_install_when_switched_off_then_the_host_is_as_it_was(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +112,12 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
         (
             "MEGATRON_DISTOPT",
             "requires",
-            "Invalid MEGATRON_DISTOPT: 'requires'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT='require'.",
+            "Invalid MEGATRON_DISTOPT: 'requires'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=require.",
         ),
         (
             "MEGATRON_DISTOPT_NONFINITE",
             "ignore",
-            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write nonfinite='raise'.",
+            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
         ),
         (
             "MEGATRON_DISTOPT_NONFINIT",

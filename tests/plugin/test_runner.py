@@ -100,8 +100,7 @@ def test_runner_when_there_is_no_target_then_refused(folder: Path, words: tuple[
 def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(folder: Path) -> None:
     done = _run("train.py", cwd=folder, switch="maybe")
     assert done.stderr == (
-        "megatron_distopt: Invalid MEGATRON_DISTOPT: 'maybe'. Must be one of 1, 0, require. "
-        "Write MEGATRON_DISTOPT='1'.\n"
+        "megatron_distopt: Invalid MEGATRON_DISTOPT: 'maybe'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=1.\n"
     )
     assert (done.returncode, done.stdout) == (1, "")
 

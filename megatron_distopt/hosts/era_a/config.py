@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes, groups_of
+from megatron_distopt.hosts.base import check_dtypes, groups_of, with_hosts_own
 from megatron_distopt.hosts.era_a.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
@@ -46,19 +46,22 @@ def merge_config(
         options: what the fork has no flag for.
         base: the fork's base optimizer, whose hyperparameters are the fork's.
         clip_grad, count_zeros, grad_scaler: as the fork gives them to its own distributed optimizer.
+
+    Raises:
+        ConfigError: code gave an option another value than the fork.
     """
     defaults = base.defaults
-    return dataclasses.replace(
-        options,
-        lr=float(defaults.get("lr") or 0.0),
-        weight_decay=float(defaults.get("weight_decay", 0.0)),
-        betas=tuple(defaults.get("betas", options.betas)),
-        eps=float(defaults.get("eps", options.eps)),
-        momentum=float(defaults.get("momentum", 0.0)),
-        clip_grad=float(clip_grad or 0.0),
-        count_zeros=bool(count_zeros),
-        loss_scale=None if grad_scaler is None else "dynamic",
-    )
+    own = {
+        "lr": float(defaults.get("lr") or 0.0),
+        "weight_decay": float(defaults.get("weight_decay", 0.0)),
+        "betas": tuple(defaults.get("betas", options.betas)),
+        "eps": float(defaults.get("eps", options.eps)),
+        "momentum": float(defaults.get("momentum", 0.0)),
+        "clip_grad": float(clip_grad or 0.0),
+        "count_zeros": bool(count_zeros),
+        "loss_scale": None if grad_scaler is None else "dynamic",
+    }
+    return with_hosts_own(options, own)
 
 
 def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type: str) -> Inner:

@@ -38,7 +38,7 @@ class Request:
         base: the fork's base optimizer over model params.
         clip_grad, count_zeros, grad_scaler: as the fork gives them.
         models: chunks, wrapped by the fork's local DistributedDataParallel.
-        options: ours; None for what the fork's arguments and MEGATRON_DISTOPT_* variables say.
+        options: ours, before what the fork's arguments and MEGATRON_DISTOPT_* variables say.
     """
 
     base: Optimizer
@@ -104,7 +104,7 @@ def decide(request: Request, everyone: Group) -> Start:
     check_flags(args)
     names = names_by_param(request.models)
     named = {name: param for param, name in names.items() if param.requires_grad}
-    own = request.options or config_from_environment(os.environ, config_from_namespace(args))
+    own = config_from_environment(os.environ, config_from_namespace(args, request.options))
     config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
     device = check_model(request.models, named, config)
     inner, data = choose_for(request.base, config, args, device.type), dense_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.config import DistOptConfig, flag_of
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes, names_by_param
+from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 
@@ -48,27 +47,27 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         host: the OptimizerConfig.
 
     Raises:
-        ConfigError: a host option that cannot be combined with this optimizer.
+        ConfigError: a host option that cannot be combined with this optimizer, or code gave one another value.
     """
     _check_options("config", host)
     _check_own(options)
-    return dataclasses.replace(
-        options,
-        optimizer=host.optimizer if options.optimizer == "adam" else options.optimizer,
-        lr=host.lr or 0.0,
-        weight_decay=host.weight_decay,
-        betas=(host.adam_beta1, host.adam_beta2),
-        eps=host.adam_eps,
-        momentum=host.sgd_momentum,
-        decay=options.decay if getattr(host, "decoupled_weight_decay", True) else "l2",
-        clip_grad=host.clip_grad,
-        count_zeros=host.log_num_zeros_in_grad,
-        loss_scale=host.loss_scale or ("dynamic" if host.fp16 else None),
-        growth_interval=int(host.loss_scale_window),
-        hysteresis=host.hysteresis,
-        initial_loss_scale=host.initial_loss_scale,
-        min_loss_scale=host.min_loss_scale,
-    )
+    own = {
+        "optimizer": options.optimizer if "optimizer" in options.explicit else host.optimizer,
+        "lr": host.lr or 0.0,
+        "weight_decay": host.weight_decay,
+        "betas": (host.adam_beta1, host.adam_beta2),
+        "eps": host.adam_eps,
+        "momentum": host.sgd_momentum,
+        "decay": options.decay if getattr(host, "decoupled_weight_decay", True) else "l2",
+        "clip_grad": host.clip_grad,
+        "count_zeros": host.log_num_zeros_in_grad,
+        "loss_scale": host.loss_scale or ("dynamic" if host.fp16 else None),
+        "growth_interval": int(host.loss_scale_window),
+        "hysteresis": host.hysteresis,
+        "initial_loss_scale": host.initial_loss_scale,
+        "min_loss_scale": host.min_loss_scale,
+    }
+    return with_hosts_own(options, own)
 
 
 def _check_own(options: DistOptConfig) -> None:

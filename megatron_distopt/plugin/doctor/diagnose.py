@@ -61,7 +61,7 @@ def _machine(found: Survey | None, config: DistOptConfig) -> Iterator[Finding]:
 
 
 def _config(launch: Sequence[str], found: Survey | None) -> DistOptConfig:
-    """What the run would use: variables win over flags. Bad ones are findings of their own."""
+    """What the run would use: flags win over variables. Bad ones are findings of their own."""
     try:
         flags = read_flags(launch, found.options if found is not None else ())
         return config_from_environment(os.environ, config_from_namespace(flags))
