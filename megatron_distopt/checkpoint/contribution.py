@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import data_file, write_part
+from megatron_distopt.checkpoint.group_record import check_groups
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
@@ -62,7 +63,8 @@ def contribution_of(model: WholeModel) -> Contribution:
     """Views of the live state: write them, or copy them, before the next step.
 
     Raises:
-        CheckpointError: the inner optimizer keeps something that cannot be saved by param.
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that no
+            load would take.
     """
     tensors = tuple(
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
@@ -71,11 +73,13 @@ def contribution_of(model: WholeModel) -> Contribution:
         for key, tensor in piece.tensors()
     )
     first = model.shares[0].optimizer
+    groups = tuple(group for share in model.shares for group in _groups_of(share))
+    check_groups(groups, "the optimizer")
     head = Manifest(
         save_id="",
         files=(),
         tensors={},
-        groups=tuple(group for share in model.shares for group in _groups_of(share)),
+        groups=groups,
         inner=first.plan.choice.name,
         loss_scale=saved_loss_scale(first.loss_scale),
         num_skipped=first.num_skipped,

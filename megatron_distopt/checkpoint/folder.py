@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
-        remedy = "Load an earlier checkpoint, or start from the weights with --no-load-optim"
+        remedy = "Load an earlier checkpoint, or start from the model's weights alone"
         raise CheckpointError(refusal(f"checkpoint {folder}", got, f"hold {MANIFEST}", remedy)) from None
     return from_text(text, str(path))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange import check_step, open_any
 from megatron_distopt.checkpoint.folder import is_checkpoint
+from megatron_distopt.checkpoint.group_record import check_groups
 from megatron_distopt.checkpoint.load import install
 from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, check_names, plan_load
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
@@ -47,6 +48,7 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
 def _opened(path: Path, model: WholeModel, names: set[str], resume_step: int | None) -> tuple[Source, LoadPlan]:
     source = open_any(path, resume_step=resume_step)
     check_step(source, path)
+    check_groups(source.head.groups, str(path))
     manifest = _as_manifest(source)
     check_names(manifest, str(path), model, names)
     plan = plan_load(manifest, str(path), model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, is_like
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
@@ -24,7 +26,10 @@ from megatron_distopt.optimizer import ShardedOptimizer
 
 __all__ = ["GroupMatch", "LoadPlan", "Read", "Target", "check_names", "plan_load"]
 
-_REMEDY = "Load a checkpoint of this model, or start from its weights with --no-load-optim"
+
+def _another(model: WholeModel) -> str:
+    """The remedy where the checkpoint is of another model."""
+    return f"Load a checkpoint of this model, or {model.from_weights}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +120,19 @@ def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Itera
     Raises:
         CheckpointError
     """
-    known = {model.canonical(name) for name in [*wanted, *model.frozen]}
-    foreign = [name for name in manifest.names if model.canonical(name) not in known]
+    known = set(_canonical([*wanted, *model.frozen], model).values())
+    foreign = [name for name, canonical in _canonical(manifest.names, model).items() if canonical not in known]
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         got = f"{', '.join(map(repr, foreign[:3]))}{more}, which the model does not have"
-        raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _REMEDY))
+        raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _another(model)))
+
+
+def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
+    """By name what it is compared by; a name itself where another one has the same canonical name."""
+    canonical = {name: model.canonical(name) for name in names}
+    counts = Counter(canonical.values())
+    return {name: each if counts[each] == 1 else name for name, each in canonical.items()}
 
 
 class _Saved:
@@ -130,13 +142,12 @@ class _Saved:
     """
 
     def __init__(self, manifest: Manifest, where: str, model: WholeModel) -> None:
-        self.manifest, self.where, self._model = manifest, where, model
-        self._name_of: dict[str, str] = {}
-        for name in manifest.names:
-            same = self._name_of.setdefault(model.canonical(name), name)
-            if same != name:
-                got, remedy = f"{same!r} and {name!r}, which are the same param", "Report this"
-                raise CheckpointError(refusal(f"checkpoint {where}", got, "hold every param once", remedy))
+        self.manifest, self.where = manifest, where
+        self._name_of = {canonical: name for name, canonical in _canonical(manifest.names, model).items()}
+        here = [each.name for share in model.shares for each in share.placements.values()]
+        self._canonical = _canonical([*here, *model.frozen], model)
+        self.another = _another(model)
+        self.from_weights = model.from_weights
         self._kinds: dict[str, dict[str, torch.dtype]] = {name: {} for name in manifest.names}
         for key, record in manifest.tensors.items():
             self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
@@ -144,10 +155,10 @@ class _Saved:
 
     def name_of(self, placement: Placement) -> str:
         """As the checkpoint spells it."""
-        name = self._name_of.get(self._model.canonical(placement.name))
+        name = self._name_of.get(self._canonical[placement.name])
         if name is None:
             got = f"without param {placement.name!r}"
-            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "hold the params of the run", _REMEDY))
+            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "hold the params of the run", self.another))
         return name
 
     def group_of(self, placement: Placement) -> GroupRecord:
@@ -155,7 +166,9 @@ class _Saved:
         name = self.name_of(placement)
         if name not in self._group_of:
             got = f"param {name!r} in no group"
-            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "name the group of every param", _REMEDY))
+            raise CheckpointError(
+                refusal(f"checkpoint {self.where}", got, "name the group of every param", self.another)
+            )
         return self._group_of[name]
 
     def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
@@ -179,7 +192,18 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
         kinds = saved.kinds_of(placements[0])
         for placement in placements:
             _check_kinds(share.optimizer, placement, kinds, saved)
+        _check_options(share.optimizer, number, first, saved)
         yield GroupMatch(share.optimizer, number, first, kinds)
+
+
+def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: _Saved) -> None:
+    """Whether every saved option is of the type that the optimizer computes with."""
+    current = optimizer.inner.param_groups[number]
+    for key, value in saved.options.items():
+        if key in current and key not in NOT_OPTIONS and not is_like(value, current[key]):
+            what = f"{key} of the params of group {number} in checkpoint {where.where}"
+            rule, remedy = f"be of the type of {current[key]!r}, which the run has", "Load another checkpoint"
+            raise CheckpointError(refusal(what, repr(value), rule, remedy))
 
 
 def _check_kinds(
@@ -192,7 +216,7 @@ def _check_kinds(
         what = f"state of {placement.name!r} in checkpoint {saved.where}"
         got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
         rule = f"hold {', '.join(sorted(wanted | kinds.keys()))} for {optimizer.plan.choice.name}"
-        remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
+        remedy = f"Resume with the optimizer of the saved run, or {saved.from_weights}"
         raise CheckpointError(refusal(what, got, rule, remedy))
 
 
@@ -201,7 +225,7 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
     for kind in (MAIN, *saved.kinds_of(piece.placement)):
         key = key_of(kind, name)
         record = saved.manifest.tensors[key]
-        wanted = _wanted(piece, key, record, saved.where)
+        wanted = _wanted(piece, key, record, saved)
         found = 0
         for chunk in record.chunks if wanted is not None else ():
             both = wanted.intersect(chunk.box) if wanted is not None else None
@@ -211,10 +235,10 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
                 yield key, chunk, Target(piece, kind, in_chunk, both.relative_to(piece.piece.in_global.offsets))
         if wanted is not None and found != wanted.numel:
             got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel}, each once"
-            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, _REMEDY))
+            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
 
 
-def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, where: str) -> Box | None:
+def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: _Saved) -> Box | None:
     """What of a piece the checkpoint has to hold; None where the piece is padding that it lacks.
 
     Raises:
@@ -224,5 +248,5 @@ def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, where: str) -> Bo
     is_padding_alone = piece.placement.is_padded and record.shape[1:] == ours[1:] and len(record.shape) == len(ours)
     if record.shape != ours and not is_padding_alone:
         got, rule = f"of shape {list(record.shape)}", f"have the shape {list(ours)} of the run"
-        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {where}", got, rule, _REMEDY))
+        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
     return piece.piece.in_global.intersect(Box.whole(record.shape))

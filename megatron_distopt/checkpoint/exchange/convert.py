@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint.exchange.safe import save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices, check_all_written
 from megatron_distopt.checkpoint.exchange.torch_file import open_torch_file, write_torch_file
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, new_save_id
+from megatron_distopt.checkpoint.group_record import check_groups
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 
@@ -182,6 +183,7 @@ def convert(
         raise CheckpointError(refusal(f"target {dst}", "it is there already", "be new", remedy))
     opened = _open(src, resume_step)
     check_step(opened.source, src)
+    check_groups(opened.source.head.groups, str(src))
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
