@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import data_file, write_part
 from megatron_distopt.checkpoint.group_record import check_groups
+from megatron_distopt.checkpoint.history import earlier_saves
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
@@ -84,6 +85,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         loss_scale=saved_loss_scale(first.loss_scale),
         num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
+        earlier=earlier_saves(model),
     )
     return Contribution(head, tensors)
 
@@ -112,9 +114,7 @@ def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Ma
         chunk = Chunk(each.box, 0, stretch.start, stretch.nbytes)
         before = tensors[each.key].chunks if each.key in tensors else ()
         tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
-    head = contribution.head
-    about = (head.groups, head.inner, head.loss_scale, head.num_skipped, head.about)
-    return Manifest(save_id, (writer.record(),), tensors, *about)
+    return replace(contribution.head, save_id=save_id, files=(writer.record(),), tensors=tensors)
 
 
 def _groups_of(share: Share) -> Iterable[GroupRecord]:

@@ -49,6 +49,8 @@ __all__ = [
     "read_failure",
     "read_manifest",
     "read_part",
+    "remove_checkpoint",
+    "saves_in",
     "withdraw",
     "write_failure",
     "write_part",
@@ -171,6 +173,28 @@ def withdraw(folder: Path, save_id: str) -> None:
         for path in folder.glob(f"{save_id}-*"):
             if path.name not in named:
                 disk.remove(path)
+
+
+def saves_in(folder: Path) -> set[str]:
+    """Ids of the saves whose tensors lie in a folder, of the checkpoint there and of saves that never ended."""
+    return {path.name.partition("-")[0] for path in folder.glob(f"*{_DATA}") if _OF_A_SAVE.fullmatch(path.name)}
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint; what else lies in its folder stays, and the folder with it.
+
+    The manifest goes first, and for good: a power cut must not leave one without files.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    disk.remove(folder / MANIFEST)
+    disk.sync_folder(folder)
+    _remove_except(set(), folder)
+    for name in (_METADATA, _LOCK):
+        disk.remove(folder / name)
+    with suppress(OSError):  # something else lies there
+        folder.rmdir()
 
 
 def _remove_except(kept: set[str], folder: Path) -> None:

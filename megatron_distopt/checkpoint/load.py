@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.history import remember_loaded
 from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read
 from megatron_distopt.checkpoint.loss_scale import load_loss_scale
 from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
@@ -89,6 +90,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
         optimizer.num_skipped = plan.manifest.num_skipped
         for run in optimizer.runs:
             run.write_model()
+    remember_loaded(model, plan.manifest)
 
 
 def _opened(path: Path) -> TensorReader:

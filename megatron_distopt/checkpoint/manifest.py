@@ -129,6 +129,7 @@ class Manifest:
         loss_scale: numbers of the loss scale; empty where it never changes.
         num_skipped: steps that were skipped so far.
         about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
+        earlier: ids of the saves before it, the latest last, see [Note: history] in history.py.
     """
 
     save_id: str
@@ -139,6 +140,7 @@ class Manifest:
     loss_scale: Mapping[str, float] = field(default_factory=dict)
     num_skipped: int = 0
     about: Mapping[str, str | int] = field(default_factory=dict)
+    earlier: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,6 +201,7 @@ def to_text(manifest: Manifest) -> str:
     """JSON, with a CRC-32 of the document itself."""
     body = {
         "save_id": manifest.save_id,
+        "earlier": list(manifest.earlier),
         "about": dict(manifest.about),
         "inner": manifest.inner,
         "loss_scale": dict(manifest.loss_scale),
@@ -280,6 +283,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
         num_skipped=int(body["num_skipped"]),
         about=dict(body["about"]),
+        earlier=tuple(map(str, body.get("earlier", ()))),
     )
     _check_chunks(manifest)
     return manifest

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_distopt.checkpoint.collector import no_collection
 from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.folder import read_manifest
+from megatron_distopt.checkpoint.history import remember_saved
 from megatron_distopt.checkpoint.load import load_planned, verify_files
 from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_load
 from megatron_distopt.checkpoint.saving import begin
@@ -35,6 +36,7 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     try:
         raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
         raise_together(saving.commit, everyone, "save")
+        remember_saved(model, saving.save_id)
     except BaseException:
         saving.abandon()
         raise
