@@ -21,8 +21,10 @@ import math
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
@@ -154,7 +156,9 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
         _check_complete(key, record)
     for each in manifest.files:
         _check_there(folder, each)
-    contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata_of(manifest)}
+    metadata = metadata_of(manifest)
+    manifest = replace(manifest, metadata=(len(metadata), zlib.crc32(metadata)))
+    contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata}
     for name, content in contents.items():
         with disk.written(_new_file(folder, manifest.save_id, name)) as file:
             disk.write(file, content)

@@ -130,6 +130,7 @@ class Manifest:
         num_skipped: steps that were skipped so far.
         about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
         earlier: ids of the saves before it, the latest last, see [Note: history] in history.py.
+        metadata: bytes and CRC-32 of the `.metadata` beside it; None before it is written, and in old checkpoints.
     """
 
     save_id: str
@@ -141,6 +142,7 @@ class Manifest:
     num_skipped: int = 0
     about: Mapping[str, str | int] = field(default_factory=dict)
     earlier: tuple[str, ...] = ()
+    metadata: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,6 +204,7 @@ def to_text(manifest: Manifest) -> str:
     body = {
         "save_id": manifest.save_id,
         "earlier": list(manifest.earlier),
+        "metadata": manifest.metadata,
         "about": dict(manifest.about),
         "inner": manifest.inner,
         "loss_scale": dict(manifest.loss_scale),
@@ -284,9 +287,17 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         num_skipped=int(body["num_skipped"]),
         about=dict(body["about"]),
         earlier=tuple(map(str, body.get("earlier", ()))),
+        metadata=_metadata_from_json(body.get("metadata")),
     )
     _check_chunks(manifest)
     return manifest
+
+
+def _metadata_from_json(record: Sequence[Any] | None) -> tuple[int, int] | None:
+    if record is None:
+        return None
+    nbytes, crc32 = map(int, record)
+    return nbytes, crc32
 
 
 def _plain_name(name: str) -> str:
