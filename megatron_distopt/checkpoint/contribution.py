@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import data_file, write_part
-from megatron_distopt.checkpoint.group_record import check_groups
+from megatron_distopt.checkpoint.group_record import check_groups, join_groups
 from megatron_distopt.checkpoint.history import earlier_saves
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
@@ -74,7 +74,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         for key, tensor in piece.tensors()
     )
     first = model.shares[0].optimizer
-    groups = tuple(group for share in model.shares for group in _groups_of(share))
+    groups = join_groups(group for share in model.shares for group in _groups_of(share))
     check_groups(groups, "the optimizer")
     head = Manifest(
         save_id="",
@@ -117,52 +117,60 @@ def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Ma
     return replace(contribution.head, save_id=save_id, files=(writer.record(),), tensors=tensors)
 
 
-def _groups_of(share: Share) -> Iterable[GroupRecord]:
-    """Of the groups of which this rank owns something: another rank speaks for the others."""
+def _groups_of(share: Share) -> Iterator[GroupRecord]:
+    """Of the groups of which this rank owns something, one a run: another rank speaks for the others."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
-        runs = [run for run in optimizer.runs if run.run.key.group == number]
-        names = dict.fromkeys(share.placements[shard.name].name for run in runs for shard in run.run.shards)
-        if names:
-            scalars = _scalars_of(optimizer, runs)
-            step = _scalar("step", group["step"]) if "step" in group else scalars.get("step")
-            yield GroupRecord(tuple(names), _options_of(group), None if step is None else int(step.value), scalars)
+        options, unsaved = _options_of(group)
+        for run in optimizer.runs:
+            if run.run.key.group == number:
+                names = dict.fromkeys(share.placements[shard.name].name for shard in run.run.shards)
+                scalars = _scalars_of(optimizer, run)
+                yield GroupRecord(tuple(names), options, _step_of(optimizer, group, run, scalars), scalars, unsaved)
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-    plain = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if _is_plain(value)
-    }
-    for key in given.keys() - plain.keys():
-        _log.warning("param group option %r is a %s and is not saved", key, type(given[key]).__name__)
-    return plain
+def _step_of(
+    optimizer: ShardedOptimizer, group: Mapping[str, Any], run: MainRun, scalars: Mapping[str, Scalar]
+) -> int | None:
+    """Updates so far, wherever the class counts them; an Adam without moments has not updated the run yet."""
+    is_begun = bool(optimizer.inner.state.get(run.main)) or not optimizer.plan.choice.is_adam
+    if "step" in group and is_begun:
+        return int(_scalar("step", group["step"]).value)
+    return int(scalars["step"].value) if "step" in scalars else None
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those that a file keeps, and the types of the others."""
+    given = {key: _plain(value) for key, value in group.items() if key not in NOT_OPTIONS}
+    unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
+    for key, name in unsaved.items():
+        _log.warning("param group option %r is a %s and is not saved", key, name)
+    return {key: value for key, value in given.items() if key not in unsaved}, unsaved
+
+
+def _plain(value: Any) -> Any:
+    """A learning rate that is a tensor is a number in the file."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON keeps it as it is, but for tuples."""
-    if isinstance(value, (list, tuple)):
+    """Whether JSON keeps it as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _scalars_of(optimizer: ShardedOptimizer, runs: Sequence[MainRun]) -> dict[str, Scalar]:
-    """What the inner optimizer keeps with a param beside whole tensors; the same for all params of the group."""
-    found: dict[str, Scalar] = {}
-    for run in runs:
-        cut = moments_of(optimizer.inner, run.main)
-        for key, value in optimizer.inner.state.get(run.main, {}).items():
-            if key not in cut:
-                _keep_same(found, key, _scalar(key, value))
-    return found
-
-
-def _keep_same(found: dict[str, Scalar], key: str, scalar: Scalar) -> None:
-    known = found.setdefault(key, scalar)
-    if known.value != scalar.value:
-        got, rule = f"{known.value} and {scalar.value}", "be the same for all params of a group"
-        remedy = "Use an inner optimizer that treats all elements of a group alike"
-        raise CheckpointError(refusal(f"state {key!r} of the inner optimizer", got, rule, remedy))
+def _scalars_of(optimizer: ShardedOptimizer, run: MainRun) -> dict[str, Scalar]:
+    """What the inner optimizer keeps with a run beside tensors as large."""
+    cut = moments_of(optimizer.inner, run.main)
+    state = optimizer.inner.state.get(run.main, {})
+    return {key: _scalar(key, value) for key, value in state.items() if key not in cut}
 
 
 def _scalar(key: str, value: Any) -> Scalar:

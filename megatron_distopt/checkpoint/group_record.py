@@ -7,11 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["NOT_OPTIONS", "GroupRecord", "Scalar", "check_groups", "group_to_json", "is_like", "join_groups"]
+__all__ = [
+    "NOT_OPTIONS",
+    "GroupRecord",
+    "Scalar",
+    "check_groups",
+    "group_from_json",
+    "group_to_json",
+    "is_like",
+    "join_groups",
+]
 
 #: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
 #: experts are spread over ranks, and the count has a place of its own.
@@ -36,37 +46,63 @@ class GroupRecord:
     Args:
         names: of its params.
         options: of `torch.optim`: numbers, texts, and lists of them.
-        step: updates so far; None for an inner optimizer that does not count, or has not begun.
+        step: updates so far; None for an inner optimizer that does not count, and for params that never had a gradient.
         scalars: what else the inner optimizer keeps, the same for all its params.
+        unsaved: options that no file keeps, with their types.
     """
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
     step: int | None = None
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    unsaved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def meaning(self) -> tuple[object, ...]:
         """All but the names: groups that are equal in it are the same to a param."""
-        return self.options, self.step, self.scalars
+        return self.options, self.step, self.scalars, self.unsaved
 
 
 def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
     """Groups of equal meaning become one: ranks may number theirs differently."""
-    joined: list[GroupRecord] = []
+    joined: list[tuple[GroupRecord, dict[str, None]]] = []
     for group in groups:
-        same = next((number for number, each in enumerate(joined) if each.meaning == group.meaning), None)
-        if same is None:
-            joined.append(group)
+        names = next((names for each, names in joined if each.meaning == group.meaning), None)
+        if names is None:
+            joined.append((group, dict.fromkeys(group.names)))
         else:
-            joined[same] = replace(group, names=tuple(dict.fromkeys(joined[same].names + group.names)))
-    return tuple(joined)
+            names.update(dict.fromkeys(group.names))
+    return tuple(replace(group, names=tuple(names)) for group, names in joined)
 
 
 def group_to_json(group: GroupRecord) -> dict[str, Any]:
     """As the manifest and the file of 'convert --to torch' have it."""
     scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
-    return {"names": list(group.names), "options": dict(group.options), "step": group.step, "scalars": scalars}
+    unsaved = {"unsaved": dict(group.unsaved)} if group.unsaved else {}
+    return {
+        "names": list(group.names),
+        "options": dict(group.options),
+        "step": group.step,
+        "scalars": scalars,
+        **unsaved,
+    }
+
+
+def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
+    """The inverse of `group_to_json`; values are as they were found, see `check_groups`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is no such group.
+    """
+    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
+    unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
+    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved)
+
+
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return name
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
@@ -125,6 +161,8 @@ def is_like(saved: object, current: object) -> bool:
 
 
 def _has_nan(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nan, value.values()))
     if isinstance(value, list):
         return any(map(_has_nan, value))
     return isinstance(value, float) and math.isnan(value)
@@ -143,6 +181,6 @@ def _check_once(groups: Sequence[GroupRecord], where: str) -> None:
 
 def _difference(one: GroupRecord, other: GroupRecord) -> str:
     """Of two groups, the first key with both values."""
-    left, right = ({"step": each.step, **each.scalars, **each.options} for each in (one, other))
+    left, right = ({"step": each.step, **each.options, **each.scalars} for each in (one, other))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.history import remember_loaded
-from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read
+from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState
 from megatron_distopt.checkpoint.loss_scale import load_loss_scale
 from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import MainRun, moments_of, restore, restore_group
+from megatron_distopt.errors import CheckpointError, InvariantError, refusal
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
 
-__all__ = ["install", "load_planned", "verify_files"]
+__all__ = ["install", "load_planned", "separate", "verify_files"]
 
 
 def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
@@ -69,7 +69,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     """Takes the state over, wherever its tensors come from; the params are not gathered yet.
 
     Args:
-        plan: of the load.
+        plan: of the load, made after `separate`.
         model: for which it was made.
         tensors: for each of `plan.reads` what it reads.
     """
@@ -77,7 +77,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     into = {
         (id(run), kind): tensor
         for match in plan.groups
-        for run, by_kind in moments[match]
+        for run, _, by_kind in moments[match]
         for kind, tensor in by_kind.items()
     }
     for read, tensor in tensors:
@@ -101,16 +101,39 @@ def _opened(path: Path) -> TensorReader:
         raise CheckpointError(refusal(f"file {path}", error, rule, remedy)) from error
 
 
-def _runs_of(match: GroupMatch) -> list[MainRun]:
-    return [run for run in match.optimizer.runs if run.run.key.group == match.number]
+def separate(plan: LoadPlan) -> bool:
+    """Cuts flat params whose params have other counts of updates or other moments in the checkpoint.
+
+    No value changes. A plan that was made before is of no use after it.
+
+    Returns:
+        Whether any was cut.
+    """
+    states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
+    for match in plan.groups:
+        states.setdefault(match.optimizer, {}).update(match.states)
+    before = sum(len(optimizer.runs) for optimizer in states)
+    for optimizer, by_name in states.items():
+        optimizer.separate(by_name.get)
+    return sum(len(optimizer.runs) for optimizer in states) > before
 
 
-def _moments_for(match: GroupMatch) -> list[tuple[MainRun, dict[str, Tensor]]]:
+def _runs_of(match: GroupMatch) -> Iterator[tuple[MainRun, SavedState]]:
+    for run in match.optimizer.runs:
+        if run.run.key.group == match.number:
+            states = {match.states[shard.name] for shard in run.run.shards}
+            if len(states) > 1:
+                got, rule = f"{len(states)} saved states in one", "be cut before the load"
+                raise InvariantError(refusal("flat param", got, rule, "Call separate first"))
+            yield run, states.pop()
+
+
+def _moments_for(match: GroupMatch) -> list[tuple[MainRun, SavedState, dict[str, Tensor]]]:
     """Those that are there, where they fit; the padding of a run is zero in them."""
     found = []
-    for run in _runs_of(match):
+    for run, state in _runs_of(match):
         known = moments_of(match.optimizer.inner, run.main)
-        found.append((run, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in match.kinds.items()}))
+        found.append((run, state, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in state.kinds}))
     return found
 
 
@@ -125,17 +148,26 @@ def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> N
         target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
 
 
-def _restore(match: GroupMatch, moments: list[tuple[MainRun, dict[str, Tensor]]], *, same_inner: bool) -> None:
-    inner, saved = match.optimizer.inner, match.saved
+def _restore(
+    match: GroupMatch, moments: list[tuple[MainRun, SavedState, dict[str, Tensor]]], *, same_inner: bool
+) -> None:
+    inner = match.optimizer.inner
     group = inner.param_groups[match.number]
-    for key, value in saved.options.items():
-        if key in group and key not in NOT_OPTIONS:
-            group[key] = tuple(value) if isinstance(group[key], tuple) else value
-    restore_group(inner, group, saved.step)
-    for run, kinds in moments:
-        restore(inner, group, run.main, kinds, saved.step if kinds else None)
+    for key, value in match.options.items():
+        if key not in NOT_OPTIONS and (key in group or same_inner):
+            group[key] = _as_kept(value, group.get(key))
+    restore_group(inner, group, match.step)
+    for run, state, kinds in moments:
+        restore(inner, group, run.main, kinds, state.step if kinds else None)
         if same_inner and not match.optimizer.plan.choice.is_adam:
-            _restore_scalars(inner.state, run.main, saved.scalars)
+            _restore_scalars(inner.state, run.main, dict(state.scalars))
+
+
+def _as_kept(saved: Any, current: Any) -> Any:
+    """In the form in which the group has it: what reads a tensor goes on reading that one."""
+    if torch.is_tensor(current) and saved is not None:
+        return current.fill_(saved)
+    return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
 
 
 def _restore_scalars(state: Any, main: Tensor, scalars: Any) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, is_like
+from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, is_like
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
-    GroupRecord,
     Manifest,
     TensorRecord,
     key_of,
@@ -22,9 +23,11 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
-from megatron_distopt.optimizer import ShardedOptimizer
+from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 
-__all__ = ["GroupMatch", "LoadPlan", "Read", "Target", "check_names", "plan_load"]
+__all__ = ["GroupMatch", "LoadPlan", "Read", "SavedState", "Target", "check_names", "plan_load"]
+
+_log = logging.getLogger("megatron_distopt")
 
 
 def _another(model: WholeModel) -> str:
@@ -59,14 +62,41 @@ class Read:
     targets: tuple[Target, ...]
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """What the checkpoint says of the state of one param; params of one flat param have it in common.
+
+    Args:
+        step: updates so far; None where they are not counted, or there was none.
+        scalars: see `GroupRecord.scalars`.
+        kinds: what is held of each element beside the main param, with dtypes; empty for a param without state.
+    """
+
+    step: int | None
+    scalars: tuple[tuple[str, Scalar], ...]
+    kinds: tuple[tuple[str, torch.dtype], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class GroupMatch:
-    """A param group of the run and the saved one that its params were in."""
+    """A param group of the run, and what is saved of its params.
+
+    Args:
+        optimizer: that has the group.
+        number: of the group in it.
+        options: saved ones, the same for all its params.
+        states: by the params' names in the optimizer.
+    """
 
     optimizer: ShardedOptimizer
     number: int
-    saved: GroupRecord
-    kinds: Mapping[str, torch.dtype]
+    options: Mapping[str, Any]
+    states: Mapping[str, SavedState]
+
+    @property
+    def step(self) -> int | None:
+        """Updates of the params that were updated most often."""
+        return max((state.step for state in self.states.values() if state.step is not None), default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +201,11 @@ class _Saved:
             )
         return self._group_of[name]
 
+    def state_of(self, placement: Placement) -> SavedState:
+        """What it says of the param beside values and options."""
+        group, kinds = self.group_of(placement), self.kinds_of(placement)
+        return SavedState(group.step, tuple(sorted(group.scalars.items())), tuple(sorted(kinds.items())))
+
     def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
         """What it holds of the param beside its values, with dtypes."""
         kinds = self._kinds[self.name_of(placement)]
@@ -181,43 +216,73 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
     for number, group in enumerate(share.optimizer.plan.groups):
         if not group.names:
             continue
-        placements = [share.placements[name] for name in group.names]
-        first = saved.group_of(placements[0])
-        for placement in placements:
-            if saved.group_of(placement).meaning != first.meaning:
+        placements = {name: share.placements[name] for name in group.names}
+        first = next(iter(placements.values()))
+        for placement in placements.values():
+            if saved.group_of(placement).options != saved.group_of(first).options:
                 rule = "have been in groups of equal options, because they are in one here"
-                got = f"{placements[0].name!r} and {placement.name!r} in different groups"
+                got = f"{first.name!r} and {placement.name!r} in different groups"
                 remedy = "Build the optimizer with the param groups of the saved run"
                 raise CheckpointError(refusal(f"param groups in checkpoint {saved.where}", got, rule, remedy))
-        kinds = saved.kinds_of(placements[0])
-        for placement in placements:
-            _check_kinds(share.optimizer, placement, kinds, saved)
-        _check_options(share.optimizer, number, first, saved)
-        yield GroupMatch(share.optimizer, number, first, kinds)
+        _check_options(share.optimizer, number, saved.group_of(first), saved.where)
+        states = {name: saved.state_of(placement) for name, placement in placements.items()}
+        _check_kinds(share.optimizer, placements, states, saved)
+        _check_counts(share.optimizer, placements, states, saved)
+        yield GroupMatch(share.optimizer, number, saved.group_of(first).options, states)
 
 
-def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: _Saved) -> None:
-    """Whether every saved option is of the type that the optimizer computes with."""
+def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
+    """Whether every saved option is of the type that the optimizer computes with, and those without a value are here.
+
+    What no file keeps, such as a function, has the run's own value.
+    """
     current = optimizer.inner.param_groups[number]
+    place = f"of the params of group {number} in checkpoint {where}"
     for key, value in saved.options.items():
         if key in current and key not in NOT_OPTIONS and not is_like(value, current[key]):
-            what = f"{key} of the params of group {number} in checkpoint {where.where}"
             rule, remedy = f"be of the type of {current[key]!r}, which the run has", "Load another checkpoint"
-            raise CheckpointError(refusal(what, repr(value), rule, remedy))
+            raise CheckpointError(refusal(f"{key} {place}", repr(value), rule, remedy))
+    for key, name in saved.unsaved.items():
+        if key not in current:
+            rule, remedy = "be in the param group of the run", f"Put {key} into the param group before the load"
+            raise CheckpointError(refusal(f"{key} {place}", f"a {name}, which no file keeps", rule, remedy))
+        _log.warning("param group option %r was a %s, which no file keeps; the run's own stays", key, name)
 
 
 def _check_kinds(
-    optimizer: ShardedOptimizer, placement: Placement, kinds: Mapping[str, torch.dtype], saved: _Saved
+    optimizer: ShardedOptimizer,
+    placements: Mapping[str, Placement],
+    states: Mapping[str, SavedState],
+    saved: _Saved,
 ) -> None:
-    """The same of every param of a group, and what the inner optimizer needs."""
-    found, wanted = saved.kinds_of(placement), optimizer.plan.choice.moments
-    has_begun = bool(found) or bool(saved.group_of(placement).step)
-    if found != kinds or (has_begun and not wanted <= found.keys()):
-        what = f"state of {placement.name!r} in checkpoint {saved.where}"
-        got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
-        rule = f"hold {', '.join(sorted(wanted | kinds.keys()))} for {optimizer.plan.choice.name}"
-        remedy = f"Resume with the optimizer of the saved run, or {saved.from_weights}"
-        raise CheckpointError(refusal(what, got, rule, remedy))
+    """The same of every param of a group, and what the inner optimizer needs; or nothing of one without an update."""
+    wanted = optimizer.plan.choice.moments
+    usual = next((state.kinds for state in states.values() if state.kinds), ())
+    for name, state in states.items():
+        found = {kind for kind, _ in state.kinds}
+        has_begun = bool(found) or bool(state.step)
+        if (found and state.kinds != usual) or (has_begun and not wanted <= found):
+            what = f"state of {placements[name].name!r} in checkpoint {saved.where}"
+            got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
+            rule = f"hold {', '.join(sorted(wanted | dict(usual).keys()))} for {optimizer.plan.choice.name}"
+            remedy = f"Resume with the optimizer of the saved run, or {saved.from_weights}"
+            raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def _check_counts(
+    optimizer: ShardedOptimizer,
+    placements: Mapping[str, Placement],
+    states: Mapping[str, SavedState],
+    saved: _Saved,
+) -> None:
+    """Whether the inner optimizer can count the updates of each param by itself, where they differ."""
+    counted = {state.step: name for name, state in states.items() if state.step is not None}
+    if len(counted) > 1 and not is_torchs(optimizer.inner):
+        (one, first), (other, second) = sorted(counted.items())[:2]
+        what = f"updates in checkpoint {saved.where}"
+        got = f"{one} of {placements[first].name!r} and {other} of {placements[second].name!r}"
+        rule = f"be as many for all params of a group, for which {optimizer.plan.choice.name} has one count"
+        raise CheckpointError(refusal(what, got, rule, "Write adam='torch_fused' or adam='torch_foreach'"))
 
 
 def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, Target]]:

@@ -22,6 +22,7 @@ from megatron_distopt.checkpoint.group_record import (
     GroupRecord,
     Scalar,
     check_groups,
+    group_from_json,
     group_to_json,
     join_groups,
 )
@@ -281,7 +282,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
             str(key): TensorRecord(tuple(map(int, shape)), _dtype(dtype), tuple(map(_chunk_from_json, chunks)))
             for key, (shape, dtype, chunks) in body["tensors"].items()
         },
-        groups=tuple(map(_group_from_json, body["groups"])),
+        groups=tuple(map(group_from_json, body["groups"])),
         inner=str(body["inner"]),
         loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
         num_skipped=int(body["num_skipped"]),
@@ -311,11 +312,6 @@ def _dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return name
-
-
-def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
-    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
-    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars)
 
 
 def _chunk_from_json(record: Sequence[Any]) -> Chunk:

@@ -111,3 +111,41 @@ def test_save_when_ranks_differ_in_an_option_of_a_param_then_the_commit_names_it
     with pytest.raises(CheckpointError, match=r"in param groups \d and \d, which differ in lr: 0.001 and 0.5"):
         world.save(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_options_when_they_are_tensors_or_tables_then_they_travel_in_the_form_of_the_run(tmp_path: Path) -> None:
+    """torch lets a learning rate be a tensor, which a captured graph goes on reading: it is filled, not replaced."""
+    world = World.of(MODEL)
+    for group in world.ranks[0].optimizer.inner.param_groups:
+        group.update(lr=torch.tensor(0.25), schedule={"warmup": 10, "ends": (1.0, 2.0)})
+    world.save(tmp_path)
+    other = World.of(MODEL, filled=False)
+    groups = other.ranks[0].optimizer.inner.param_groups
+    groups[0]["lr"] = rate = torch.tensor(5.0)
+    other.load(tmp_path)
+    assert groups[0]["lr"] is rate and float(rate) == 0.25
+    assert groups[1]["lr"] == 0.25
+    assert [group["schedule"] for group in groups] == [{"warmup": 10, "ends": [1.0, 2.0]}] * 2
+
+
+def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(tmp_path: Path) -> None:
+    """A scheduler that is made after the load finds `initial_lr`, as after torch's own."""
+    world = World.of(MODEL)
+    for group in world.ranks[0].optimizer.inner.param_groups:
+        group["initial_lr"] = 0.5
+    world.save(tmp_path)
+    other = World.of(MODEL, filled=False)
+    other.load(tmp_path)
+    assert [group["initial_lr"] for group in other.ranks[0].optimizer.inner.param_groups] == [0.5, 0.5]
+
+
+def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(tmp_path: Path) -> None:
+    world = World.of(MODEL)
+    world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
+    world.save(tmp_path)
+    text = _refused(tmp_path)
+    assert "hook of the params of group 0" in text and "builtin_function_or_method" in text
+    other = World.of(MODEL, filled=False)
+    other.ranks[0].optimizer.inner.param_groups[0]["hook"] = repr
+    other.load(tmp_path)
+    assert other.ranks[0].optimizer.inner.param_groups[0]["hook"] is repr

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.exchange.safe import load_safely, save_whole
-from megatron_distopt.checkpoint.group_record import GroupRecord, Scalar, check_groups, group_to_json
+from megatron_distopt.checkpoint.group_record import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
@@ -58,15 +58,10 @@ def _tensor(value: object) -> Tensor:
 
 
 def _head(state: Mapping[str, Any]) -> Manifest:
-    groups = tuple(_group(each) for each in state["groups"])
+    groups = tuple(map(group_from_json, state["groups"]))
     scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
     about = dict(state["about"])
     return Manifest("", (), {}, groups, str(state["inner"]), scale, int(state["num_skipped"]), about)
-
-
-def _group(group: Mapping[str, Any]) -> GroupRecord:
-    scalars = {str(key): Scalar(value, str(dtype)) for key, (value, dtype) in group["scalars"].items()}
-    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars)
 
 
 def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
