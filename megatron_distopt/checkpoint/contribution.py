@@ -25,7 +25,15 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 from megatron_distopt.version import VERSION
 
-__all__ = ["Contribution", "Written", "contribution_of", "write_contribution"]
+__all__ = [
+    "Contribution",
+    "Written",
+    "contribution_of",
+    "plain_option",
+    "scalars_of",
+    "step_of",
+    "write_contribution",
+]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -125,11 +133,11 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
         for run in optimizer.runs:
             if run.run.key.group == number:
                 names = dict.fromkeys(share.placements[shard.name].name for shard in run.run.shards)
-                scalars = _scalars_of(optimizer, run)
-                yield GroupRecord(tuple(names), options, _step_of(optimizer, group, run, scalars), scalars, unsaved)
+                scalars = scalars_of(optimizer, run)
+                yield GroupRecord(tuple(names), options, step_of(optimizer, group, run, scalars), scalars, unsaved)
 
 
-def _step_of(
+def step_of(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], run: MainRun, scalars: Mapping[str, Scalar]
 ) -> int | None:
     """Updates so far, wherever the class counts them; an Adam without moments has not updated the run yet."""
@@ -141,20 +149,20 @@ def _step_of(
 
 def _options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Those that a file keeps, and the types of the others."""
-    given = {key: _plain(value) for key, value in group.items() if key not in NOT_OPTIONS}
+    given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
     unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
     for key, name in unsaved.items():
         _log.warning("param group option %r is a %s and is not saved", key, name)
     return {key: value for key, value in given.items() if key not in unsaved}, unsaved
 
 
-def _plain(value: Any) -> Any:
+def plain_option(value: Any) -> Any:
     """A learning rate that is a tensor is a number in the file."""
     if torch.is_tensor(value) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+        return {key: plain_option(each) for key, each in value.items()}
+    return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
@@ -166,7 +174,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _scalars_of(optimizer: ShardedOptimizer, run: MainRun) -> dict[str, Scalar]:
+def scalars_of(optimizer: ShardedOptimizer, run: MainRun) -> dict[str, Scalar]:
     """What the inner optimizer keeps with a run beside tensors as large."""
     cut = moments_of(optimizer.inner, run.main)
     state = optimizer.inner.state.get(run.main, {})

@@ -19,7 +19,7 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
 
-__all__ = ["install", "load_planned", "separate", "verify_files"]
+__all__ = ["as_kept", "install", "load_planned", "moments_for", "restore_match", "separate", "verify_files"]
 
 
 def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
@@ -73,7 +73,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
         model: for which it was made.
         tensors: for each of `plan.reads` what it reads.
     """
-    moments = {match: _moments_for(match) for match in plan.groups}
+    moments = {match: moments_for(match) for match in plan.groups}
     into = {
         (id(run), kind): tensor
         for match in plan.groups
@@ -84,7 +84,7 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
         _place(tensor, read, into)
         del tensor  # or it is in memory while the next one is read
     for match in plan.groups:
-        _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
+        restore_match(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
@@ -101,8 +101,8 @@ def _opened(path: Path) -> TensorReader:
         raise CheckpointError(refusal(f"file {path}", error, rule, remedy)) from error
 
 
-def separate(plan: LoadPlan) -> bool:
-    """Cuts flat params whose params have other counts of updates or other moments in the checkpoint.
+def separate(matches: Iterable[GroupMatch]) -> bool:
+    """Cuts flat params whose params have other counts of updates or other moments in what is to be loaded.
 
     No value changes. A plan that was made before is of no use after it.
 
@@ -110,7 +110,7 @@ def separate(plan: LoadPlan) -> bool:
         Whether any was cut.
     """
     states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
-    for match in plan.groups:
+    for match in matches:
         states.setdefault(match.optimizer, {}).update(match.states)
     before = sum(len(optimizer.runs) for optimizer in states)
     for optimizer, by_name in states.items():
@@ -128,8 +128,12 @@ def _runs_of(match: GroupMatch) -> Iterator[tuple[MainRun, SavedState]]:
             yield run, states.pop()
 
 
-def _moments_for(match: GroupMatch) -> list[tuple[MainRun, SavedState, dict[str, Tensor]]]:
-    """Those that are there, where they fit; the padding of a run is zero in them."""
+def moments_for(match: GroupMatch) -> list[tuple[MainRun, SavedState, dict[str, Tensor]]]:
+    """Memory for the moments of each flat param: those that are there, where they fit; padding is zero in them.
+
+    Args:
+        match: after `separate`.
+    """
     found = []
     for run, state in _runs_of(match):
         known = moments_of(match.optimizer.inner, run.main)
@@ -148,14 +152,21 @@ def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> N
         target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
 
 
-def _restore(
+def restore_match(
     match: GroupMatch, moments: list[tuple[MainRun, SavedState, dict[str, Tensor]]], *, same_inner: bool
 ) -> None:
+    """Takes over options and states.
+
+    Args:
+        match: a param group.
+        moments: as of `moments_for`, filled.
+        same_inner: whether the class that loads is the one that saved.
+    """
     inner = match.optimizer.inner
     group = inner.param_groups[match.number]
     for key, value in match.options.items():
         if key not in NOT_OPTIONS and (key in group or same_inner):
-            group[key] = _as_kept(value, group.get(key))
+            group[key] = as_kept(value, group.get(key))
     restore_group(inner, group, match.step)
     for run, state, kinds in moments:
         restore(inner, group, run.main, kinds, state.step if kinds else None)
@@ -163,7 +174,7 @@ def _restore(
             _restore_scalars(inner.state, run.main, dict(state.scalars))
 
 
-def _as_kept(saved: Any, current: Any) -> Any:
+def as_kept(saved: Any, current: Any) -> Any:
     """In the form in which the group has it: what reads a tensor goes on reading that one."""
     if torch.is_tensor(current) and saved is not None:
         return current.fill_(saved)

@@ -42,7 +42,7 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
         return
     names = names_of_all(model, everyone)
     source, plan = raise_together(lambda: _opened(path, model, names, resume_step), everyone, "load")
-    ready = plan_load(plan.manifest, str(path), model) if separate(plan) else plan
+    ready = plan_load(plan.manifest, str(path), model) if separate(plan.groups) else plan
     raise_together(lambda: install(ready, model, _tensors(source, ready)), everyone, "load")
 
 

@@ -60,7 +60,7 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     names = names_of_all(model, everyone)
     plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
     _check_same_save(folder, exchange(plan.manifest.save_id, everyone))
-    ready = plan_load(plan.manifest, str(folder), model) if separate(plan) else plan
+    ready = plan_load(plan.manifest, str(folder), model) if separate(plan.groups) else plan
     raise_together(lambda: load_planned(folder, ready, model), everyone, "load")
 
 

@@ -144,7 +144,7 @@ class World:
         for each in self.ranks:
             check_names(manifest, str(folder), each.model, [param.name for param in self.params])
             plan = plan_load(manifest, str(folder), each.model)
-            ready = plan_load(manifest, str(folder), each.model) if separate(plan) else plan
+            ready = plan_load(manifest, str(folder), each.model) if separate(plan.groups) else plan
             load_planned(folder, ready, each.model)
 
     def whole(self, kind: str) -> dict[str, Tensor]:

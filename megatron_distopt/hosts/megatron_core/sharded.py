@@ -98,7 +98,7 @@ def load_sharded_state(model: WholeModel, state: Mapping[str, Any], everyone: Gr
     """
     names = names_of_all(model, everyone)
     plan = raise_together(lambda: _planned(model, state, names), everyone, "load")
-    if separate(plan):
+    if separate(plan.groups):
         plan = _planned(model, state, names)
     install(plan, model, ((read, state[_entry(model, read.key, read.chunk.box)]) for read in plan.reads))
 
