@@ -16,6 +16,7 @@ from megatron_distopt.checkpoint.loss_scale import load_loss_scale
 from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
 
@@ -84,13 +85,19 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
         _place(tensor, read, into)
         del tensor  # or it is in memory while the next one is read
     for match in plan.groups:
-        restore_match(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
+        restore_match(match, moments[match], same_inner=_is_same_class(plan.manifest.inner, match.optimizer))
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
         for run in optimizer.runs:
             run.write_model()
     remember_loaded(model, plan.manifest)
+
+
+def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
+    """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
+    adams = {*ADAM_SOURCES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
+    return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
 
 
 def _opened(path: Path) -> TensorReader:

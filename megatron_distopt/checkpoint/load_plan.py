@@ -25,7 +25,7 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 
-__all__ = ["GroupMatch", "LoadPlan", "Read", "SavedState", "Target", "check_names", "plan_load"]
+__all__ = ["GroupMatch", "LoadPlan", "Read", "SavedState", "Target", "check_names", "needed_moments", "plan_load"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -231,6 +231,18 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
         yield GroupMatch(share.optimizer, number, saved.group_of(first).options, states)
 
 
+def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:
+    """What the inner optimizer keeps of each element of a param that it has updated, as far as that is known.
+
+    An instance that a user gave goes by the name of its class.
+    """
+    if isinstance(optimizer.inner, (torch.optim.Adam, torch.optim.AdamW)):
+        return frozenset(("exp_avg", "exp_avg_sq"))
+    if isinstance(optimizer.inner, torch.optim.SGD):
+        return frozenset(("momentum_buffer",))
+    return optimizer.plan.choice.moments
+
+
 def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
     """Whether every saved option is of the type that the optimizer computes with, and those without a value are here.
 
@@ -256,7 +268,7 @@ def _check_kinds(
     saved: _Saved,
 ) -> None:
     """The same of every param of a group, and what the inner optimizer needs; or nothing of one without an update."""
-    wanted = optimizer.plan.choice.moments
+    wanted = needed_moments(optimizer)
     usual = next((state.kinds for state in states.values() if state.kinds), ())
     for name, state in states.items():
         found = {kind for kind, _ in state.kinds}

@@ -14,9 +14,9 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.contribution import plain_option
 from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, check_groups, is_like
 from megatron_distopt.checkpoint.load import as_kept, moments_for, restore_match, separate
-from megatron_distopt.checkpoint.load_plan import GroupMatch, SavedState
+from megatron_distopt.checkpoint.load_plan import GroupMatch, SavedState, needed_moments
 from megatron_distopt.checkpoint.sharded_value import ShardedValue
-from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams
+from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams, is_adam
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError, refusal
@@ -134,7 +134,7 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     for name, entry in entries.items():
         if params.share.placements.get(name) and params.share.placements[name].global_shape != ():
             found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.dim() == 0}
-    return found - params.share.optimizer.plan.choice.moments - {MAIN_PARAM}
+    return found - needed_moments(params.share.optimizer) - {MAIN_PARAM}
 
 
 def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _Given:
@@ -166,19 +166,22 @@ def _is_number(value: object) -> bool:
 def _check_kinds(params: TorchParams, name: str, given: _Given, *, has_maxima: bool) -> None:
     """Whether it holds what the inner optimizer needs, or nothing."""
     optimizer, kinds = params.share.optimizer, given.values.keys() - {MAIN_PARAM}
-    choice, states = optimizer.plan.choice, [moments_of(optimizer.inner, run.main).keys() for run in optimizer.runs]
-    wanted = choice.moments or next((frozenset(each) for each in states if each), frozenset())
-    wanted |= {"max_exp_avg_sq"} if choice.is_adam and has_maxima else set()
+    known = (frozenset(moments_of(optimizer.inner, run.main)) for run in optimizer.runs)
+    wanted = needed_moments(optimizer) or next((each for each in known if each), frozenset())
+    wanted |= {"max_exp_avg_sq"} if is_adam(optimizer) and has_maxima else set()
     has_begun = bool(kinds) or bool(given.step)
     if has_begun and not wanted <= kinds:
         got = f"{', '.join(sorted(kinds)) or 'nothing'} beside the param"
-        rule, remedy = f"hold {', '.join(sorted(wanted))} for {choice.name}", "Load a state of the same class"
+        rule, remedy = (
+            f"hold {', '.join(sorted(wanted))} for {optimizer.plan.choice.name}",
+            "Load a state of the same class",
+        )
         raise CheckpointError(refusal(f"state of {name!r} in the state dict", got, rule, remedy))
 
 
 def _without_begin(params: TorchParams, given: _Given) -> _Given:
     """Zeros and a count of 0 say that the param was never updated: it has no state, as those beside it."""
-    is_begin = params.share.optimizer.plan.choice.is_adam and given.step == 0
+    is_begin = is_adam(params.share.optimizer) and given.step == 0
     if not is_begin or any(_holds_more_than_zeros(value) for key, value in given.values.items() if key != MAIN_PARAM):
         return given
     return _Given({key: value for key, value in given.values.items() if key == MAIN_PARAM}, {})
@@ -219,7 +222,7 @@ def _check_counts(params: TorchParams, given: Mapping[str, _Given]) -> None:
     optimizer = params.share.optimizer
     owned = {piece.shard.name for piece in _pieces(params)}
     for name in sorted(owned):
-        if given[name].saved.kinds and given[name].step is None and optimizer.plan.choice.is_adam:
+        if given[name].saved.kinds and given[name].step is None and is_adam(optimizer):
             rule = f"hold {STEP}, which counts the updates of the param"
             raise CheckpointError(refusal(f"state of {name!r} in the state dict", f"without {STEP}", rule, _REMEDY))
     for group in optimizer.plan.groups:

@@ -59,7 +59,7 @@ class ShardedValue(Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """`__new__` has done it."""
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         held = sum(box.numel for box in self.boxes)
         return f"ShardedValue(shape={list(self.shape)}, dtype={self.dtype}, {held} of {self.numel()} elements here)"
 

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.checkpoint.contribution import step_of
+from megatron_distopt.checkpoint.load_plan import needed_moments
 from megatron_distopt.checkpoint.sharded_value import ShardedValue
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import MainRun, moments_of
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 
-__all__ = ["MAIN_PARAM", "STEP", "StateByParam", "TorchParams", "initial_kinds", "torch_state_dict"]
+__all__ = ["MAIN_PARAM", "STEP", "StateByParam", "TorchParams", "initial_kinds", "is_adam", "torch_state_dict"]
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"
@@ -126,19 +127,16 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         self._here, self._name_of = _Here(params), name_of
 
     def __getitem__(self, param: Parameter) -> dict[str, Any]:
-        state = _state_of(self._here, self._name_of[param])
-        if state is None:
-            raise KeyError(param)
-        return state
+        return _state_of(self._here, self._name_of[param]) or {}  # as torch's, which has one for every param then
 
     def __iter__(self) -> Iterator[Parameter]:
-        return (param for param, name in self._name_of.items() if _state_of(self._here, name) is not None)
+        return (param for param, name in self._name_of.items() if _has_state(self._here, name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        return isinstance(param, Parameter) and self.get(param) is not None
+        return param in self._name_of and _has_state(self._here, self._name_of[param])  # type: ignore[index]
 
     def __setitem__(self, param: Parameter, state: object) -> NoReturn:
         _refuse_change()
@@ -154,6 +152,14 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
 def _refuse_change() -> NoReturn:
     rule, remedy = "be read here alone", "Change what optimizer.state_dict() returns and give it to load_state_dict"
     raise CheckpointError(refusal("optimizer.state", "changed", rule, remedy))
+
+
+def _has_state(here: _Here, name: str) -> bool:
+    """Whether there is anything to show of a param."""
+    if name not in here.trained:
+        return False
+    pieces, inner = here.pieces.get(name, []), here.params.share.optimizer.inner
+    return bool(initial_kinds(here.params, name)) or any(inner.state.get(piece.run.main) for piece in pieces[:1])
 
 
 def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
@@ -187,13 +193,18 @@ def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
     return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, writes=share.writes(name))
 
 
+def is_adam(optimizer: ShardedOptimizer) -> bool:
+    """Whether the inner optimizer begins with two moments of zero and a count of 0."""
+    return "exp_avg_sq" in needed_moments(optimizer)
+
+
 def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     """Moments that are zero before the first update of a param, see [Note: torch's format]."""
-    choice, group = params.share.optimizer.plan.choice, params.group_of(name)
-    if choice.is_adam:
+    optimizer, group = params.share.optimizer, params.group_of(name)
+    if is_adam(optimizer):
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
-    is_zero = choice.name == "torch_sgd" and group.get("momentum") and not group.get("dampening")
-    return ("momentum_buffer",) if is_zero else ()
+    has_buffer = "momentum_buffer" in needed_moments(optimizer) and group.get("momentum")
+    return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
 def _scalars(here: _Here, name: str, run: MainRun, *, has_begun: bool) -> dict[str, Tensor]:
@@ -202,7 +213,7 @@ def _scalars(here: _Here, name: str, run: MainRun, *, has_begun: bool) -> dict[s
     state, moments = optimizer.inner.state.get(run.main, {}), moments_of(optimizer.inner, run.main)
     found = {key: _as_tensor(value) for key, value in state.items() if key not in moments and value is not None}
     step = step_of(optimizer, optimizer.inner.param_groups[run.run.key.group], run, {})
-    if STEP not in found and (step is not None or (optimizer.plan.choice.is_adam and not has_begun)):
+    if STEP not in found and (step is not None or (is_adam(optimizer) and not has_begun)):
         found[STEP] = torch.tensor(float(step or 0))
     return found
 
@@ -213,6 +224,6 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _elsewhere(here: _Here) -> dict[str, Tensor]:
     """The count of updates of a param of which this rank owns nothing: only the others know it."""
-    if not here.params.share.optimizer.plan.choice.is_adam:
+    if not is_adam(here.params.share.optimizer):
         return {}
     return {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}

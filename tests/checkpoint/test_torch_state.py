@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_distopt import DistOptConfig
+from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.checkpoint.sharded_value import ShardedValue
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import RankError, run_ranks
-from tests.support.torch_optimizer import TorchOptimizer
+from tests.support.torch_optimizer import TorchOptimizer, made
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_numel=300)
@@ -36,7 +36,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, TorchOptimizer]:
     model = Params(MIXED)
-    optimizer = TorchOptimizer(model, config, model.groups())
+    optimizer = made(model, config, model.groups())
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -50,7 +50,7 @@ def _train(model: Params, optimizer: Any, step: int) -> None:
 
 def _separate(optimizer: TorchOptimizer) -> None:
     """A param with a count of its own, and one that was never updated."""
-    sharded = optimizer.plain.sharded
+    sharded = optimizer.sharded
     sharded.separate(lambda name: ("norm" in name, "deep" in name))
     for run in sharded.runs:
         if "norm" in run.run.shards[0].name:
@@ -88,7 +88,7 @@ def _undistributed(state: dict[str, Any] | None = None) -> tuple[Params, torch.o
 
 def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchOptimizer]:
     model = Params()
-    optimizer = TorchOptimizer(model, CONFIG, model.groups())
+    optimizer = made(model, CONFIG, model.groups())
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -151,8 +151,8 @@ def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_loa
     _, other = _made(steps=1)
     other.load_state_dict(state)
     assert _same(other.state_dict()["state"], state["state"])
-    inner = other.plain.sharded.inner
-    begun = {shard.name: run.main in inner.state for run in other.plain.sharded.runs for shard in run.run.shards}
+    inner = other.sharded.inner
+    begun = {shard.name: run.main in inner.state for run in other.sharded.runs for shard in run.run.shards}
     assert [name for name, is_begun in begun.items() if not is_begun] == ["held.deep_weight"]
 
 
@@ -165,6 +165,59 @@ def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it_and_keeps_the
     other.load_state_dict(state)
     assert _same(_weights(other_model), before)
     assert torch.equal(other.state_dict()["state"][0]["main_param"], state["state"][0]["main_param"])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(is_first: bool) -> None:
+    model, optimizer = _made(steps=2)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other_model, other = _made()
+    if is_first:
+        other.load_state_dict(state)
+    other_model.load_state_dict(weights)
+    if not is_first:
+        other.load_state_dict(state)
+    for step in (2, 3):
+        _train(model, optimizer, step)
+        _train(other_model, other, step)
+    assert _same(_weights(other_model), _weights(model))
+    assert _same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_other_weights_were_loaded_then_it_goes_on_from_them() -> None:
+    _, optimizer = _made(steps=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    model, other = _made()
+    other.load_state_dict(state)
+    before = model.held["wide_weight"].detach().clone()
+    for group in other.param_groups:
+        group["lr"] = 0.0
+    _train(model, other, 2)
+    assert torch.equal(model.held["wide_weight"], before)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("given", ["AdamW", "SGD", "RMSprop"])
+def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own(given: str) -> None:
+    kind = getattr(torch.optim, given)
+    how: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.5} if given != "AdamW" else {})}
+    theirs = Params()
+    reference = kind(theirs.groups(), foreach=True, **how)
+    model = Params()
+    optimizer: Any = distribute(model, kind(model.groups(), foreach=True, **how))
+    optimizer.__class__ = TorchOptimizer
+    for step in range(2):
+        _train(theirs, reference, step)
+    model.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for step in (2, 3):
+        _train(theirs, reference, step)
+        _train(model, optimizer, step)
+    assert _same(_weights(model), _weights(theirs))
+    ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert all(_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
 
 
 @pytest.mark.usefixtures("alone")
@@ -229,7 +282,7 @@ def _write(rank: int, size: int, root: Path) -> dict[str, str]:
         {"optim": state}, checkpoint_id=root / "later", process_group=dist.new_group(backend="gloo")
     )
     future.result()
-    optimizer.plain.save(root / "ours")
+    optimizer.save(root / "ours")
     full = optimizer.full_state_dict()
     if rank == 0:
         torch.save(full, root / "full.pt")
@@ -280,14 +333,14 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
     set_optimizer_state_dict(model, optimizer, given, options=options)
     found["broadcast"] = _is_as(optimizer, wanted)
     model, optimizer = _made()
-    optimizer.plain.load(root / "ours")
+    optimizer.load(root / "ours")
     found["ours"] = _is_as(optimizer, wanted)
     return found
 
 
 def _is_as(optimizer: TorchOptimizer, wanted: dict[str, Any]) -> bool:
     full = optimizer.full_state_dict()
-    return optimizer.plain.data.rank != 0 or _same(full, wanted)
+    return optimizer.data.rank != 0 or _same(full, wanted)
 
 
 def _by_name(model: Params, optimizer: TorchOptimizer, full: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A torch optimizer over a `distribute(...)`: what torch's own state-dict calls need of one."""
+"""An optimizer of `distribute(...)` whose state dict has torch's own format."""
 
 from __future__ import annotations
 
@@ -13,66 +13,55 @@ from megatron_distopt.checkpoint import Share
 from megatron_distopt.checkpoint.full_state import full_state_dict
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, torch_state_dict
-from megatron_distopt.layout import Placement
+from megatron_distopt.hosts.base import named_params
+from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
 
-__all__ = ["TorchOptimizer"]
+__all__ = ["TorchOptimizer", "made"]
 
 
-class TorchOptimizer(torch.optim.Optimizer):
-    """Its groups hold model params; `state` and the state dict are made of the shards.
+def made(model: Module, config: DistOptConfig, param_groups: Any = None) -> TorchOptimizer:
+    """Of a model."""
+    optimizer: Any = distribute(model, config, param_groups=param_groups)
+    optimizer.__class__ = TorchOptimizer
+    distributed: TorchOptimizer = optimizer
+    return distributed
 
-    Args:
-        model: whose params are distributed.
-        config: of the optimizer.
-        param_groups: as for torch; one of everything where None.
-    """
 
-    def __init__(self, model: Module, config: DistOptConfig, param_groups: Any = None) -> None:
-        self.plain = distribute(model, config, param_groups=param_groups)
-        self._named = {param: name for name, param in model.named_parameters()}
-        inner = self.plain.sharded.inner
-        super().__init__(param_groups or list(model.parameters()), dict(inner.defaults))
-        for group, flat in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update({key: value for key, value in flat.items() if key != "params"})
+class TorchOptimizer(TorchDistributedOptimizer):
+    """Takes the place of the calls that are about one rank's state."""
 
     @property
     def params(self) -> TorchParams:
         """As they are now."""
-        sharded = self.plain.sharded
-        placements = {name: Placement(name, tuple(param.shape)) for param, name in self._named.items()}
-        names = [[self._named[param] for param in group["params"]] for group in self.param_groups]
-        stats = sharded.plan.stats_group()
-        return TorchParams(Share(sharded, placements), names, self.param_groups, self.plain.data, stats)
+        model = self._model
+        name_of = {param: name for name, param in named_params(model.chunks).items()}
+        names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
+        share = Share(self.sharded, model.placements, self.sharded.plan.counted)
+        return TorchParams(share, names, self.param_groups, model.ranks.data, model.ranks.stats)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """By param."""
-        return StateByParam(
-            self.params, {param: self._named[param] for g in self.param_groups for param in g["params"]}
-        )
+        name_of = {param: name for name, param in named_params(self._model.chunks).items()}
+        grouped = [param for group in self.param_groups for param in group["params"]]
+        return StateByParam(self.params, {param: name_of[param] for param in grouped})
 
-    @state.setter
-    def state(self, value: Any) -> None:
-        """torch's constructor sets it."""
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format; no collective."""
+        self.finish_param_gather()
+        return torch_state_dict(self.params)  # main params as they are: loading compares them with the model's
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """In torch's format."""
-        return torch_state_dict(self.params)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective."""
+        self._before_state()
         load_torch_state_dict(self.params, state_dict)
+        for each in self._model.params._short:
+            each._version = -1  # the main param follows the model param before the next step, where they differ
 
+    @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
         """Collective."""
+        self.finish_param_gather()
         return full_state_dict(self.params)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Options are the live ones."""
-        for group, flat in zip(self.param_groups, self.plain.sharded.inner.param_groups, strict=True):
-            flat.update({key: value for key, value in group.items() if key != "params"})
-        self.plain.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the grad buffers."""
-        self.plain.zero_grad()
