@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from megatron_distopt import distribute
 from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict, read_manifest
 from megatron_distopt.checkpoint.exchange import convert, open_any
 from megatron_distopt.checkpoint.load_any import load_any
@@ -18,10 +20,13 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of
 from megatron_distopt.plugin import cli
+from tests.support.models import Params, exact_grads
 from tests.support.simulated import KINDS, World, element_numbers, small_model
+from tests.support.spawn import run_ranks
 
 ALONE = Group(None, 0, 1)
 MODEL = small_model(layers=2)
+MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
 #: Neighbours of one group that differ, one in the other group, and two that never had a gradient.
 COUNTS: dict[str, int | None] = {
     "decoder.layers.0.self_attention.linear_proj.weight": 7,
@@ -202,8 +207,6 @@ def _nadam(steps: Mapping[str, int]) -> World:
 
 
 def _with_choice(optimizer: ShardedOptimizer, choice: InnerChoice) -> Any:
-    from dataclasses import replace
-
     return replace(optimizer.plan, choice=choice)
 
 
@@ -222,3 +225,63 @@ def test_open_any_when_counts_differ_then_the_source_has_them(tmp_path: Path) ->
     _varied().save(tmp_path)
     found = {name: group.step for group in open_any(tmp_path).head.groups for name in group.names}
     assert found == {param.name: _count_of(param.name) for param in MODEL}
+
+
+# With real processes and gradients that are missing.
+
+
+def _grads_of(step: int) -> dict[str, torch.Tensor]:
+    """One branch is used from step 2 on, one param never."""
+    unused = {"norm.weight", *(("deep.weight",) if step < 2 else ())}
+    return {name: grad for name, grad in exact_grads(step, 0, 0).items() if name not in unused}
+
+
+def _train(model: Params, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        grads = _grads_of(step)
+        params = [(name, param) for name, param in model.named() if name in grads]
+        torch.stack([(param.float() * grads[name]).sum() for name, param in params]).sum().backward()
+        optimizer.step()
+
+
+def _resumed(rank: int, size: int, folder: Path, *, is_first: bool) -> list[torch.Tensor]:
+    model = Params(MIXED)
+    optimizer = distribute(model, torch.optim.AdamW(model.groups(), lr=0.01, foreach=True), bucket_numel=300)  # type: ignore[arg-type]
+    if is_first:
+        _train(model, optimizer, range(3))
+        optimizer.save(folder)
+    else:
+        optimizer.load(folder)
+        _train(model, optimizer, range(3, 5))
+    return [param.detach().clone() for _, param in model.named()]
+
+
+def _first(rank: int, size: int, folder: Path) -> list[torch.Tensor]:
+    return _resumed(rank, size, folder, is_first=True)
+
+
+def _second(rank: int, size: int, folder: Path) -> list[torch.Tensor]:
+    return _resumed(rank, size, folder, is_first=False)
+
+
+def _reference(steps: int) -> list[torch.Tensor]:
+    """torch's own, on fp32 copies that are rounded into the model after each step."""
+    model, masters = Params(MIXED), Params(MIXED).float()
+    optimizer = torch.optim.AdamW(masters.groups(), lr=0.01, foreach=True)  # type: ignore[arg-type]
+    for step in range(steps):
+        _train(masters, optimizer, range(step, step + 1))
+    with torch.no_grad():
+        for (_, param), (_, master) in zip(model.named(), masters.named(), strict=True):
+            param.copy_(master)
+    return [param.detach() for _, param in model.named()]
+
+
+def test_resume_when_params_had_no_gradient_then_another_number_of_ranks_goes_on_as_torch(tmp_path: Path) -> None:
+    for size, function, steps in ((2, _first, 3), (3, _second, 5)):
+        for found in run_ranks(function, size, tmp_path):
+            assert all(torch.equal(one, other) for one, other in zip(found, _reference(steps), strict=True))
+    counts = {name: group.step for group in read_manifest(tmp_path).groups for name in group.names}
+    assert {name.removeprefix("held."): step for name, step in counts.items()} == {
+        "wide_weight": 3, "wide_bias": 3, "deep_weight": 1, "scale": 3, "norm_weight": None,
+    }  # fmt: skip
