@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint.collector import no_collection
 from megatron_distopt.checkpoint.contribution import Contribution, contribution_of
+from megatron_distopt.checkpoint.history import remember_saved
 from megatron_distopt.checkpoint.saving import Saving, begin, should_have_appeared
 from megatron_distopt.checkpoint.staging import Staging, room_for
 from megatron_distopt.checkpoint.whole_model import WholeModel
@@ -92,6 +93,7 @@ class BackgroundSaver:
         self.finish()
         prepared: list[Contribution] = []
         saving = begin(folder, self._everyone, lambda: prepared.append(self._prepared(model)))
+        remember_saved(model, saving.save_id)
         self._start(_Task(saving), prepared[0], then)
 
     def _prepared(self, model: WholeModel) -> Contribution:

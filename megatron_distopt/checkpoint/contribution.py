@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import data_file, write_part
+from megatron_distopt.checkpoint.group_record import check_groups, join_groups
+from megatron_distopt.checkpoint.history import earlier_saves
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
 from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
@@ -23,7 +25,15 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 from megatron_distopt.version import VERSION
 
-__all__ = ["Contribution", "Written", "contribution_of", "write_contribution"]
+__all__ = [
+    "Contribution",
+    "Written",
+    "contribution_of",
+    "plain_option",
+    "scalars_of",
+    "step_of",
+    "write_contribution",
+]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -62,7 +72,8 @@ def contribution_of(model: WholeModel) -> Contribution:
     """Views of the live state: write them, or copy them, before the next step.
 
     Raises:
-        CheckpointError: the inner optimizer keeps something that cannot be saved by param.
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that no
+            load would take.
     """
     tensors = tuple(
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
@@ -71,15 +82,18 @@ def contribution_of(model: WholeModel) -> Contribution:
         for key, tensor in piece.tensors()
     )
     first = model.shares[0].optimizer
+    groups = join_groups(group for share in model.shares for group in _groups_of(share))
+    check_groups(groups, "the optimizer")
     head = Manifest(
         save_id="",
         files=(),
         tensors={},
-        groups=tuple(group for share in model.shares for group in _groups_of(share)),
+        groups=groups,
         inner=first.plan.choice.name,
         loss_scale=saved_loss_scale(first.loss_scale),
         num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
+        earlier=earlier_saves(model),
     )
     return Contribution(head, tensors)
 
@@ -108,57 +122,63 @@ def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Ma
         chunk = Chunk(each.box, 0, stretch.start, stretch.nbytes)
         before = tensors[each.key].chunks if each.key in tensors else ()
         tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
-    head = contribution.head
-    about = (head.groups, head.inner, head.loss_scale, head.num_skipped, head.about)
-    return Manifest(save_id, (writer.record(),), tensors, *about)
+    return replace(contribution.head, save_id=save_id, files=(writer.record(),), tensors=tensors)
 
 
-def _groups_of(share: Share) -> Iterable[GroupRecord]:
-    """Of the groups of which this rank owns something: another rank speaks for the others."""
+def _groups_of(share: Share) -> Iterator[GroupRecord]:
+    """Of the groups of which this rank owns something, one a run: another rank speaks for the others."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
-        runs = [run for run in optimizer.runs if run.run.key.group == number]
-        names = dict.fromkeys(share.placements[shard.name].name for run in runs for shard in run.run.shards)
-        if names:
-            scalars = _scalars_of(optimizer, runs)
-            step = _scalar("step", group["step"]) if "step" in group else scalars.get("step")
-            yield GroupRecord(tuple(names), _options_of(group), None if step is None else int(step.value), scalars)
+        options, unsaved = _options_of(group)
+        for run in optimizer.runs:
+            if run.run.key.group == number:
+                names = dict.fromkeys(share.placements[shard.name].name for shard in run.run.shards)
+                scalars = scalars_of(optimizer, run)
+                yield GroupRecord(tuple(names), options, step_of(optimizer, group, run, scalars), scalars, unsaved)
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-    plain = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if _is_plain(value)
-    }
-    for key in given.keys() - plain.keys():
-        _log.warning("param group option %r is a %s and is not saved", key, type(given[key]).__name__)
-    return plain
+def step_of(
+    optimizer: ShardedOptimizer, group: Mapping[str, Any], run: MainRun, scalars: Mapping[str, Scalar]
+) -> int | None:
+    """Updates so far, wherever the class counts them; an Adam without moments has not updated the run yet."""
+    is_begun = bool(optimizer.inner.state.get(run.main)) or not optimizer.plan.choice.is_adam
+    if "step" in group and is_begun:
+        return int(_scalar("step", group["step"]).value)
+    return int(scalars["step"].value) if "step" in scalars else None
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those that a file keeps, and the types of the others."""
+    given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
+    unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
+    for key, name in unsaved.items():
+        _log.warning("param group option %r is a %s and is not saved", key, name)
+    return {key: value for key, value in given.items() if key not in unsaved}, unsaved
+
+
+def plain_option(value: Any) -> Any:
+    """A learning rate that is a tensor is a number in the file."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain_option(each) for key, each in value.items()}
+    return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON keeps it as it is, but for tuples."""
-    if isinstance(value, (list, tuple)):
+    """Whether JSON keeps it as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _scalars_of(optimizer: ShardedOptimizer, runs: Sequence[MainRun]) -> dict[str, Scalar]:
-    """What the inner optimizer keeps with a param beside whole tensors; the same for all params of the group."""
-    found: dict[str, Scalar] = {}
-    for run in runs:
-        cut = moments_of(optimizer.inner, run.main)
-        for key, value in optimizer.inner.state.get(run.main, {}).items():
-            if key not in cut:
-                _keep_same(found, key, _scalar(key, value))
-    return found
-
-
-def _keep_same(found: dict[str, Scalar], key: str, scalar: Scalar) -> None:
-    known = found.setdefault(key, scalar)
-    if known.value != scalar.value:
-        got, rule = f"{known.value} and {scalar.value}", "be the same for all params of a group"
-        remedy = "Use an inner optimizer that treats all elements of a group alike"
-        raise CheckpointError(refusal(f"state {key!r} of the inner optimizer", got, rule, remedy))
+def scalars_of(optimizer: ShardedOptimizer, run: MainRun) -> dict[str, Scalar]:
+    """What the inner optimizer keeps with a run beside tensors as large."""
+    cut = moments_of(optimizer.inner, run.main)
+    state = optimizer.inner.state.get(run.main, {})
+    return {key: _scalar(key, value) for key, value in state.items() if key not in cut}
 
 
 def _scalar(key: str, value: Any) -> Scalar:

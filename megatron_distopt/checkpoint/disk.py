@@ -128,7 +128,7 @@ def lock(path: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        rule, remedy = "be written by one run at a time", "Give each run a --save folder of its own"
+        rule, remedy = "be written by one run at a time", "Give each run a folder of its own"
         raise CheckpointError(
             refusal(f"checkpoint {path.parent}", "another run is saving there now", rule, remedy)
         ) from None

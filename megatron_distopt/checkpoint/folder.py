@@ -21,8 +21,10 @@ import math
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
@@ -49,6 +51,8 @@ __all__ = [
     "read_failure",
     "read_manifest",
     "read_part",
+    "remove_checkpoint",
+    "saves_in",
     "withdraw",
     "write_failure",
     "write_part",
@@ -100,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
-        remedy = "Load an earlier checkpoint, or start from the weights with --no-load-optim"
+        remedy = "Load an earlier checkpoint, or start from the model's weights alone"
         raise CheckpointError(refusal(f"checkpoint {folder}", got, f"hold {MANIFEST}", remedy)) from None
     return from_text(text, str(path))
 
@@ -152,7 +156,9 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
         _check_complete(key, record)
     for each in manifest.files:
         _check_there(folder, each)
-    contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata_of(manifest)}
+    metadata = metadata_of(manifest)
+    manifest = replace(manifest, metadata=(len(metadata), zlib.crc32(metadata)))
+    contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata}
     for name, content in contents.items():
         with disk.written(_new_file(folder, manifest.save_id, name)) as file:
             disk.write(file, content)
@@ -171,6 +177,28 @@ def withdraw(folder: Path, save_id: str) -> None:
         for path in folder.glob(f"{save_id}-*"):
             if path.name not in named:
                 disk.remove(path)
+
+
+def saves_in(folder: Path) -> set[str]:
+    """Ids of the saves whose tensors lie in a folder, of the checkpoint there and of saves that never ended."""
+    return {path.name.partition("-")[0] for path in folder.glob(f"*{_DATA}") if _OF_A_SAVE.fullmatch(path.name)}
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint; what else lies in its folder stays, and the folder with it.
+
+    The manifest goes first, and for good: a power cut must not leave one without files.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    disk.remove(folder / MANIFEST)
+    disk.sync_folder(folder)
+    _remove_except(set(), folder)
+    for name in (_METADATA, _LOCK):
+        disk.remove(folder / name)
+    with suppress(OSError):  # something else lies there
+        folder.rmdir()
 
 
 def _remove_except(kept: set[str], folder: Path) -> None:

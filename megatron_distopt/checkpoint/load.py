@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read
+from megatron_distopt.checkpoint.history import remember_loaded
+from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState
 from megatron_distopt.checkpoint.loss_scale import load_loss_scale
 from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import MainRun, moments_of, restore, restore_group
+from megatron_distopt.config import ADAM_SOURCES
+from megatron_distopt.errors import CheckpointError, InvariantError, refusal
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
 
-__all__ = ["install", "load_planned", "verify_files"]
+__all__ = ["as_kept", "install", "load_planned", "moments_for", "restore_match", "separate", "verify_files"]
 
 
 def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
@@ -68,27 +70,34 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     """Takes the state over, wherever its tensors come from; the params are not gathered yet.
 
     Args:
-        plan: of the load.
+        plan: of the load, made after `separate`.
         model: for which it was made.
         tensors: for each of `plan.reads` what it reads.
     """
-    moments = {match: _moments_for(match) for match in plan.groups}
+    moments = {match: moments_for(match) for match in plan.groups}
     into = {
         (id(run), kind): tensor
         for match in plan.groups
-        for run, by_kind in moments[match]
+        for run, _, by_kind in moments[match]
         for kind, tensor in by_kind.items()
     }
     for read, tensor in tensors:
         _place(tensor, read, into)
         del tensor  # or it is in memory while the next one is read
     for match in plan.groups:
-        _restore(match, moments[match], same_inner=plan.manifest.inner == match.optimizer.plan.choice.name)
+        restore_match(match, moments[match], same_inner=_is_same_class(plan.manifest.inner, match.optimizer))
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
         for run in optimizer.runs:
             run.write_model()
+    remember_loaded(model, plan.manifest)
+
+
+def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
+    """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
+    adams = {*ADAM_SOURCES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
+    return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
 
 
 def _opened(path: Path) -> TensorReader:
@@ -99,16 +108,43 @@ def _opened(path: Path) -> TensorReader:
         raise CheckpointError(refusal(f"file {path}", error, rule, remedy)) from error
 
 
-def _runs_of(match: GroupMatch) -> list[MainRun]:
-    return [run for run in match.optimizer.runs if run.run.key.group == match.number]
+def separate(matches: Iterable[GroupMatch]) -> bool:
+    """Cuts flat params whose params have other counts of updates or other moments in what is to be loaded.
+
+    No value changes. A plan that was made before is of no use after it.
+
+    Returns:
+        Whether any was cut.
+    """
+    states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
+    for match in matches:
+        states.setdefault(match.optimizer, {}).update(match.states)
+    before = sum(len(optimizer.runs) for optimizer in states)
+    for optimizer, by_name in states.items():
+        optimizer.separate(by_name.get)
+    return sum(len(optimizer.runs) for optimizer in states) > before
 
 
-def _moments_for(match: GroupMatch) -> list[tuple[MainRun, dict[str, Tensor]]]:
-    """Those that are there, where they fit; the padding of a run is zero in them."""
+def _runs_of(match: GroupMatch) -> Iterator[tuple[MainRun, SavedState]]:
+    for run in match.optimizer.runs:
+        if run.run.key.group == match.number:
+            states = {match.states[shard.name] for shard in run.run.shards}
+            if len(states) > 1:
+                got, rule = f"{len(states)} saved states in one", "be cut before the load"
+                raise InvariantError(refusal("flat param", got, rule, "Call separate first"))
+            yield run, states.pop()
+
+
+def moments_for(match: GroupMatch) -> list[tuple[MainRun, SavedState, dict[str, Tensor]]]:
+    """Memory for the moments of each flat param: those that are there, where they fit; padding is zero in them.
+
+    Args:
+        match: after `separate`.
+    """
     found = []
-    for run in _runs_of(match):
+    for run, state in _runs_of(match):
         known = moments_of(match.optimizer.inner, run.main)
-        found.append((run, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in match.kinds.items()}))
+        found.append((run, state, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in state.kinds}))
     return found
 
 
@@ -123,17 +159,33 @@ def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> N
         target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
 
 
-def _restore(match: GroupMatch, moments: list[tuple[MainRun, dict[str, Tensor]]], *, same_inner: bool) -> None:
-    inner, saved = match.optimizer.inner, match.saved
+def restore_match(
+    match: GroupMatch, moments: list[tuple[MainRun, SavedState, dict[str, Tensor]]], *, same_inner: bool
+) -> None:
+    """Takes over options and states.
+
+    Args:
+        match: a param group.
+        moments: as of `moments_for`, filled.
+        same_inner: whether the class that loads is the one that saved.
+    """
+    inner = match.optimizer.inner
     group = inner.param_groups[match.number]
-    for key, value in saved.options.items():
-        if key in group and key not in NOT_OPTIONS:
-            group[key] = tuple(value) if isinstance(group[key], tuple) else value
-    restore_group(inner, group, saved.step)
-    for run, kinds in moments:
-        restore(inner, group, run.main, kinds, saved.step if kinds else None)
+    for key, value in match.options.items():
+        if key not in NOT_OPTIONS and (key in group or same_inner):
+            group[key] = as_kept(value, group.get(key))
+    restore_group(inner, group, match.step)
+    for run, state, kinds in moments:
+        restore(inner, group, run.main, kinds, state.step if kinds else None)
         if same_inner and not match.optimizer.plan.choice.is_adam:
-            _restore_scalars(inner.state, run.main, saved.scalars)
+            _restore_scalars(inner.state, run.main, dict(state.scalars))
+
+
+def as_kept(saved: Any, current: Any) -> Any:
+    """In the form in which the group has it: what reads a tensor goes on reading that one."""
+    if torch.is_tensor(current) and saved is not None:
+        return current.fill_(saved)
+    return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
 
 
 def _restore_scalars(state: Any, main: Tensor, scalars: Any) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange import check_step, open_any
 from megatron_distopt.checkpoint.folder import is_checkpoint
-from megatron_distopt.checkpoint.load import install
+from megatron_distopt.checkpoint.group_record import check_groups
+from megatron_distopt.checkpoint.load import install, separate
 from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, check_names, plan_load
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.source import Source
@@ -41,12 +42,14 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
         return
     names = names_of_all(model, everyone)
     source, plan = raise_together(lambda: _opened(path, model, names, resume_step), everyone, "load")
-    raise_together(lambda: install(plan, model, _tensors(source, plan)), everyone, "load")
+    ready = plan_load(plan.manifest, str(path), model) if separate(plan.groups) else plan
+    raise_together(lambda: install(ready, model, _tensors(source, ready)), everyone, "load")
 
 
 def _opened(path: Path, model: WholeModel, names: set[str], resume_step: int | None) -> tuple[Source, LoadPlan]:
     source = open_any(path, resume_step=resume_step)
     check_step(source, path)
+    check_groups(source.head.groups, str(path))
     manifest = _as_manifest(source)
     check_names(manifest, str(path), model, names)
     plan = plan_load(manifest, str(path), model)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, is_like
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
-    GroupRecord,
     Manifest,
     TensorRecord,
     key_of,
@@ -20,11 +23,16 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
-from megatron_distopt.optimizer import ShardedOptimizer
+from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 
-__all__ = ["GroupMatch", "LoadPlan", "Read", "Target", "check_names", "plan_load"]
+__all__ = ["GroupMatch", "LoadPlan", "Read", "SavedState", "Target", "check_names", "needed_moments", "plan_load"]
 
-_REMEDY = "Load a checkpoint of this model, or start from its weights with --no-load-optim"
+_log = logging.getLogger("megatron_distopt")
+
+
+def _another(model: WholeModel) -> str:
+    """The remedy where the checkpoint is of another model."""
+    return f"Load a checkpoint of this model, or {model.from_weights}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +62,41 @@ class Read:
     targets: tuple[Target, ...]
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """What the checkpoint says of the state of one param; params of one flat param have it in common.
+
+    Args:
+        step: updates so far; None where they are not counted, or there was none.
+        scalars: see `GroupRecord.scalars`.
+        kinds: what is held of each element beside the main param, with dtypes; empty for a param without state.
+    """
+
+    step: int | None
+    scalars: tuple[tuple[str, Scalar], ...]
+    kinds: tuple[tuple[str, torch.dtype], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class GroupMatch:
-    """A param group of the run and the saved one that its params were in."""
+    """A param group of the run, and what is saved of its params.
+
+    Args:
+        optimizer: that has the group.
+        number: of the group in it.
+        options: saved ones, the same for all its params.
+        states: by the params' names in the optimizer.
+    """
 
     optimizer: ShardedOptimizer
     number: int
-    saved: GroupRecord
-    kinds: Mapping[str, torch.dtype]
+    options: Mapping[str, Any]
+    states: Mapping[str, SavedState]
+
+    @property
+    def step(self) -> int | None:
+        """Updates of the params that were updated most often."""
+        return max((state.step for state in self.states.values() if state.step is not None), default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +150,19 @@ def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Itera
     Raises:
         CheckpointError
     """
-    known = {model.canonical(name) for name in [*wanted, *model.frozen]}
-    foreign = [name for name in manifest.names if model.canonical(name) not in known]
+    known = set(_canonical([*wanted, *model.frozen], model).values())
+    foreign = [name for name, canonical in _canonical(manifest.names, model).items() if canonical not in known]
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         got = f"{', '.join(map(repr, foreign[:3]))}{more}, which the model does not have"
-        raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _REMEDY))
+        raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _another(model)))
+
+
+def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
+    """By name what it is compared by; a name itself where another one has the same canonical name."""
+    canonical = {name: model.canonical(name) for name in names}
+    counts = Counter(canonical.values())
+    return {name: each if counts[each] == 1 else name for name, each in canonical.items()}
 
 
 class _Saved:
@@ -130,13 +172,12 @@ class _Saved:
     """
 
     def __init__(self, manifest: Manifest, where: str, model: WholeModel) -> None:
-        self.manifest, self.where, self._model = manifest, where, model
-        self._name_of: dict[str, str] = {}
-        for name in manifest.names:
-            same = self._name_of.setdefault(model.canonical(name), name)
-            if same != name:
-                got, remedy = f"{same!r} and {name!r}, which are the same param", "Report this"
-                raise CheckpointError(refusal(f"checkpoint {where}", got, "hold every param once", remedy))
+        self.manifest, self.where = manifest, where
+        self._name_of = {canonical: name for name, canonical in _canonical(manifest.names, model).items()}
+        here = [each.name for share in model.shares for each in share.placements.values()]
+        self._canonical = _canonical([*here, *model.frozen], model)
+        self.another = _another(model)
+        self.from_weights = model.from_weights
         self._kinds: dict[str, dict[str, torch.dtype]] = {name: {} for name in manifest.names}
         for key, record in manifest.tensors.items():
             self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
@@ -144,10 +185,10 @@ class _Saved:
 
     def name_of(self, placement: Placement) -> str:
         """As the checkpoint spells it."""
-        name = self._name_of.get(self._model.canonical(placement.name))
+        name = self._name_of.get(self._canonical[placement.name])
         if name is None:
             got = f"without param {placement.name!r}"
-            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "hold the params of the run", _REMEDY))
+            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "hold the params of the run", self.another))
         return name
 
     def group_of(self, placement: Placement) -> GroupRecord:
@@ -155,8 +196,15 @@ class _Saved:
         name = self.name_of(placement)
         if name not in self._group_of:
             got = f"param {name!r} in no group"
-            raise CheckpointError(refusal(f"checkpoint {self.where}", got, "name the group of every param", _REMEDY))
+            raise CheckpointError(
+                refusal(f"checkpoint {self.where}", got, "name the group of every param", self.another)
+            )
         return self._group_of[name]
+
+    def state_of(self, placement: Placement) -> SavedState:
+        """What it says of the param beside values and options."""
+        group, kinds = self.group_of(placement), self.kinds_of(placement)
+        return SavedState(group.step, tuple(sorted(group.scalars.items())), tuple(sorted(kinds.items())))
 
     def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
         """What it holds of the param beside its values, with dtypes."""
@@ -168,32 +216,85 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
     for number, group in enumerate(share.optimizer.plan.groups):
         if not group.names:
             continue
-        placements = [share.placements[name] for name in group.names]
-        first = saved.group_of(placements[0])
-        for placement in placements:
-            if saved.group_of(placement).meaning != first.meaning:
+        placements = {name: share.placements[name] for name in group.names}
+        first = next(iter(placements.values()))
+        for placement in placements.values():
+            if saved.group_of(placement).options != saved.group_of(first).options:
                 rule = "have been in groups of equal options, because they are in one here"
-                got = f"{placements[0].name!r} and {placement.name!r} in different groups"
+                got = f"{first.name!r} and {placement.name!r} in different groups"
                 remedy = "Build the optimizer with the param groups of the saved run"
                 raise CheckpointError(refusal(f"param groups in checkpoint {saved.where}", got, rule, remedy))
-        kinds = saved.kinds_of(placements[0])
-        for placement in placements:
-            _check_kinds(share.optimizer, placement, kinds, saved)
-        yield GroupMatch(share.optimizer, number, first, kinds)
+        _check_options(share.optimizer, number, saved.group_of(first), saved.where)
+        states = {name: saved.state_of(placement) for name, placement in placements.items()}
+        _check_kinds(share.optimizer, placements, states, saved)
+        _check_counts(share.optimizer, placements, states, saved)
+        yield GroupMatch(share.optimizer, number, saved.group_of(first).options, states)
+
+
+def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:
+    """What the inner optimizer keeps of each element of a param that it has updated, as far as that is known.
+
+    An instance that a user gave goes by the name of its class.
+    """
+    if isinstance(optimizer.inner, (torch.optim.Adam, torch.optim.AdamW)):
+        return frozenset(("exp_avg", "exp_avg_sq"))
+    if isinstance(optimizer.inner, torch.optim.SGD):
+        return frozenset(("momentum_buffer",))
+    return optimizer.plan.choice.moments
+
+
+def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
+    """Whether every saved option is of the type that the optimizer computes with, and those without a value are here.
+
+    What no file keeps, such as a function, has the run's own value.
+    """
+    current = optimizer.inner.param_groups[number]
+    place = f"of the params of group {number} in checkpoint {where}"
+    for key, value in saved.options.items():
+        if key in current and key not in NOT_OPTIONS and not is_like(value, current[key]):
+            rule, remedy = f"be of the type of {current[key]!r}, which the run has", "Load another checkpoint"
+            raise CheckpointError(refusal(f"{key} {place}", repr(value), rule, remedy))
+    for key, name in saved.unsaved.items():
+        if key not in current:
+            rule, remedy = "be in the param group of the run", f"Put {key} into the param group before the load"
+            raise CheckpointError(refusal(f"{key} {place}", f"a {name}, which no file keeps", rule, remedy))
+        _log.warning("param group option %r was a %s, which no file keeps; the run's own stays", key, name)
 
 
 def _check_kinds(
-    optimizer: ShardedOptimizer, placement: Placement, kinds: Mapping[str, torch.dtype], saved: _Saved
+    optimizer: ShardedOptimizer,
+    placements: Mapping[str, Placement],
+    states: Mapping[str, SavedState],
+    saved: _Saved,
 ) -> None:
-    """The same of every param of a group, and what the inner optimizer needs."""
-    found, wanted = saved.kinds_of(placement), optimizer.plan.choice.moments
-    has_begun = bool(found) or bool(saved.group_of(placement).step)
-    if found != kinds or (has_begun and not wanted <= found.keys()):
-        what = f"state of {placement.name!r} in checkpoint {saved.where}"
-        got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
-        rule = f"hold {', '.join(sorted(wanted | kinds.keys()))} for {optimizer.plan.choice.name}"
-        remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
-        raise CheckpointError(refusal(what, got, rule, remedy))
+    """The same of every param of a group, and what the inner optimizer needs; or nothing of one without an update."""
+    wanted = needed_moments(optimizer)
+    usual = next((state.kinds for state in states.values() if state.kinds), ())
+    for name, state in states.items():
+        found = {kind for kind, _ in state.kinds}
+        has_begun = bool(found) or bool(state.step)
+        if (found and state.kinds != usual) or (has_begun and not wanted <= found):
+            what = f"state of {placements[name].name!r} in checkpoint {saved.where}"
+            got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
+            rule = f"hold {', '.join(sorted(wanted | dict(usual).keys()))} for {optimizer.plan.choice.name}"
+            remedy = f"Resume with the optimizer of the saved run, or {saved.from_weights}"
+            raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def _check_counts(
+    optimizer: ShardedOptimizer,
+    placements: Mapping[str, Placement],
+    states: Mapping[str, SavedState],
+    saved: _Saved,
+) -> None:
+    """Whether the inner optimizer can count the updates of each param by itself, where they differ."""
+    counted = {state.step: name for name, state in states.items() if state.step is not None}
+    if len(counted) > 1 and not is_torchs(optimizer.inner):
+        (one, first), (other, second) = sorted(counted.items())[:2]
+        what = f"updates in checkpoint {saved.where}"
+        got = f"{one} of {placements[first].name!r} and {other} of {placements[second].name!r}"
+        rule = f"be as many for all params of a group, for which {optimizer.plan.choice.name} has one count"
+        raise CheckpointError(refusal(what, got, rule, "Write adam='torch_fused' or adam='torch_foreach'"))
 
 
 def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, Target]]:
@@ -201,7 +302,7 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
     for kind in (MAIN, *saved.kinds_of(piece.placement)):
         key = key_of(kind, name)
         record = saved.manifest.tensors[key]
-        wanted = _wanted(piece, key, record, saved.where)
+        wanted = _wanted(piece, key, record, saved)
         found = 0
         for chunk in record.chunks if wanted is not None else ():
             both = wanted.intersect(chunk.box) if wanted is not None else None
@@ -211,10 +312,10 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
                 yield key, chunk, Target(piece, kind, in_chunk, both.relative_to(piece.piece.in_global.offsets))
         if wanted is not None and found != wanted.numel:
             got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel}, each once"
-            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, _REMEDY))
+            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
 
 
-def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, where: str) -> Box | None:
+def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: _Saved) -> Box | None:
     """What of a piece the checkpoint has to hold; None where the piece is padding that it lacks.
 
     Raises:
@@ -224,5 +325,5 @@ def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, where: str) -> Bo
     is_padding_alone = piece.placement.is_padded and record.shape[1:] == ours[1:] and len(record.shape) == len(ours)
     if record.shape != ours and not is_padding_alone:
         got, rule = f"of shape {list(record.shape)}", f"have the shape {list(ours)} of the run"
-        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {where}", got, rule, _REMEDY))
+        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
     return piece.piece.in_global.intersect(Box.whole(record.shape))

@@ -7,15 +7,25 @@ Nothing in it is trusted: it is checked while it is read, and no pickle is invol
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import torch
 
+from megatron_distopt.checkpoint.group_record import (
+    NOT_OPTIONS,
+    GroupRecord,
+    Scalar,
+    check_groups,
+    group_from_json,
+    group_to_json,
+    join_groups,
+)
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
 
@@ -45,9 +55,6 @@ _FORMAT = "megatron_distopt"
 _FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
 #: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
 MAIN = "main"
-#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
-#: experts are spread over ranks, and the count has a place of its own.
-NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable", "is_expert_parallel")
 
 
 def key_of(kind: str, name: str) -> str:
@@ -111,36 +118,6 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """A number that the inner optimizer keeps with a param; dtype "" for one of Python's."""
-
-    value: float
-    dtype: str
-
-
-@dataclass(frozen=True)
-class GroupRecord:
-    """A param group.
-
-    Args:
-        names: of its params.
-        options: of `torch.optim`: numbers, texts, and lists of them.
-        step: updates so far; None for an inner optimizer that does not count, or has not begun.
-        scalars: what else the inner optimizer keeps, the same for all its params.
-    """
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-    step: int | None = None
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-
-    @property
-    def meaning(self) -> tuple[object, ...]:
-        """All but the names: groups that are equal in it are the same to a param."""
-        return self.options, self.step, self.scalars
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -153,6 +130,8 @@ class Manifest:
         loss_scale: numbers of the loss scale; empty where it never changes.
         num_skipped: steps that were skipped so far.
         about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
+        earlier: ids of the saves before it, the latest last, see [Note: history] in history.py.
+        metadata: bytes and CRC-32 of the `.metadata` beside it; None before it is written, and in old checkpoints.
     """
 
     save_id: str
@@ -163,6 +142,8 @@ class Manifest:
     loss_scale: Mapping[str, float] = field(default_factory=dict)
     num_skipped: int = 0
     about: Mapping[str, str | int] = field(default_factory=dict)
+    earlier: tuple[str, ...] = ()
+    metadata: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,12 +176,12 @@ def join(parts: Sequence[Manifest]) -> Manifest:
                 raise CheckpointError(refusal(f"tensor {key!r}", got, "be the same on all ranks", "Report this"))
             tensors[key] = replace(known, chunks=known.chunks + moved)
         files += part.files
-    groups = _join_groups([group for part in parts for group in part.groups])
+    groups = join_groups([group for part in parts for group in part.groups])
     return replace(parts[0], files=tuple(files), tensors=dict(sorted(tensors.items())), groups=groups)
 
 
 def check_written(manifest: Manifest) -> None:
-    """Whether every param of the groups has its values there.
+    """Whether every param of the groups has its values there, and what a load would refuse.
 
     Args:
         manifest: of the whole model.
@@ -212,33 +193,24 @@ def check_written(manifest: Manifest) -> None:
     if missing:
         rule, remedy = "be written by one of the ranks that hold it", "Report this"
         raise CheckpointError(refusal(f"param {missing[0]!r}", "written by no rank", rule, remedy))
+    check_groups(manifest.groups, "the checkpoint that is being saved")
 
 
 def _described(record: TensorRecord) -> str:
     return f"{record.dtype} {list(record.shape)}"
 
 
-def _join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
-    """Groups of equal meaning become one: ranks may number theirs differently."""
-    joined: list[GroupRecord] = []
-    for group in groups:
-        same = next((number for number, each in enumerate(joined) if each.meaning == group.meaning), None)
-        if same is None:
-            joined.append(group)
-        else:
-            joined[same] = replace(group, names=tuple(dict.fromkeys(joined[same].names + group.names)))
-    return tuple(joined)
-
-
 def to_text(manifest: Manifest) -> str:
     """JSON, with a CRC-32 of the document itself."""
     body = {
         "save_id": manifest.save_id,
+        "earlier": list(manifest.earlier),
+        "metadata": manifest.metadata,
         "about": dict(manifest.about),
         "inner": manifest.inner,
         "loss_scale": dict(manifest.loss_scale),
         "num_skipped": manifest.num_skipped,
-        "groups": [_group_to_json(group) for group in manifest.groups],
+        "groups": [group_to_json(group) for group in manifest.groups],
         "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
         "tensors": {
             key: [list(record.shape), record.dtype, [_chunk_to_json(chunk) for chunk in record.chunks]]
@@ -247,11 +219,6 @@ def to_text(manifest: Manifest) -> str:
     }
     head = {"format": _FORMAT, "version": FORMAT_VERSION, "crc32": _crc(body)}
     return json.dumps({**head, "body": body}, separators=(",", ":")) + "\n"
-
-
-def _group_to_json(group: GroupRecord) -> dict[str, Any]:
-    scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
-    return {"names": list(group.names), "options": dict(group.options), "step": group.step, "scalars": scalars}
 
 
 def _chunk_to_json(chunk: Chunk) -> list[Any]:
@@ -271,7 +238,7 @@ def from_text(text: str, where: str) -> Manifest:
         where: its path, for errors.
 
     Raises:
-        CheckpointError: it is not a manifest, is damaged, or is of a later version.
+        CheckpointError: it is not a manifest, is damaged, is of a later version, or says what no optimizer can take.
     """
     what, remedy = f"manifest {where}", "Load an earlier checkpoint; this one was damaged after it was written"
     try:
@@ -287,11 +254,24 @@ def from_text(text: str, where: str) -> Manifest:
         got, rule = f"CRC-32 {_crc(body)}", f"have the {document.get('crc32')} that it says"
         raise CheckpointError(refusal(what, got, rule, remedy))
     try:
-        return _from_json(body)
+        manifest = _from_json(body)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, DistOptError) as error:
         raise CheckpointError(
             refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
         ) from None
+    check_groups(manifest.groups, what)
+    _check_counts(manifest, what)
+    return manifest
+
+
+def _check_counts(manifest: Manifest, what: str) -> None:
+    """Loss scale and skipped steps."""
+    counts = {**manifest.loss_scale, "num_skipped": manifest.num_skipped}
+    for key, value in counts.items():
+        if not (math.isfinite(value) and value >= 0) or (key == "scale" and value == 0):
+            rule = "be finite and above 0" if key == "scale" else "be at least 0"
+            remedy = "Load an earlier checkpoint"
+            raise CheckpointError(refusal(f"{key} in {what}", repr(value), rule, remedy))
 
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:
@@ -302,14 +282,23 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
             str(key): TensorRecord(tuple(map(int, shape)), _dtype(dtype), tuple(map(_chunk_from_json, chunks)))
             for key, (shape, dtype, chunks) in body["tensors"].items()
         },
-        groups=tuple(map(_group_from_json, body["groups"])),
+        groups=tuple(map(group_from_json, body["groups"])),
         inner=str(body["inner"]),
         loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
         num_skipped=int(body["num_skipped"]),
         about=dict(body["about"]),
+        earlier=tuple(map(str, body.get("earlier", ()))),
+        metadata=_metadata_from_json(body.get("metadata")),
     )
     _check_chunks(manifest)
     return manifest
+
+
+def _metadata_from_json(record: Sequence[Any] | None) -> tuple[int, int] | None:
+    if record is None:
+        return None
+    nbytes, crc32 = map(int, record)
+    return nbytes, crc32
 
 
 def _plain_name(name: str) -> str:
@@ -323,12 +312,6 @@ def _dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return name
-
-
-def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
-    step = None if group["step"] is None else int(group["step"])
-    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
-    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), step, scalars)
 
 
 def _chunk_from_json(record: Sequence[Any]) -> Chunk:

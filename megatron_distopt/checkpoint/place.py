@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
+from megatron_distopt.checkpoint.folder import (
+    MANIFEST,
+    is_checkpoint,
+    lock_file,
+    read_manifest,
+    remove_checkpoint,
+    saves_in,
+)
 from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = ["SUFFIX", "disown", "drop_older", "finished_beside", "folder_beside", "not_found"]
@@ -35,7 +42,8 @@ def finished_beside(folder: Path) -> list[Path]:
     if not _ITERATION.fullmatch(folder.parent.name):
         return []
     found = folder.parent.parent.glob(f"iter_*/{folder.name}")
-    return sorted((each for each in found if is_checkpoint(each) and each != folder), key=_iteration_of, reverse=True)
+    own = (each for each in found if each != folder and not (each.is_symlink() or each.parent.is_symlink()))
+    return sorted((each for each in own if is_checkpoint(each)), key=_iteration_of, reverse=True)
 
 
 def _iteration_of(folder: Path) -> int:
@@ -60,24 +68,68 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
 def disown(folder: Path) -> None:
     """After the host's own file was written: an older checkpoint beside it must not be taken for the state."""
     if is_checkpoint(folder):
-        _remove(folder)
+        remove_checkpoint(folder)
 
 
 def drop_older(folder: Path, keep: int) -> None:
-    """Removes all but the latest checkpoints of a run; the host's own files stay.
+    """Removes all but the latest checkpoints of a run. Other files stay, also those in the folders of checkpoints.
+
+    In a Megatron's folder of an iteration the numbers of iterations say which are older. Anywhere else the manifest
+    names the saves before it, and those of them are removed that lie beside the folder, under whatever name, or beside
+    its parent under the folder's own (`epoch_1/optimizer`, `epoch_2/optimizer`).
 
     Args:
         folder: of the checkpoint that was just saved; later ones are of another life of the run and stay too.
         keep: how many stay, this one among them.
     """
-    older = [each for each in finished_beside(folder) if _iteration_of(each) < _iteration_of(folder)]
-    for each in older[keep - 1 :]:
-        with suppress(OSError):
+    with suppress(OSError, CheckpointError):  # the checkpoint is there, whatever becomes of older ones
+        for each in _older(folder)[keep - 1 :]:
             _remove(each)
 
 
+def _older(folder: Path) -> list[Path]:
+    """Checkpoints of the same run, the latest first."""
+    if _ITERATION.fullmatch(folder.parent.name):
+        return [each for each in finished_beside(folder) if _iteration_of(each) < _iteration_of(folder)]
+    number_of = {save_id: number for number, save_id in enumerate(read_manifest(folder).earlier)}
+    here = folder.resolve()
+    found: dict[Path, int] = {}
+    for each in _folders_around(here):
+        known = [save_id for save_id in saves_in(each) if save_id in number_of]
+        if each != here and known and _save_id_of(each) in known:
+            found[each] = number_of[_save_id_of(each)]
+    return sorted(found, key=lambda each: found[each], reverse=True)
+
+
+def _folders_around(folder: Path) -> Iterator[Path]:
+    """No symbolic link: what it names lies elsewhere."""
+    yield from filter(_is_folder, folder.parent.iterdir())
+    for parent in folder.parent.parent.iterdir():
+        if parent != folder.parent and _is_folder(parent) and _is_folder(parent / folder.name):
+            yield parent / folder.name
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir() and not path.is_symlink()
+    except OSError:  # somebody else's
+        return False
+
+
 def _remove(folder: Path) -> None:
-    """The manifest first, and for good: a power cut must not leave one without files."""
-    disk.remove(folder / MANIFEST)
-    disk.sync_folder(folder)
-    shutil.rmtree(folder)
+    """Not one that another run is saving to now."""
+    lock = None
+    try:
+        lock = disk.lock(lock_file(folder))
+        remove_checkpoint(folder)
+    except (OSError, CheckpointError):
+        return
+    finally:
+        disk.unlock(lock)
+
+
+def _save_id_of(folder: Path) -> str:
+    """Of the checkpoint in a folder; "" where there is none that can be read."""
+    with suppress(CheckpointError):
+        return read_manifest(folder).save_id
+    return ""

@@ -90,7 +90,7 @@ class Saving:
                 break
             time.sleep(0.05)
         got, rule = f"no file of rank {rank} to be seen", f"be on a disk that all {self.size} ranks share"
-        raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a --save folder on a shared disk"))
+        raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a folder on a shared disk"))
 
     def report(self, error: BaseException) -> None:
         """Tells the first rank, which waits for a file, that none will come."""
@@ -146,5 +146,5 @@ def _claim(folder: Path) -> int | None:
         disk.make_folder(folder)
         return disk.lock(lock_file(folder))
     except OSError as error:
-        rule, remedy = "be a folder that can be written", "Free space there, or give another --save folder"
+        rule, remedy = "be a folder that can be written", "Free space there, or give another folder"
         raise CheckpointError(refusal(f"checkpoint {folder}", error, rule, remedy)) from error

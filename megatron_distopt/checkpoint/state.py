@@ -83,6 +83,8 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for group, saved in zip(optimizer.inner.param_groups, state["param_groups"], strict=True):
         group.update(_without_implementation(saved))
     optimizer.loss_scale.load_state_dict(state["loss_scale"])
+    keys = {shard.name: _in_common(state["param_shards"][_key(shard)]) for _, shard in _shards(optimizer)}
+    optimizer.separate(keys.get)
     for run in optimizer.runs:
         _load_run(optimizer, run, state["param_shards"])
         run.write_model()
@@ -134,20 +136,27 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
         got = f"{first} only in the {'optimizer' if first in ours else 'state'}"
         remedy = "Load each rank's own state at the data-parallel size at which it was saved"
         raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
+    usual: dict[int, tuple[set[str], set[str]]] = {}  # of params with moments, by param group
     for run, shard in _shards(optimizer):
-        part, first_part = saved[_key(shard)], saved[_key(run.run.shards[0])]
+        part, group = saved[_key(shard)], run.run.key.group
         tensors = [part["main"], *part["cut"].values()]
-        is_alike = all(set(part[kind]) == set(first_part[kind]) for kind in ("cut", "whole"))
+        keys = usual.setdefault(group, (set(part["cut"]), set(part["whole"]))) if part["cut"] else None
+        is_alike = keys in (None, (set(part["cut"]), set(part["whole"])))
         is_alike = is_alike and (not part["cut"] or optimizer.plan.choice.moments <= set(part["cut"]))
         if not is_alike or any(tensor.shape != (shard.in_param.numel,) for tensor in tensors):
-            keys = "the keys of its neighbours and of its optimizer"
-            rule = f"hold 1-D tensors of {shard.in_param.numel} elements and {keys}"
+            rule = f"hold 1-D tensors of {shard.in_param.numel} elements and the keys of its group and its optimizer"
             remedy = "Load a state that optimizer.state_dict() returned"
             raise CheckpointError(refusal(f"state of {_key(shard)}", "other shapes or keys", rule, remedy))
 
 
+def _in_common(part: Mapping[str, Any]) -> tuple[object, ...]:
+    """What the param shards of one flat param share: which moments there are, and the count of updates."""
+    numbers = {key: value.tolist() if torch.is_tensor(value) else value for key, value in part["whole"].items()}
+    return tuple(sorted(part["cut"])), repr(sorted(numbers.items()))
+
+
 def _load_run(optimizer: ShardedOptimizer, run: MainRun, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """A state that was taken before the first step has no moments: the run must then have none either."""
+    """A state that was taken before the first update has no moments: the run must then have none either."""
     parts = [(shard, saved[_key(shard)]) for shard in run.run.shards]
     for shard, part in parts:
         run.cut(run.main, shard).copy_(part["main"])

@@ -8,7 +8,8 @@ from pathlib import Path
 from megatron_distopt.checkpoint.collector import no_collection
 from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.load import load_planned, verify_files
+from megatron_distopt.checkpoint.history import remember_saved
+from megatron_distopt.checkpoint.load import load_planned, separate, verify_files
 from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_load
 from megatron_distopt.checkpoint.saving import begin
 from megatron_distopt.checkpoint.whole_model import WholeModel
@@ -35,6 +36,7 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     try:
         raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
         raise_together(saving.commit, everyone, "save")
+        remember_saved(model, saving.save_id)
     except BaseException:
         saving.abandon()
         raise
@@ -58,7 +60,8 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     names = names_of_all(model, everyone)
     plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
     _check_same_save(folder, exchange(plan.manifest.save_id, everyone))
-    raise_together(lambda: load_planned(folder, plan, model), everyone, "load")
+    ready = plan_load(plan.manifest, str(folder), model) if separate(plan.groups) else plan
+    raise_together(lambda: load_planned(folder, ready, model), everyone, "load")
 
 
 def _verified(folder: Path, model: WholeModel, everyone: Group, names: Iterable[str]) -> LoadPlan:

@@ -11,12 +11,24 @@ from megatron_distopt.checkpoint.manifest import MAIN, key_of
 from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
 
-__all__ = ["OwnedPiece", "Share", "WholeModel", "owned_pieces", "same_name"]
+__all__ = ["OwnedPiece", "Share", "WholeModel", "owned_pieces", "without_wrappers"]
+
+#: What torch.compile, FSDP and activation checkpointing put into the names of params, wherever they wrap a module.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+#: What DataParallel and DDP put in front of them.
+_IN_FRONT = "module"
 
 
-def same_name(name: str) -> str:
-    """The name itself."""
-    return name
+def without_wrappers(name: str) -> str:
+    """The name that a param has in the model as it was written.
+
+    >>> without_wrappers("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == _IN_FRONT:
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +54,17 @@ class WholeModel:
     Args:
         shares: of this rank, one an optimizer; at least one.
         canonical: from a name in any host's checkpoint to one that all hosts' names of the same param share.
+            Names that become the same in one checkpoint or model are compared as they are.
         frozen: names in the whole model of params that do not train here; a checkpoint may hold them.
         about: said in the manifest: host, sizes of the parallel groups.
+        from_weights: how a user starts from the model's weights without a checkpoint of the optimizer, for errors.
     """
 
     shares: Sequence[Share]
-    canonical: Callable[[str], str] = same_name
+    canonical: Callable[[str], str] = without_wrappers
     frozen: frozenset[str] = frozenset()
     about: Mapping[str, str | int] = field(default_factory=dict)
+    from_weights: str = "start from its weights with a new optimizer"
 
 
 @dataclass(frozen=True, eq=False)

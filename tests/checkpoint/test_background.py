@@ -411,7 +411,7 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
         other.save(2)
     assert str(raised.value) == (
         f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a --save folder of its own."
+        "Give each run a folder of its own."
     )
     training.saver.finish()
     with monkeypatch.context() as patch:
@@ -648,7 +648,7 @@ def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waitin
     folder, (first, second) = two
     text = (
         f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
-        "Give a --save folder on a shared disk."
+        "Give a folder on a shared disk."
     )
     assert first["not shared"] == Ended("CheckpointError", text, 1, frozenset())
     assert second["not shared"] == Ended("RanksDisagreeError", _told(0, text), 1, frozenset())

@@ -30,7 +30,7 @@ from tests.support.stored import TINY, Numbered, is_same, leftovers, number_in, 
 
 ONE_RANK = Group(None, 0, 1)
 DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written."
-OF_ANOTHER_MODEL = "Load a checkpoint of this model, or start from its weights with --no-load-optim."
+OF_ANOTHER_MODEL = "Load a checkpoint of this model, or start from its weights with a new optimizer."
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -149,7 +149,7 @@ def test_load_when_the_manifest_is_missing_then_there_is_no_checkpoint(folder: P
     (folder / "manifest.json").unlink()
     assert refused(folder, running) == (
         f"Invalid checkpoint {folder}: no finished checkpoint. Must hold manifest.json. "
-        "Load an earlier checkpoint, or start from the weights with --no-load-optim."
+        "Load an earlier checkpoint, or start from the model's weights alone."
     )
 
 
@@ -290,7 +290,7 @@ def test_load_when_a_moment_is_missing_then_the_param_is_named(folder: Path, run
     assert refused(folder, running) == (
         f"Invalid state of 'norm' in checkpoint {folder}: exp_avg beside the param. "
         "Must hold exp_avg, exp_avg_sq for torch_fused. "
-        "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim."
+        "Resume with the optimizer of the saved run, or start from its weights with a new optimizer."
     )
 
 
@@ -372,7 +372,7 @@ def test_save_when_the_folder_cannot_be_made_then_it_is_named(tmp_path: Path, ru
     place = tmp_path / "file" / "iter_0000001"
     assert Saved(place, running).refused() == (
         f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be a folder that can be written. "
-        "Free space there, or give another --save folder."
+        "Free space there, or give another folder."
     )
 
 
@@ -431,7 +431,7 @@ def test_save_when_another_process_is_saving_there_then_it_is_refused_and_the_ot
     os.read(in_commit, 1)
     assert Saved(folder, running).refused() == (
         f"Invalid checkpoint {folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a --save folder of its own."
+        "Give each run a folder of its own."
     )
     assert number_in(folder, World.of(TINY)) == 1
     os.write(let_go, b"x")

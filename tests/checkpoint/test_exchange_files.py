@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import disk, is_checkpoint
 from megatron_distopt.checkpoint.exchange import TARGETS, convert, open_any
 from megatron_distopt.checkpoint.exchange.names import Cut, placement_of, registered
-from megatron_distopt.checkpoint.source import Source
+from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from tests.support.fork_files import EMBEDDING, MOMENTS, Fork
 
@@ -909,3 +909,16 @@ def test_open_any_when_content_is_strange_then_it_is_refused(name: str, tmp_path
         change(state)
     with pytest.raises(CheckpointError, match=str(folder)):
         open_any(folder)
+
+
+@pytest.mark.parametrize("layout", ["native-a1", "native-a2", "plain"])
+def test_convert_when_steps_were_skipped_then_the_count_comes_back(layout: str, tmp_path: Path) -> None:
+    start = _write(RUNS["fp16"], "a2", tmp_path / "start")
+    source = open_any(convert(start, tmp_path / "source", "distopt").path)
+    ours = convert(start, tmp_path / "ours", "distopt").path
+    write_checkpoint(ours / "distrib_optim.distopt", replace(source, head=replace(source.head, num_skipped=9)))
+    there = convert(ours, tmp_path / "there", layout).path
+    back = convert(there, tmp_path / "back", "distopt").path
+    assert [open_any(path).head.num_skipped for path in (ours, there, back)] == [9, 9, 9]
+    write_checkpoint(back / "distrib_optim.distopt", source)
+    assert open_any(convert(back, tmp_path / "again", layout).path).head.num_skipped == 0

@@ -101,7 +101,7 @@ def test_load_when_the_manifest_is_a_pickle_then_nothing_is_executed(folder: Pat
         assert refused(folder, marker) == (
             f"Invalid checkpoint {folder}: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte. "
             "Must hold manifest.json. "
-            "Load an earlier checkpoint, or start from the weights with --no-load-optim."
+            "Load an earlier checkpoint, or start from the model's weights alone."
         )
 
 
@@ -190,7 +190,7 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
         by_rank[0].commit()
     assert str(caught.value) == (
         f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
-        "Give a --save folder on a shared disk."
+        "Give a folder on a shared disk."
     )
     by_rank[0].abandon()
     assert not marker.exists()

@@ -204,7 +204,7 @@ def test_load_when_shapes_or_keys_of_a_param_are_wrong_then_refused_and_nothing_
     spoil(state)
     assert refusal_of(Trained().train(1), state) == (
         "Invalid state of held.wide_bias[0:17]: other shapes or keys. "
-        "Must hold 1-D tensors of 17 elements and the keys of its neighbours and of its optimizer. "
+        "Must hold 1-D tensors of 17 elements and the keys of its group and its optimizer. "
         "Load a state that optimizer.state_dict() returned."
     )
 

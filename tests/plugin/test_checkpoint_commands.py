@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pickletools
 import re
 import shutil
 from collections.abc import Callable
@@ -275,6 +276,7 @@ def test_verify_when_all_is_well_then_what_was_checked_and_status_0(whole: Path,
             f"  where  {whole}",
             "",
             f"  ok       files     4 files, {size_text(manifest.nbytes)}: sizes and checksums are right",
+            "  ok       metadata  torch's own reader finds the same",
             "  ok       tensors   81 tensors of 27 params: each element has one place",
             "  ok       values    7,119 values: all finite",
             "  ok       groups    2 groups: each param is in one, with the same state as the others in it",
@@ -313,6 +315,56 @@ def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(cop
         f"                     {QKV} [0:12, 0:6] of exp_avg",
         "1 problem: load an earlier checkpoint",
     ]
+
+
+#: What happens to `.metadata`; the loader of torch refuses all of them, ours reads none.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped at the start": lambda path: _flip(path, 0.01),
+    "flipped in the middle": lambda path: _flip(path, 0.5),
+    "flipped at the end": lambda path: _flip(path, 0.99),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "of another checkpoint": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"exp_avg/scale", b"exp_avg/scalf")
+    ),
+}
+
+
+def _flip(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_when_the_metadata_for_torch_is_damaged_then_it_says_so(
+    damage: str, is_old: bool, copied: Path, tmp_path: Path, capsys: Output
+) -> None:
+    if is_old:
+        rewritten(copied, metadata=None)
+    DAMAGES[damage](copied / ".metadata")
+    found = problems(capsys, copied)
+    assert found[0].startswith("  problem  metadata  .metadata ") and "torch alone" in "".join(found)
+    assert found[-1] == f"1 problem: megatron-distopt convert {copied} NEW --to distopt mends it"
+    assert run(capsys, "convert", copied, tmp_path / "new", "--to", "distopt")[0] == 0
+    assert run(capsys, "verify", tmp_path / "new")[0] == 0
+
+
+def test_verify_when_another_torch_wrote_the_metadata_then_its_content_is_compared(
+    copied: Path, capsys: Output
+) -> None:
+    about = {**read_manifest(copied).about, "torch": "2.3.0"}
+    rewritten(copied, metadata=None, about=about)
+    (copied / ".metadata").write_bytes(pickletools.optimize((copied / ".metadata").read_bytes()))
+    assert run(capsys, "verify", copied)[0] == 0
+    inner = read_manifest(copied).tensors
+    shorter = {key: replace(record, chunks=record.chunks[:1]) for key, record in inner.items()}
+    rewritten(copied, metadata=None, about=about, tensors=shorter)
+    outcome = document(capsys, "verify", copied)[1]
+    said = [problem["text"] for problem in outcome["problems"] if problem["area"] == "metadata"]  # type: ignore[union-attr]
+    assert len(said) == 1 and said[0].startswith("says something else of ")
 
 
 def wanted_bytes(folder: Path, key: str, chunk: Chunk) -> bytes:
@@ -388,10 +440,16 @@ def test_non_finite_when_the_sum_overflows_and_no_value_does_then_none() -> None
 
 
 GROUPS: list[tuple[str, Callable[[GroupRecord, GroupRecord], tuple[GroupRecord, ...]], str]] = [
-    ("in two", lambda a, b: (a, replace(b, names=(*b.names, QKV))), f"{QKV} is in groups 0 and 1"),
     ("in none", lambda a, b: (replace(a, names=tuple(n for n in a.names if n != QKV)), b), f"{QKV} is in no group"),
     ("no tensor", lambda a, b: (a, replace(b, names=(*b.names, "x"))), "x is in group 1 and has no tensor"),
 ]
+
+
+def test_verify_when_a_param_is_in_two_groups_then_the_manifest_is_refused(copied: Path, capsys: Output) -> None:
+    first, second = read_manifest(copied).groups
+    rewritten(copied, groups=(first, replace(second, names=(*second.names, QKV))))
+    found = problems(capsys, copied)
+    assert found[0].startswith("  problem  manifest") and f"{QKV!r}" in found[0] and "groups 0 and 1" in found[0]
 
 
 @pytest.mark.parametrize(("change", "text"), [pytest.param(*row, id=name) for name, *row in GROUPS])

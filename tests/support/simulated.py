@@ -19,7 +19,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.checkpoint.contribution import contribution_of, write_contribution
 from megatron_distopt.checkpoint.folder import commit, new_save_id, read_manifest
-from megatron_distopt.checkpoint.load import load_planned, verify_files
+from megatron_distopt.checkpoint.load import load_planned, separate, verify_files
 from megatron_distopt.checkpoint.load_plan import check_names, plan_load
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.comm import Group
@@ -143,7 +143,9 @@ class World:
         verify_files(folder, manifest.files)
         for each in self.ranks:
             check_names(manifest, str(folder), each.model, [param.name for param in self.params])
-            load_planned(folder, plan_load(manifest, str(folder), each.model), each.model)
+            plan = plan_load(manifest, str(folder), each.model)
+            ready = plan_load(manifest, str(folder), each.model) if separate(plan.groups) else plan
+            load_planned(folder, ready, each.model)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one kind, put together from all ranks; what nobody owns is nan."""

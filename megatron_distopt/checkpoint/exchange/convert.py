@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint.exchange.safe import save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices, check_all_written
 from megatron_distopt.checkpoint.exchange.torch_file import open_torch_file, write_torch_file
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, new_save_id
+from megatron_distopt.checkpoint.group_record import check_groups
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 
@@ -182,9 +183,12 @@ def convert(
         raise CheckpointError(refusal(f"target {dst}", "it is there already", "be new", remedy))
     opened = _open(src, resume_step)
     check_step(opened.source, src)
+    check_groups(opened.source.head.groups, str(src))
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
+    if to != "distopt":
+        _check_one_count(opened.source, src, to)
     is_iteration = to != "distopt" or (bool(opened.files) and dst.suffix != ".distopt")
     ranks = _ranks(opened, src, dp) if to.startswith("native") else 0
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
@@ -203,6 +207,21 @@ def convert(
         rule, remedy = "be writable", "Free space there, or write elsewhere"
         raise CheckpointError(refusal(f"target {dst}", error, rule, remedy)) from error
     return Converted(opened.found, to, dst, is_iteration)
+
+
+def _check_one_count(source: Source, src: Path, to: str) -> None:
+    """A fork's file has one count of updates for all params."""
+    counts = {group.step: group.names[0] for group in reversed(source.head.groups) if group.names}
+    if len(counts) > 1:
+        (one, first), (other, second) = list(counts.items())[-2:]
+        got = f"{_updates(other)} of {second!r} and {_updates(one)} of {first!r}"
+        rule = f"be as many for all params to become {to}, which holds one count"
+        remedy = "Convert to distopt or torch, which hold a count for each param"
+        raise CheckpointError(refusal(f"updates in {src}", got, rule, remedy))
+
+
+def _updates(step: int | None) -> str:
+    return "none" if step is None else str(step)
 
 
 def _ranks(opened: _Opened, src: Path, dp: int | None) -> int:

@@ -35,7 +35,7 @@ from megatron_distopt.checkpoint.exchange.groups import (
     the_step,
 )
 from megatron_distopt.checkpoint.exchange.model_file import MODEL_A1, ModelFile
-from megatron_distopt.checkpoint.exchange.part import Part
+from megatron_distopt.checkpoint.exchange.part import Part, skipped_in
 from megatron_distopt.checkpoint.exchange.safe import load_safely, save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices
 from megatron_distopt.checkpoint.manifest import MAIN
@@ -90,7 +90,9 @@ def read_a1(file: ModelFile) -> Part:
         return torch.cat([saved.tensor(kind) for saved in pieces]).view(shape)
 
     kept = kept_in(states[0], ("opt_param_scheduler",))
-    return Part(file, groups, kinds, read, replace(kept, groups=tuple(group.options for group in groups)))
+    return Part(
+        file, groups, kinds, read, replace(kept, groups=tuple(group.options for group in groups)), skipped_in(states[0])
+    )
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def write_a1(slices: Slices, folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         owned = [(group, _owned(slices.file, group.members, buffers.values(), rank)) for group in slices.groups]
         state = _state_of_rank(slices, [(group, shards) for group, shards in owned if shards])
-        save_whole({"optimizer": state, **slices.beside()}, _file(folder, rank))
+        save_whole({"optimizer": state, **slices.beside(), **slices.ours()}, _file(folder, rank))
     save_whole(slices.model_state(ranks), folder / MODEL_A1)
 
 

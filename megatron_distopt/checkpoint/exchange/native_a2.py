@@ -4,7 +4,8 @@
 
     mp_rank_TT[_PPP]/distrib_optim.pt
     {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
-     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted}}
+     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted,
+                          "num_skipped": steps that were skipped, where there are any}}
 
 The order is the reverse of that in which the fork registers its params; the last key is there where this package wrote
 the file. The model file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
@@ -23,7 +24,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.exchange.grad_buffers import buffers_of, grads_in_fp32
 from megatron_distopt.checkpoint.exchange.groups import groups_by_rule, kept_in
 from megatron_distopt.checkpoint.exchange.model_file import MODEL, ModelFile
-from megatron_distopt.checkpoint.exchange.part import Part
+from megatron_distopt.checkpoint.exchange.part import OURS, Part, ours_in, skipped_in
 from megatron_distopt.checkpoint.exchange.safe import load_safely, save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices
 from megatron_distopt.checkpoint.manifest import MAIN
@@ -33,7 +34,7 @@ from megatron_distopt.layout import BufferLayout
 __all__ = ["GATHERED", "head_a2", "is_a2", "read_a2", "write_a2"]
 
 GATHERED = "distrib_optim.pt"
-_MAIN, _OURS, _FORMAT = "param", "megatron_distopt", 1
+_MAIN, _FORMAT = "param", 1
 #: What the fork's own optimizer asks for even before the first update.
 _ADAM = ("exp_avg", "exp_avg_sq")
 #: Padding is less than the number of ranks that wrote a file; no run has more than these.
@@ -63,10 +64,10 @@ def read_a2(file: ModelFile) -> Part:
         got, rule = "other tensors in one grad buffer than in another", "hold the same of all params"
         raise CheckpointError(refusal(f"file {path}", got, rule, _SAME_SAVE))
     groups = groups_by_rule(file, entry["optimizer"]["param_groups"])
-    step = _ours(state).get("step")
+    step = ours_in(state).get("step")
     if step is not None:
         groups = tuple(replace(group, step=int(step)) for group in groups)
-    elif _OURS not in state:
+    elif OURS not in state:
         _check_order(file, [[file.params[number].model.dtype for number in group.members] for group in groups], path)
     place_of = {slot.name: (place, slot.in_buffer) for place, layout in buffers.items() for slot in layout.slots}
 
@@ -76,18 +77,13 @@ def read_a2(file: ModelFile) -> Part:
         return flat[in_buffer.as_slice()].view(file.params[number].model.shape)
 
     kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != _MAIN}
-    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)))
+    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)), skipped_in(state))
 
 
 def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
     """Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32."""
-    chunks = [dtypes for key, dtypes in state.items() if key != _OURS]
+    chunks = [dtypes for key, dtypes in state.items() if key != OURS]
     return all(isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks)
-
-
-def _ours(state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    found = state.get(_OURS)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _tensors(
@@ -129,7 +125,8 @@ def write_a2(slices: Slices, folder: Path, ranks: int) -> None:
     buffers = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
     is_adam = any("betas" in group.options for group in slices.groups)
     kinds = slices.kinds or (_ADAM if is_adam else ())
-    state: dict[Any, Any] = {_OURS: {"format": _FORMAT} | ({} if slices.step is None else {"step": slices.step})}
+    step = {} if slices.step is None else {"step": slices.step}
+    state: dict[Any, Any] = {OURS: {"format": _FORMAT, **step, **slices.skipped()}}
     for (chunk, dtype), layout in buffers.items():
         flats = {kind: torch.zeros(layout.numel) for kind in (MAIN, *kinds)}
         for slot in layout.slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Span
 
-__all__ = ["Part", "check_rounds", "check_step", "whole_of"]
+__all__ = ["NUM_SKIPPED", "OURS", "Part", "check_rounds", "check_step", "ours_in", "skipped_in", "whole_of"]
 
+#: The key of what this package puts into a fork's file, and a key in it.
+OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 #: What a source of another software calls its inner optimizer.
 _IS_ADAM = "adam"
@@ -36,6 +39,7 @@ class Part:
         kinds: what the inner optimizer kept for each element, with dtypes; the same for all params.
         read: one tensor, by kind and number of the param, in the shape of the file's param.
         kept: what is not for the whole model.
+        num_skipped: steps that were skipped, where the file says it.
     """
 
     file: ModelFile
@@ -43,6 +47,7 @@ class Part:
     kinds: Mapping[str, torch.dtype]
     read: Callable[[str, int], Tensor]
     kept: Kept
+    num_skipped: int = 0
 
     def main(self, number: int) -> Tensor:
         """The main param, compared with the model's own."""
@@ -61,6 +66,17 @@ class _Home:
     @property
     def param(self) -> FileParam:
         return self.parts[0].file.params[self.numbers[0]]
+
+
+def ours_in(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """What this package put into a fork's file; the fork does not look at it."""
+    found = state.get(OURS)
+    return found if isinstance(found, Mapping) else {}
+
+
+def skipped_in(state: Mapping[Any, Any]) -> int:
+    """Steps that were skipped; 0 in a file that does not say it."""
+    return int(ours_in(state).get(NUM_SKIPPED, 0))
 
 
 def check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
@@ -154,7 +170,7 @@ def _head(part: Part, kinds: Mapping[str, torch.dtype], written_as: str) -> Mani
     scale = {name: float(saved[key]) for key, name in _NAMES_OF_SCALE.items() if key in saved}
     sizes = {"tensor_parallel": part.file.tensor[1], "pipeline_parallel": part.file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    return Manifest("", (), {}, (), inner, scale, about=about)
+    return Manifest("", (), {}, (), inner, scale, part.num_skipped, about)
 
 
 def _records(part: Part, step: int | None) -> Iterator[GroupRecord]:

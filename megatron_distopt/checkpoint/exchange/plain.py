@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange.groups import PartGroup, groups_by_rule, kept_in, the_step
 from megatron_distopt.checkpoint.exchange.model_file import MODEL, ModelFile
-from megatron_distopt.checkpoint.exchange.part import Part
+from megatron_distopt.checkpoint.exchange.part import Part, skipped_in
 from megatron_distopt.checkpoint.exchange.safe import save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices
 from megatron_distopt.checkpoint.manifest import MAIN
@@ -82,7 +82,7 @@ def read_plain(file: ModelFile) -> Part:
             return model if kind == MAIN else torch.zeros(model.shape)
         return found
 
-    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)))
+    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)), skipped_in(file.state))
 
 
 def _saved_in_group(file: ModelFile, place: int, group: PartGroup) -> Iterator[_Saved]:
@@ -125,7 +125,7 @@ def write_plain(slices: Slices, folder: Path) -> None:
     if slices.is_16_bit:
         of_groups = [[mains[number] for number in _with_main(slices, group.members)] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
-    save_whole({**slices.model_state(), "optimizer": entry, **slices.beside()}, folder / MODEL)
+    save_whole({**slices.model_state(), "optimizer": entry, **slices.beside(), **slices.ours()}, folder / MODEL)
 
 
 def _with_main(slices: Slices, numbers: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange.groups import Kept, WrittenGroup, written_groups
 from megatron_distopt.checkpoint.exchange.model_file import ModelFile
-from megatron_distopt.checkpoint.exchange.part import check_rounds
+from megatron_distopt.checkpoint.exchange.part import NUM_SKIPPED, OURS, check_rounds
 from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
@@ -109,7 +109,7 @@ class Slices:
         Args:
             ranks: data-parallel, where the files fit no other number; the file's arguments say so then.
         """
-        gone = {"optimizer", *self.beside()}
+        gone = {"optimizer", OURS, *self.beside()}
         state = {key: value for key, value in self.file.state.items() if key not in gone}
         if ranks is not None and "args" in state:
             state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})
@@ -128,6 +128,15 @@ class Slices:
     def step_in_state(self) -> dict[str, int]:
         """The update count where torch's and DeepSpeed's classes look for it; both take a number."""
         return {} if self.step is None or not self.kinds else {"step": self.step}
+
+    def skipped(self) -> dict[str, int]:
+        """Steps that were skipped, where there are any; for an entry of this package's own."""
+        count = self.source.head.num_skipped
+        return {NUM_SKIPPED: count} if count else {}
+
+    def ours(self) -> dict[str, Any]:
+        """That entry, for a file in which it holds nothing else."""
+        return {OURS: self.skipped()} if self.skipped() else {}
 
     def inner_groups(self) -> Iterator[dict[str, Any]]:
         """As torch's state dict has them, but for the params."""

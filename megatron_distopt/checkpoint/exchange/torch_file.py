@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.exchange.safe import load_safely, save_whole
-from megatron_distopt.checkpoint.manifest import GroupRecord, Manifest, Scalar
+from megatron_distopt.checkpoint.group_record import check_groups, group_from_json, group_to_json
+from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 
@@ -45,6 +46,7 @@ def open_torch_file(path: Path) -> Source:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule, remedy = "hold what 'convert --to torch' writes", "Convert it again"
         raise CheckpointError(refusal(f"file {path}", f"{error!r} while reading it", rule, remedy)) from None
+    check_groups(head.groups, f"file {path}")
     infos = {key: TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
     return Source(head, infos, lambda key: tensors[key])
 
@@ -56,16 +58,10 @@ def _tensor(value: object) -> Tensor:
 
 
 def _head(state: Mapping[str, Any]) -> Manifest:
-    groups = tuple(_group(each) for each in state["groups"])
+    groups = tuple(map(group_from_json, state["groups"]))
     scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
     about = dict(state["about"])
     return Manifest("", (), {}, groups, str(state["inner"]), scale, int(state["num_skipped"]), about)
-
-
-def _group(group: Mapping[str, Any]) -> GroupRecord:
-    scalars = {str(key): Scalar(value, str(dtype)) for key, (value, dtype) in group["scalars"].items()}
-    step = None if group["step"] is None else int(group["step"])
-    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), step, scalars)
 
 
 def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -82,15 +78,10 @@ def write_torch_file(path: Path, source: Source, progress: Callable[[int], None]
         "format": _FORMAT,
         "version": _VERSION,
         "tensors": tensors,
-        "groups": [_group_state(group) for group in head.groups],
+        "groups": [group_to_json(group) for group in head.groups],
         "inner": head.inner,
         "loss_scale": dict(head.loss_scale),
         "num_skipped": head.num_skipped,
         "about": dict(head.about),
     }
     save_whole(state, path)
-
-
-def _group_state(group: GroupRecord) -> dict[str, Any]:
-    scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
-    return {"names": list(group.names), "options": dict(group.options), "step": group.step, "scalars": scalars}

@@ -3,7 +3,8 @@
 ::
 
     {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
-     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted}}
+     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted,
+                          "num_skipped": steps that were skipped, where there are any}}
 
 Every tensor has the order of the grad buffer. The last key is ours: the fork's own optimizer does not look at it. The
 padding of the fork's own files is what happened to be in memory, so nothing is read from it, and a file fits any number
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_gathered", "save_gathered"]
 
-_MAIN, _OURS, _FORMAT = "param", "megatron_distopt", 1
+_MAIN, _OURS, _FORMAT, _SKIPPED = "param", "megatron_distopt", 1, "num_skipped"
 #: What the fork's own optimizer asks for even where no step was made yet.
 _ADAM_KEYS = frozenset(("exp_avg", "exp_avg_sq"))
 #: Padding is less than the number of ranks that wrote a file; no run has more than these.
@@ -80,7 +81,10 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
 
 def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
     step = updates_so_far(optimizer)
-    state: dict[Any, Any] = {_OURS: {"format": _FORMAT} | ({} if step is None else {"step": step})}
+    counts = {"step": step, _SKIPPED: optimizer.sharded.num_skipped or None}
+    state: dict[Any, Any] = {
+        _OURS: {"format": _FORMAT} | {key: each for key, each in counts.items() if each is not None}
+    }
     for buffer in part.buffers:
         state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
     return state
@@ -107,14 +111,15 @@ def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int
     """
     parts, everyone = _parts(optimizer, filename), optimizer.everyone
     files = raise_together(lambda: [_read(optimizer, part) for part in parts], everyone)
-    told = [exchange(_step_in(file), part.group)[0] for file, part in zip(files, parts, strict=True)]
-    known = head_step if head_step is not None else max((step for step in told if step is not None), default=None)
+    told = [exchange(_counts_in(file), part.group)[0] for file, part in zip(files, parts, strict=True)]
+    known = head_step if head_step is not None else max((step for step, _ in told if step is not None), default=None)
     step = raise_together(lambda: check_step(optimizer, known), everyone)
     moments: dict[MainRun, dict[str, Tensor]] = {run: {} for run in optimizer.sharded.runs}
     for part, file in zip(parts, files, strict=True):
         for buffer in part.buffers:
             _scatter(optimizer, buffer, part.group, file, moments)
     install_state(optimizer, moments, step)
+    optimizer.sharded.num_skipped = max((num_skipped for _, num_skipped in told), default=0)
 
 
 def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
@@ -265,8 +270,10 @@ def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
     )
 
 
-def _step_in(file: Mapping[Any, Any] | None) -> int | None:
-    return None if file is None else saved_step([_entry(file, _OURS)])
+def _counts_in(file: Mapping[Any, Any] | None) -> tuple[int | None, int]:
+    """Updates, where they are counted, and steps that were skipped."""
+    ours = {} if file is None else _entry(file, _OURS)
+    return saved_step([ours]), int(ours.get(_SKIPPED, 0))
 
 
 def _write(state: Mapping[Any, Any], filename: str) -> None:

@@ -9,7 +9,7 @@ from megatron.core import mpu
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.hosts.era_a.groups import expert_place, is_expert
-from megatron_distopt.hosts.naming import ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
@@ -40,4 +40,4 @@ def whole_model_of(optimizer: DistributedOptimizer) -> WholeModel:
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
         "expert_parallel": expert[1],
     }
-    return WholeModel([Share(optimizer.sharded, placements, counted)], canonical, frozen, about)
+    return WholeModel([Share(optimizer.sharded, placements, counted)], canonical, frozen, about, FROM_WEIGHTS)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.contribution import Written, contribution_of
-from megatron_distopt.checkpoint.load import install
+from megatron_distopt.checkpoint.load import install, separate
 from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_load
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
@@ -98,6 +98,8 @@ def load_sharded_state(model: WholeModel, state: Mapping[str, Any], everyone: Gr
     """
     names = names_of_all(model, everyone)
     plan = raise_together(lambda: _planned(model, state, names), everyone, "load")
+    if separate(plan.groups):
+        plan = _planned(model, state, names)
     install(plan, model, ((read, state[_entry(model, read.key, read.chunk.box)]) for read in plan.reads))
 
 

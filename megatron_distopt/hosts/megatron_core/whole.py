@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
-from megatron_distopt.hosts.naming import ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
@@ -28,7 +28,9 @@ def whole_model_of(optimizers: Sequence[DistributedOptimizer]) -> WholeModel:
     chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
     names = global_names(chunks, ranks)
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
-    return WholeModel([_share_of(each, names, ranks) for each in optimizers], canonical, frozen, _about(ranks))
+    return WholeModel(
+        [_share_of(each, names, ranks) for each in optimizers], canonical, frozen, _about(ranks), FROM_WEIGHTS
+    )
 
 
 def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:

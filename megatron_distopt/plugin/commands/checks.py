@@ -83,7 +83,10 @@ def check_kinds(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]
         elif any(shape != shapes[MAIN] for shape in shapes.values()):
             yield Problem("tensors", name, f"has shapes that differ: {', '.join(map(_pair, shapes.items()))}")
     for number, group in enumerate(groups):
-        yield from _check_alike(number, {name: kinds[name] for name in group.names if name in kinds})
+        members = {name: kinds[name] for name in group.names if name in kinds}
+        # Without a count of updates there may have been none, and a param that never had a gradient has no state.
+        begun = {name: infos for name, infos in members.items() if group.step is not None or infos.keys() != {MAIN}}
+        yield from _check_alike(number, begun)
 
 
 def _pair(item: tuple[str, object]) -> str:

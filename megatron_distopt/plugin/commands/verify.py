@@ -18,6 +18,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.plugin.commands.answer import Answer
 from megatron_distopt.plugin.commands.checks import Problem, box_text, check_chunks, check_groups, check_kinds
+from megatron_distopt.plugin.commands.metadata import AREA, check_metadata
 from megatron_distopt.plugin.commands.places import Place, find, open_place
 from megatron_distopt.plugin.commands.progress import Progress
 from megatron_distopt.plugin.commands.show import counted, facts, size_text, wrapped
@@ -95,12 +96,13 @@ def _verify_own(folder: Path) -> _Verified:
         for file, stored in zip(manifest.files, stored_in(manifest), strict=True):
             problems += check_file(folder / file.name, file, stored, _looker(values, file.name), progress)
     damaged = {key for problem in problems for key in problem.keys}
-    problems += check_chunks(manifest)
+    problems += [*check_chunks(manifest), *check_metadata(folder, manifest)]
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
     files = f"{counted(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
     found = _on_content(infos, manifest.groups, values)
     kept = [problem for problem in found.problems if not (problem.area == "values" and problem.subject in damaged)]
-    return _Verified({"files": files, **found.checked}, [*problems, *kept])
+    checked = {"files": files, AREA: "torch's own reader finds the same", **found.checked}
+    return _Verified(checked, [*problems, *kept])
 
 
 def _looker(values: _Values, file: str) -> Callable[[Stored, Tensor], None]:
@@ -148,9 +150,15 @@ def _lines(place: Place, verified: _Verified, width: int | None) -> list[str]:
             for line in _shortlist(problem.lost, _LOST_LISTED):
                 lines += wrapped(" " * 21, line, width)
         lines += [f"  problem  {line}" for line in _shortlist(["" for _ in problems], _LISTED)[_LISTED:]]
-    count = len(verified.problems)
-    verdict = f"{counted(count, 'problem')}: load an earlier checkpoint" if count else "no problem found: it is whole"
-    return [*lines, "", verdict]
+    return [*lines, "", _conclusion(verified.problems, place)]
+
+
+def _conclusion(problems: Sequence[Problem], place: Place) -> str:
+    if not problems:
+        return "no problem found: it is whole"
+    if all(problem.area == AREA for problem in problems):
+        return f"{counted(len(problems), 'problem')}: megatron-distopt convert {place.path} NEW --to distopt mends it"
+    return f"{counted(len(problems), 'problem')}: load an earlier checkpoint"
 
 
 def _shortlist(lines: Sequence[str], most: int) -> list[str]:

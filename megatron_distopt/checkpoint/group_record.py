@@ -1,0 +1,186 @@
+"""Param groups as a checkpoint holds them, and what may be in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.errors import CheckpointError, refusal
+
+__all__ = [
+    "NOT_OPTIONS",
+    "GroupRecord",
+    "Scalar",
+    "check_groups",
+    "group_from_json",
+    "group_to_json",
+    "is_like",
+    "join_groups",
+]
+
+#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
+#: experts are spread over ranks, and the count has a place of its own.
+NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable", "is_expert_parallel")
+#: Options that every optimizer computes with.
+_NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
+_LISTS_OF_NUMBERS = ("betas",)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that the inner optimizer keeps with a param; dtype "" for one of Python's."""
+
+    value: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """Params of one param group that have been updated equally often.
+
+    Args:
+        names: of its params.
+        options: of `torch.optim`: numbers, texts, and lists of them.
+        step: updates so far; None for an inner optimizer that does not count, and for params that never had a gradient.
+        scalars: what else the inner optimizer keeps, the same for all its params.
+        unsaved: options that no file keeps, with their types.
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    step: int | None = None
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    unsaved: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """All but the names: groups that are equal in it are the same to a param."""
+        return self.options, self.step, self.scalars, self.unsaved
+
+
+def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
+    """Groups of equal meaning become one: ranks may number theirs differently."""
+    joined: list[tuple[GroupRecord, dict[str, None]]] = []
+    for group in groups:
+        names = next((names for each, names in joined if each.meaning == group.meaning), None)
+        if names is None:
+            joined.append((group, dict.fromkeys(group.names)))
+        else:
+            names.update(dict.fromkeys(group.names))
+    return tuple(replace(group, names=tuple(names)) for group, names in joined)
+
+
+def group_to_json(group: GroupRecord) -> dict[str, Any]:
+    """As the manifest and the file of 'convert --to torch' have it."""
+    scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
+    unsaved = {"unsaved": dict(group.unsaved)} if group.unsaved else {}
+    return {
+        "names": list(group.names),
+        "options": dict(group.options),
+        "step": group.step,
+        "scalars": scalars,
+        **unsaved,
+    }
+
+
+def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
+    """The inverse of `group_to_json`; values are as they were found, see `check_groups`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is no such group.
+    """
+    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
+    unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
+    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved)
+
+
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return name
+
+
+def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
+    """Whether an optimizer can compute with the values, and every param is in one group.
+
+    Args:
+        groups: of a checkpoint that is read, or is about to be written.
+        where: it is, for errors.
+
+    Raises:
+        CheckpointError
+    """
+    for number, group in enumerate(groups):
+        for key, value, rule in _faults(group):
+            what = f"{key} of param group {number} in {where}"
+            remedy = f"Set {key} in the run that saves it, or load another checkpoint"
+            raise CheckpointError(refusal(what, repr(value), rule, remedy))
+    _check_once(groups, where)
+
+
+def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
+    """What is wrong: key, value and rule."""
+    for key, value in group.options.items():
+        if key in _NUMBERS and not _is_number(value):
+            yield key, value, "be a finite number"
+        elif key in _LISTS_OF_NUMBERS and not (isinstance(value, list) and value and all(map(_is_number, value))):
+            yield key, value, "be a list of finite numbers"
+        elif _has_nan(value):
+            yield key, value, "not be nan"
+    if group.step is not None and not (type(group.step) is int and group.step >= 0):
+        yield "step", group.step, "be a whole number of at least 0"
+    for key, scalar in group.scalars.items():
+        if not isinstance(scalar.value, (bool, int, float)):
+            yield key, scalar.value, "be a number"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_like(saved: object, current: object) -> bool:
+    """Whether a saved option can take the place of the one that a param group has.
+
+    >>> is_like("1e-3", 1e-3), is_like(True, 0.9), is_like([0.9, 0.95], (0.9, 0.999)), is_like(2, 0.5)
+    (False, False, True, True)
+    """
+    if current is None or saved is None:
+        return True
+    if isinstance(current, bool):
+        return isinstance(saved, bool) or saved in (0, 1)
+    if isinstance(current, (int, float, Tensor)):
+        return isinstance(saved, (int, float)) and not isinstance(saved, bool)
+    if isinstance(current, (list, tuple)):
+        return isinstance(saved, list) and len(saved) == len(current) and all(map(is_like, saved, current))
+    return isinstance(saved, type(current))
+
+
+def _has_nan(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nan, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_nan, value))
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _check_once(groups: Sequence[GroupRecord], where: str) -> None:
+    number_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name in group.names:
+            first = number_of.setdefault(name, number)
+            if first != number:
+                got = f"in param groups {first} and {number}, which differ in {_difference(groups[first], group)}"
+                remedy = "Load an earlier checkpoint; no optimizer takes a param twice"
+                raise CheckpointError(refusal(f"param {name!r} in {where}", got, "be in one param group", remedy))
+
+
+def _difference(one: GroupRecord, other: GroupRecord) -> str:
+    """Of two groups, the first key with both values."""
+    left, right = ({"step": each.step, **each.options, **each.scalars} for each in (one, other))
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"

@@ -1,0 +1,308 @@
+"""Taking over a state in torch's format: of torch's own optimizer, of torch.distributed.checkpoint, or of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint.contribution import plain_option
+from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, check_groups, is_like
+from megatron_distopt.checkpoint.load import as_kept, moments_for, restore_match, separate
+from megatron_distopt.checkpoint.load_plan import GroupMatch, SavedState, needed_moments
+from megatron_distopt.checkpoint.sharded_value import ShardedValue
+from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams, is_adam
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.comm import exchange_together
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box
+from megatron_distopt.optimizer import is_torchs, moments_of
+
+__all__ = ["load_torch_state_dict"]
+
+#: What ranks must agree on.
+_WHATS = ("step", "kinds", "options")
+_REMEDY = "Load what optimizer.state_dict() of the same params in the same groups returned"
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What is given for one param.
+
+    Args:
+        values: with a value for each element, by kind, "main_param" among them.
+        scalars: one number each, the count of updates among them.
+    """
+
+    values: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+    @property
+    def step(self) -> int | None:
+        """Updates so far."""
+        return int(self.scalars[STEP]) if STEP in self.scalars else None
+
+    @property
+    def saved(self) -> SavedState:
+        """What the params of one flat param have in common."""
+        kinds = sorted((kind, torch.float32) for kind in self.values if kind != MAIN_PARAM)
+        scalars = {key: _scalar(value) for key, value in self.scalars.items()} if kinds else {}
+        return SavedState(self.step if kinds else None, tuple(sorted(scalars.items())), tuple(kinds))
+
+
+@torch.no_grad()
+def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
+    """Collective: takes a state in torch's format, after all ranks have checked theirs.
+
+    Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout. Options of the
+    param groups go into `params.groups`. Model params are left alone, as torch leaves them: a main param that does not
+    round to its model param has to follow it before the next step.
+
+    Args:
+        params: of the optimizer; their flat params may be cut.
+        state_dict: of torch, with numbers or names of params; in the order of the groups.
+
+    Raises:
+        CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+    checked: list[dict[str, _Given]] = []
+
+    def check() -> dict[str, tuple[object, ...]]:
+        checked.append(_checked(params, state_dict))
+        return _told(params, state_dict, checked[0])
+
+    _check_agreement(exchange_together(check, params.everyone, "load"))
+    _take_options(params, state_dict["param_groups"])
+    _take_states(params, checked[0])
+
+
+def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _Given]:
+    """What is given for each param of the sharded step, by name; nothing for those that it does not have."""
+    _check_form(params, state_dict)
+    _check_options(params, state_dict["param_groups"])
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    entries = dict(zip(params.numbered, (state_dict["state"].get(number, {}) for number in numbers), strict=True))
+    scalars = _scalar_keys(entries, params)
+    trained = {name for group in params.share.optimizer.plan.groups for name in group.names}
+    given = {name: _given(params, name, entry, scalars) for name, entry in entries.items() if name in trained}
+    for group, names in zip(state_dict["param_groups"], params.names, strict=True):
+        for name in names:
+            if name in given:
+                _check_kinds(params, name, given[name], has_maxima=bool(group.get("amsgrad")))
+    for piece in _pieces(params):
+        _check_covered(piece, given[piece.shard.name])
+    _check_counts(params, given)
+    return given
+
+
+def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        got = f"one with {', '.join(map(str, list(state_dict)[:5])) or 'nothing'}"
+        raise CheckpointError(refusal("state dict", got, f"hold {' and '.join(missing)}", _REMEDY))
+    groups, ours = state_dict["param_groups"], [len(names) for names in params.names]
+    numels = [len(group.get("params", ())) for group in groups]
+    if numels != ours:
+        got, rule = f"{numels} params by group", f"hold {ours} params by group, as the optimizer"
+        raise CheckpointError(refusal("param groups of the state dict", got, rule, _REMEDY))
+
+
+def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
+    records = [GroupRecord((), {key: plain_option(each) for key, each in _options(group).items()}) for group in groups]
+    check_groups(records, "the state dict")
+    for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
+        for key, value in record.options.items():
+            if key in current and not is_like(value, current[key]):
+                rule = f"be of the type of {current[key]!r}, which the optimizer has"
+                what = f"{key} of param group {number} in the state dict"
+                raise CheckpointError(refusal(what, repr(value), rule, _REMEDY))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS and key != "param_names"}
+
+
+def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
+    """Keys that are one number for a param: those that are so for a param of more than one element."""
+    found = {STEP}
+    for name, entry in entries.items():
+        if params.share.placements.get(name) and params.share.placements[name].global_shape != ():
+            found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.dim() == 0}
+    return found - needed_moments(params.share.optimizer) - {MAIN_PARAM}
+
+
+def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _Given:
+    shape = params.share.placements[name].global_shape
+    values = {key: value for key, value in entry.items() if key not in scalars and value is not None}
+    for key, value in values.items():
+        if not torch.is_tensor(value) or tuple(value.shape) != shape:
+            got = f"shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+            rule = f"be a tensor of its shape {list(shape)}"
+            raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, _REMEDY))
+    numbers = {
+        key: value
+        for key, value in entry.items()
+        if key in scalars and not isinstance(value, (ShardedValue, type(None)))
+    }
+    for key, value in numbers.items():
+        if not _is_number(value) or (key == STEP and float(value) < 0):
+            got, rule = repr(value), "be a number of at least 0" if key == STEP else "be a number"
+            raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, _REMEDY))
+    return _Given(values, numbers)
+
+
+def _is_number(value: object) -> bool:
+    if torch.is_tensor(value):
+        return value.numel() == 1 and bool(torch.isfinite(value).all())
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+
+
+def _check_kinds(params: TorchParams, name: str, given: _Given, *, has_maxima: bool) -> None:
+    """Whether it holds what the inner optimizer needs, or nothing."""
+    optimizer, kinds = params.share.optimizer, given.values.keys() - {MAIN_PARAM}
+    known = (frozenset(moments_of(optimizer.inner, run.main)) for run in optimizer.runs)
+    wanted = needed_moments(optimizer) or next((each for each in known if each), frozenset())
+    wanted |= {"max_exp_avg_sq"} if is_adam(optimizer) and has_maxima else set()
+    has_begun = bool(kinds) or bool(given.step)
+    if has_begun and not wanted <= kinds:
+        got = f"{', '.join(sorted(kinds)) or 'nothing'} beside the param"
+        rule, remedy = (
+            f"hold {', '.join(sorted(wanted))} for {optimizer.plan.choice.name}",
+            "Load a state of the same class",
+        )
+        raise CheckpointError(refusal(f"state of {name!r} in the state dict", got, rule, remedy))
+
+
+def _without_begin(params: TorchParams, given: _Given) -> _Given:
+    """Zeros and a count of 0 say that the param was never updated: it has no state, as those beside it."""
+    is_begin = is_adam(params.share.optimizer) and given.step == 0
+    if not is_begin or any(_holds_more_than_zeros(value) for key, value in given.values.items() if key != MAIN_PARAM):
+        return given
+    return _Given({key: value for key, value in given.values.items() if key == MAIN_PARAM}, {})
+
+
+def _holds_more_than_zeros(value: Tensor) -> bool:
+    parts = value.parts if isinstance(value, ShardedValue) else [value]
+    return any(bool(part.count_nonzero()) for part in parts)
+
+
+def _pieces(params: TorchParams) -> Iterator[OwnedPiece]:
+    return owned_pieces(WholeModel([params.share]))
+
+
+def _check_covered(piece: OwnedPiece, given: _Given) -> None:
+    """Whether a sharded value has what this rank owns, and whether the count of updates is there, too."""
+    wanted, name = piece.piece.in_global, piece.shard.name
+    for key, value in given.values.items():
+        numel = sum(both.numel for _, both in _overlaps(value, wanted))
+        if numel != wanted.numel:
+            got, rule = f"{numel} elements of {wanted}", f"hold all {wanted.numel}, which this rank owns"
+            remedy = "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load that"
+            raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, remedy))
+
+
+def _overlaps(value: Tensor, wanted: Box) -> Iterator[tuple[Tensor, Box]]:
+    """Elements of a value that are in a box: from it, and where."""
+    whole = (Box.whole(tuple(value.shape)),)
+    boxes, parts = (value.boxes, value.parts) if isinstance(value, ShardedValue) else (whole, [value])
+    for box, part in zip(boxes, parts, strict=True):
+        both = wanted.intersect(box)
+        if both is not None:
+            yield part[both.relative_to(box.offsets).as_slices()], both
+
+
+def _check_counts(params: TorchParams, given: Mapping[str, _Given]) -> None:
+    """Whether every param with moments has a count, and the inner optimizer can have different ones."""
+    optimizer = params.share.optimizer
+    owned = {piece.shard.name for piece in _pieces(params)}
+    for name in sorted(owned):
+        if given[name].saved.kinds and given[name].step is None and is_adam(optimizer):
+            rule = f"hold {STEP}, which counts the updates of the param"
+            raise CheckpointError(refusal(f"state of {name!r} in the state dict", f"without {STEP}", rule, _REMEDY))
+    for group in optimizer.plan.groups:
+        begun = {name: _without_begin(params, given[name]).step for name in group.names if name in owned}
+        counts = {step: name for name, step in begun.items() if step is not None}
+        if len(counts) > 1 and not is_torchs(optimizer.inner):
+            (one, first), (other, second) = list(counts.items())[:2]
+            got = f"{one} of {first!r} and {other} of {second!r}"
+            rule = f"be as many for all params of a group, for which {optimizer.plan.choice.name} has one count"
+            remedy = "Write adam='torch_fused' or adam='torch_foreach'"
+            raise CheckpointError(refusal("updates in the state dict", got, rule, remedy))
+
+
+def _told(
+    params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _Given]
+) -> dict[str, tuple[object, ...]]:
+    """What other ranks that own a part of the same param must have, too: its moments, count and options."""
+    options = {
+        name: repr(sorted((key, plain_option(each)) for key, each in _options(group).items()))
+        for group, names in zip(state_dict["param_groups"], params.names, strict=True)
+        for name in names
+    }
+    found: dict[str, tuple[object, ...]] = {}
+    for name in dict.fromkeys(piece.shard.name for piece in _pieces(params)):
+        kinds = sorted(given[name].values)
+        found[params.share.placements[name].name] = (given[name].step, kinds, options[name])
+    return found
+
+
+def _check_agreement(told: Iterable[Mapping[str, tuple[object, ...]]]) -> None:
+    """On all ranks alike: the same error everywhere."""
+    known: dict[str, tuple[int, tuple[object, ...]]] = {}
+    for rank, of_rank in enumerate(told):
+        for name, said in of_rank.items():
+            first, before = known.setdefault(name, (rank, said))
+            if before != said:
+                what = next(what for what, a, b in zip(_WHATS, before, said, strict=True) if a != b)
+                place = _WHATS.index(what)
+                got = f"{what} {before[place]} on rank {first} and {said[place]} on rank {rank}"
+                rule, remedy = "be the same on all ranks", "Load one state on all ranks"
+                raise CheckpointError(refusal(f"state of {name!r} in the state dicts", got, rule, remedy))
+
+
+def _take_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
+    for current, saved in zip(params.groups, groups, strict=True):
+        for key, value in _options(saved).items():
+            current[key] = as_kept(plain_option(value), current.get(key))
+
+
+def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
+    given = {name: _without_begin(params, each) for name, each in given.items()}
+    matches = [_match(params, number, given) for number in range(len(params.share.optimizer.plan.groups))]
+    separate(matches)
+    moments = {match: moments_for(match) for match in matches}
+    into = {
+        (id(run), kind): flat for each in moments.values() for run, _, by_kind in each for kind, flat in by_kind.items()
+    }
+    for piece in _pieces(params):
+        for kind, value in given[piece.shard.name].values.items():
+            _fill(piece, value, piece.run.main if kind == MAIN_PARAM else into[id(piece.run), kind])
+    for match in matches:
+        restore_match(match, moments[match], same_inner=True)
+    params.share.optimizer.forget_verdict()
+
+
+def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> GroupMatch:
+    """Without options: the host takes them from its own groups."""
+    names = params.share.optimizer.plan.groups[number].names
+    return GroupMatch(params.share.optimizer, number, {}, {name: given[name].saved for name in names})
+
+
+def _fill(piece: OwnedPiece, value: Tensor, flat: Tensor) -> None:
+    if flat is piece.run.main and not piece.run.owns_memory:
+        return  # an fp32 model param is its main param, and torch leaves it alone
+    target = piece.view(flat)
+    for part, both in _overlaps(value, piece.piece.in_global):
+        target[both.relative_to(piece.piece.in_global.offsets).as_slices()].copy_(part)
+
+
+def _scalar(value: Any) -> Scalar:
+    if torch.is_tensor(value):
+        return Scalar(value.item(), dtype_name(value.dtype))
+    return Scalar(value, "")

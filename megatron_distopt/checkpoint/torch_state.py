@@ -1,0 +1,229 @@
+"""The optimizer state in the format of torch's own `state_dict`: param groups, and state by the params' numbers.
+
+[Note: torch's format] On one data-parallel rank every value is a plain tensor of the param's shape, a view of the live
+state, as in torch: torch.optim.AdamW loads it, and its own loads here. On several ranks a value is a `ShardedValue`, of
+which torch.distributed.checkpoint saves and fills each rank's boxes. "main_param" is the fp32 main param of a 16-bit
+param, which torch does not have and ignores.
+
+A param that was never updated has zeros and a count of 0 where Adam and SGD begin with them: so that a new optimizer
+has something that torch.distributed.checkpoint can fill. Of other classes only what is there is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_distopt.checkpoint.contribution import step_of
+from megatron_distopt.checkpoint.load_plan import needed_moments
+from megatron_distopt.checkpoint.sharded_value import ShardedValue
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+
+__all__ = ["MAIN_PARAM", "STEP", "StateByParam", "TorchParams", "initial_kinds", "is_adam", "torch_state_dict"]
+
+#: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
+MAIN_PARAM, STEP = "main_param", "step"
+
+
+@dataclass(frozen=True, eq=False)
+class TorchParams:
+    """The params of an optimizer as torch numbers them.
+
+    Args:
+        share: the sharded step, and where its params lie in the whole model.
+        names: of the params in it, by param group, in the order of each group's "params".
+        groups: the live param groups; of "params" nothing is read.
+        data: the data-parallel group.
+        everyone: all ranks that load together.
+    """
+
+    share: Share
+    names: Sequence[Sequence[str]]
+    groups: Sequence[MutableMapping[str, Any]]
+    data: Group
+    everyone: Group
+
+    @property
+    def numbered(self) -> list[str]:
+        """Names by number."""
+        return [name for names in self.names for name in names]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all elements, see [Note: torch's format]."""
+        return self.data.size == 1 and all(each.dim is None for each in self.share.placements.values())
+
+    def group_of(self, name: str) -> MutableMapping[str, Any]:
+        """The live param group of a param."""
+        return next(group for group, names in zip(self.groups, self.names, strict=True) if name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class _Here:
+    """What this rank holds of the state, looked up once for a call."""
+
+    params: TorchParams
+
+    @cached_property
+    def pieces(self) -> dict[str, list[OwnedPiece]]:
+        found: dict[str, list[OwnedPiece]] = {}
+        for piece in owned_pieces(WholeModel([self.params.share])):
+            found.setdefault(piece.shard.name, []).append(piece)
+        return found
+
+    @cached_property
+    def has_main(self) -> frozenset[str]:
+        """Names of the 16-bit params, on all ranks."""
+        return frozenset(
+            slot.name
+            for buffer in self.params.share.optimizer.buffers
+            for slot in buffer.layout.slots
+            if buffer.param.dtype != torch.float32 and buffer.holds(slot.name)
+        )
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the params that the sharded step has, on all ranks."""
+        return frozenset(name for group in self.params.share.optimizer.plan.groups for name in group.names)
+
+
+def torch_state_dict(params: TorchParams) -> dict[str, Any]:
+    """The state of all params, as `torch.optim.Optimizer.state_dict` returns it.
+
+    Args:
+        params: of the optimizer.
+
+    Returns:
+        {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [{..., "params": [number, ...]}]}, see
+        [Note: torch's format].
+    """
+    here, first, groups = _Here(params), 0, []
+    for group, names in zip(params.groups, params.names, strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", STEP)}
+        groups.append({**options, "params": list(range(first, first + len(names)))})
+        first += len(names)
+    states = {number: _state_of(here, name) for number, name in enumerate(params.numbered)}
+    return {"state": {number: state for number, state in states.items() if state is not None}, "param_groups": groups}
+
+
+class StateByParam(Mapping[Parameter, dict[str, Any]]):
+    """`optimizer.state` of a torch optimizer, made when it is read: tensors are live where they are plain.
+
+    Args:
+        params: of the optimizer, as they are now.
+        name_of: each Parameter of its groups.
+    """
+
+    def __init__(self, params: TorchParams, name_of: Mapping[Parameter, str]) -> None:
+        self._here, self._name_of = _Here(params), name_of
+
+    def __getitem__(self, param: Parameter) -> dict[str, Any]:
+        return _state_of(self._here, self._name_of[param]) or {}  # as torch's, which has one for every param then
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return (param for param, name in self._name_of.items() if _has_state(self._here, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._name_of and _has_state(self._here, self._name_of[param])  # type: ignore[index]
+
+    def __setitem__(self, param: Parameter, state: object) -> NoReturn:
+        _refuse_change()
+
+    def __delitem__(self, param: Parameter) -> NoReturn:
+        _refuse_change()
+
+    def clear(self) -> NoReturn:
+        """Refused, as all else that replaces state."""
+        _refuse_change()
+
+
+def _refuse_change() -> NoReturn:
+    rule, remedy = "be read here alone", "Change what optimizer.state_dict() returns and give it to load_state_dict"
+    raise CheckpointError(refusal("optimizer.state", "changed", rule, remedy))
+
+
+def _has_state(here: _Here, name: str) -> bool:
+    """Whether there is anything to show of a param."""
+    if name not in here.trained:
+        return False
+    pieces, inner = here.pieces.get(name, []), here.params.share.optimizer.inner
+    return bool(initial_kinds(here.params, name)) or any(inner.state.get(piece.run.main) for piece in pieces[:1])
+
+
+def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
+    """Of one param; None where torch would have no entry."""
+    if name not in here.trained:
+        return None
+    pieces = here.pieces.get(name, [])
+    run = pieces[0].run if pieces else None
+    initial = initial_kinds(here.params, name)
+    moments = moments_of(here.params.share.optimizer.inner, run.main) if run is not None else {}
+    kinds = dict.fromkeys([*initial, *moments])
+    scalars = _scalars(here, name, run, has_begun=bool(moments)) if run is not None else None
+    if not kinds and not scalars:
+        return None if here.params.is_whole else {}  # torch refuses a param without an entry, and others may have one
+    state: dict[str, Any] = {kind: _value(here, name, moments.get(kind)) for kind in kinds}
+    if name in here.has_main:
+        state[MAIN_PARAM] = _value(here, name, None if run is None else run.main)
+    return {**(_elsewhere(here) if scalars is None else scalars), **state}
+
+
+def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
+    """Views of a tensor as long as the run; zeros where there is none."""
+    share, pieces = here.params.share, here.pieces.get(name, [])
+    dtype, device = (torch.float32, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
+    boxes = [piece.piece.in_global for piece in pieces]
+    zeros = [torch.zeros(box.sizes, device=device) for box in boxes] if flat is None else []
+    parts = zeros if flat is None else [piece.view(flat.detach()) for piece in pieces]
+    if here.params.is_whole:
+        return parts[0]
+    shape = share.placements[name].global_shape
+    return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, writes=share.writes(name))
+
+
+def is_adam(optimizer: ShardedOptimizer) -> bool:
+    """Whether the inner optimizer begins with two moments of zero and a count of 0."""
+    return "exp_avg_sq" in needed_moments(optimizer)
+
+
+def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
+    """Moments that are zero before the first update of a param, see [Note: torch's format]."""
+    optimizer, group = params.share.optimizer, params.group_of(name)
+    if is_adam(optimizer):
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+    has_buffer = "momentum_buffer" in needed_moments(optimizer) and group.get("momentum")
+    return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
+
+
+def _scalars(here: _Here, name: str, run: MainRun, *, has_begun: bool) -> dict[str, Tensor]:
+    """The count of updates and what else is one number, each in memory of its own: flat params share theirs."""
+    optimizer = here.params.share.optimizer
+    state, moments = optimizer.inner.state.get(run.main, {}), moments_of(optimizer.inner, run.main)
+    found = {key: _as_tensor(value) for key, value in state.items() if key not in moments and value is not None}
+    step = step_of(optimizer, optimizer.inner.param_groups[run.run.key.group], run, {})
+    if STEP not in found and (step is not None or (is_adam(optimizer) and not has_begun)):
+        found[STEP] = torch.tensor(float(step or 0))
+    return found
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value.clone() if torch.is_tensor(value) else torch.tensor(float(value))
+
+
+def _elsewhere(here: _Here) -> dict[str, Tensor]:
+    """The count of updates of a param of which this rank owns nothing: only the others know it."""
+    if not is_adam(here.params.share.optimizer):
+        return {}
+    return {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}

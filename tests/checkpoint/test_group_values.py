@@ -1,0 +1,159 @@
+"""What a manifest says of param groups is checked before it is taken: values, types, and no param in two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distopt.checkpoint.contribution import contribution_of
+from megatron_distopt.checkpoint.exchange import convert
+from megatron_distopt.checkpoint.load_any import load_any
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError
+from tests.support.simulated import World, small_model
+from tests.support.stored import is_same, snapshot
+
+MODEL = small_model(layers=1)
+ALONE = Group(None, 0, 1)
+
+#: What is written into the body of the manifest, and what the error must name.
+FAULTS: dict[str, tuple[tuple[Any, ...], Any, tuple[str, ...]]] = {
+    "lr nan": (("groups", 0, "options", "lr"), math.nan, ("lr of param group 0", "nan", "finite")),
+    "lr infinite": (("groups", 1, "options", "lr"), math.inf, ("lr of param group 1", "inf", "finite")),
+    "lr true": (("groups", 0, "options", "lr"), True, ("lr of param group 0", "True")),
+    "eps a text": (("groups", 0, "options", "eps"), "x", ("eps of param group 0", "'x'", "number")),
+    "betas a number": (("groups", 0, "options", "betas"), 0.9, ("betas of param group 0", "0.9", "list")),
+    "betas of three": (("groups", 0, "options", "betas"), [0.9, 0.9, 0.9], ("betas", "[0.9, 0.9, 0.9]", "type")),
+    "amsgrad a text": (("groups", 0, "options", "amsgrad"), "no", ("amsgrad", "'no'", "type")),
+    "a nan elsewhere": (("groups", 0, "options", "lr_mult"), math.nan, ("lr_mult of param group 0", "nan")),
+    "step negative": (("groups", 0, "step"), -5, ("step of param group 0", "-5", "at least 0")),
+    "step a fraction": (("groups", 0, "step"), 7.5, ("step of param group 0", "7.5", "whole")),
+    "step a text": (("groups", 1, "step"), "10", ("step of param group 1", "'10'", "whole")),
+    "scalar a text": (("groups", 0, "scalars", "step"), ["ten", ""], ("step of param group 0", "'ten'", "number")),
+    "loss scale zero": (("loss_scale", "scale"), 0.0, ("scale", "0.0", "above 0")),
+    "loss scale nan": (("loss_scale", "scale"), math.nan, ("scale", "nan", "finite")),
+    "skipped negative": (("num_skipped",), -1, ("num_skipped", "-1", "at least 0")),
+}
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Changes the body of a manifest and gives it the checksum that belongs to it."""
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document["body"])
+    canonical = json.dumps(document["body"], separators=(",", ":"), sort_keys=True)
+    path.write_text(json.dumps({**document, "crc32": zlib.crc32(canonical.encode())}))
+
+
+def _set(body: Any, keys: tuple[Any, ...], value: Any) -> None:
+    for key in keys[:-1]:
+        body = body[key]
+    body[keys[-1]] = value
+
+
+def _refused(folder: Path) -> str:
+    """The text; the run is as it was."""
+    world = World.of(MODEL, lr=5.0)
+    before = snapshot(world)
+    with pytest.raises(CheckpointError) as caught:
+        load_any(folder, world.ranks[0].model, ALONE)
+    assert is_same(snapshot(world), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_load_when_a_value_is_wrong_then_refused_with_its_place(fault: str, tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path)
+    keys, value, named = FAULTS[fault]
+    rewrite(tmp_path, lambda body: _set(body, keys, value))
+    text = _refused(tmp_path)
+    assert str(tmp_path) in text and all(each in text for each in named), text
+
+
+def test_load_when_a_param_is_in_two_groups_then_refused_with_both(tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path)
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    rewrite(tmp_path, lambda body: body["groups"][1]["names"].append(name))
+    text = _refused(tmp_path)
+    assert repr(name) in text and "param groups 0 and 1" in text and "wd_mult" in text
+
+
+def test_file_of_torch_when_a_value_is_wrong_then_refused_by_load_and_convert(tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "good.pt", "torch")
+    state = torch.load(tmp_path / "good.pt", weights_only=True)
+    state["groups"][0]["options"]["lr"] = math.nan
+    torch.save(state, tmp_path / "bad.pt")
+    assert "lr of param group 0" in _refused(tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match="lr of param group 0"):
+        convert(tmp_path / "bad.pt", tmp_path / "new", "distopt")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", math.nan), ("eps", "1e-8"), ("weight_decay", None)])
+def test_save_when_a_value_would_be_refused_by_a_load_then_it_is_refused_first(key: str, value: Any) -> None:
+    world = World.of(MODEL)
+    world.ranks[0].optimizer.inner.param_groups[0][key] = value
+    with pytest.raises(CheckpointError) as caught:
+        contribution_of(world.ranks[0].model)
+    assert f"{key} of param group 0" in str(caught.value) and repr(value) in str(caught.value)
+
+
+def test_save_when_ranks_differ_in_an_option_of_a_param_then_the_commit_names_it(tmp_path: Path) -> None:
+    world = World.of(MODEL, dp=2)
+    world.ranks[1].optimizer.inner.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match=r"in param groups \d and \d, which differ in lr: 0.001 and 0.5"):
+        world.save(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_options_when_they_are_tensors_or_tables_then_they_travel_in_the_form_of_the_run(tmp_path: Path) -> None:
+    """torch lets a learning rate be a tensor, which a captured graph goes on reading: it is filled, not replaced."""
+    world = World.of(MODEL)
+    for group in world.ranks[0].optimizer.inner.param_groups:
+        group.update(lr=torch.tensor(0.25), schedule={"warmup": 10, "ends": (1.0, 2.0)})
+    world.save(tmp_path)
+    other = World.of(MODEL, filled=False)
+    groups = other.ranks[0].optimizer.inner.param_groups
+    groups[0]["lr"] = rate = torch.tensor(5.0)
+    other.load(tmp_path)
+    assert groups[0]["lr"] is rate and float(rate) == 0.25
+    assert groups[1]["lr"] == 0.25
+    assert [group["schedule"] for group in groups] == [{"warmup": 10, "ends": [1.0, 2.0]}] * 2
+
+
+def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(tmp_path: Path) -> None:
+    """A scheduler that is made after the load finds `initial_lr`, as after torch's own."""
+    world = World.of(MODEL)
+    for group in world.ranks[0].optimizer.inner.param_groups:
+        group["initial_lr"] = 0.5
+    world.save(tmp_path)
+    other = World.of(MODEL, filled=False)
+    other.load(tmp_path)
+    assert [group["initial_lr"] for group in other.ranks[0].optimizer.inner.param_groups] == [0.5, 0.5]
+
+
+def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(tmp_path: Path) -> None:
+    world = World.of(MODEL)
+    world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
+    world.save(tmp_path)
+    text = _refused(tmp_path)
+    assert "hook of the params of group 0" in text and "builtin_function_or_method" in text
+    other = World.of(MODEL, filled=False)
+    other.ranks[0].optimizer.inner.param_groups[0]["hook"] = repr
+    other.load(tmp_path)
+    assert other.ranks[0].optimizer.inner.param_groups[0]["hook"] is repr
+
+
+def test_load_when_a_manifest_is_of_the_first_version_then_it_lacks_what_came_later(tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path)
+    rewrite(tmp_path, lambda body: [body.pop(key) for key in ("earlier", "metadata")])
+    world = World.of(MODEL, filled=False)
+    world.load(tmp_path)
+    assert {float(state["step"]) for state in world.ranks[0].optimizer.inner.state.values()} == {10.0}

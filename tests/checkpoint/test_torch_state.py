@@ -1,0 +1,433 @@
+"""The state in torch's format: one rank's is torch's own, several ranks' goes through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.checkpoint.sharded_value import ShardedValue
+from megatron_distopt.errors import CheckpointError, DistOptError
+from megatron_distopt.layout import Box
+from tests.support.models import SHAPES, Params, exact_grads
+from tests.support.spawn import RankError, run_ranks
+from tests.support.torch_optimizer import TorchOptimizer, made
+
+# Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_numel=300)
+MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, TorchOptimizer]:
+    model = Params(MIXED)
+    optimizer = made(model, config, model.groups())
+    for step in range(steps):
+        _train(model, optimizer, step)
+    return model, optimizer
+
+
+def _train(model: Params, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    model(exact_grads(step, 0, 0)).backward()
+    optimizer.step()
+
+
+def _separate(optimizer: TorchOptimizer) -> None:
+    """A param with a count of its own, and one that was never updated."""
+    sharded = optimizer.sharded
+    sharded.separate(lambda name: ("norm" in name, "deep" in name))
+    for run in sharded.runs:
+        if "norm" in run.run.shards[0].name:
+            sharded.inner.state[run.main]["step"].fill_(7)
+        if "deep" in run.run.shards[0].name:
+            sharded.inner.state.pop(run.main)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Bit for bit; lists and tuples are alike."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left.cpu(), right.cpu())
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
+
+
+# One rank.
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _undistributed(state: dict[str, Any] | None = None) -> tuple[Params, torch.optim.AdamW]:
+    """In fp32, so that torch's own AdamW does what ours does with main params."""
+    model = Params()
+    return model, torch.optim.AdamW(model.groups(), lr=0.01, weight_decay=0.1, foreach=True)  # type: ignore[arg-type]
+
+
+def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchOptimizer]:
+    model = Params()
+    optimizer = made(model, CONFIG, model.groups())
+    for step in range(steps):
+        _train(model, optimizer, step)
+    return model, optimizer
+
+
+def _weights(model: Params) -> list[Tensor]:
+    return [param.detach().clone() for _, param in model.named()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bit() -> None:
+    model, optimizer = _ours_in_fp32(3)
+    theirs, adamw = _undistributed()
+    theirs.load_state_dict(model.state_dict())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    adamw.load_state_dict(torch.load(file, weights_only=True))
+    for step in (3, 4):
+        _train(model, optimizer, step)
+        _train(theirs, adamw, step)
+    assert _same(_weights(model), _weights(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bit() -> None:
+    theirs, adamw = _undistributed()
+    for step in range(3):
+        _train(theirs, adamw, step)
+    adamw.param_groups[0]["lr"] = 0.125
+    model, optimizer = _ours_in_fp32(1)
+    model.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(adamw.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.01]
+    for step in (3, 4):
+        _train(model, optimizer, step)
+        _train(theirs, adamw, step)
+    assert _same(_weights(model), _weights(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_it_is_compared_with_torchs_then_the_form_is_the_same() -> None:
+    theirs, adamw = _undistributed()
+    _train(theirs, adamw, 0)
+    _, optimizer = _ours_in_fp32(1)
+    ours, wanted = optimizer.state_dict(), adamw.state_dict()
+    assert ours["state"].keys() == wanted["state"].keys()
+    assert all(_same(ours["state"][number], wanted["state"][number]) for number in wanted["state"])
+    assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in wanted["param_groups"]]
+    assert set(wanted["param_groups"][0]) <= set(ours["param_groups"][0]) | {"differentiable", "capturable"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_load() -> None:
+    _, optimizer = _made(steps=2)
+    _separate(optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert {int(each["step"]) for each in state["state"].values()} == {0, 2, 7}
+    assert all("main_param" in state["state"][number] for number in (0, 4))
+    _, other = _made(steps=1)
+    other.load_state_dict(state)
+    assert _same(other.state_dict()["state"], state["state"])
+    inner = other.sharded.inner
+    begun = {shard.name: run.main in inner.state for run in other.sharded.runs for shard in run.run.shards}
+    assert [name for name, is_begun in begun.items() if not is_begun] == ["held.deep_weight"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it_and_keeps_the_main_param() -> None:
+    _, optimizer = _made(steps=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    other_model, other = _made()
+    before = _weights(other_model)
+    other.load_state_dict(state)
+    assert _same(_weights(other_model), before)
+    assert torch.equal(other.state_dict()["state"][0]["main_param"], state["state"][0]["main_param"])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(is_first: bool) -> None:
+    model, optimizer = _made(steps=2)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other_model, other = _made()
+    if is_first:
+        other.load_state_dict(state)
+    other_model.load_state_dict(weights)
+    if not is_first:
+        other.load_state_dict(state)
+    for step in (2, 3):
+        _train(model, optimizer, step)
+        _train(other_model, other, step)
+    assert _same(_weights(other_model), _weights(model))
+    assert _same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_other_weights_were_loaded_then_it_goes_on_from_them() -> None:
+    _, optimizer = _made(steps=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    model, other = _made()
+    other.load_state_dict(state)
+    before = model.held["wide_weight"].detach().clone()
+    for group in other.param_groups:
+        group["lr"] = 0.0
+    _train(model, other, 2)
+    assert torch.equal(model.held["wide_weight"], before)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("given", ["AdamW", "SGD", "RMSprop"])
+def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own(given: str) -> None:
+    kind = getattr(torch.optim, given)
+    how: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.5} if given != "AdamW" else {})}
+    theirs = Params()
+    reference = kind(theirs.groups(), foreach=True, **how)
+    model = Params()
+    optimizer: Any = distribute(model, kind(model.groups(), foreach=True, **how))
+    optimizer.__class__ = TorchOptimizer
+    for step in range(2):
+        _train(theirs, reference, step)
+    model.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for step in (2, 3):
+        _train(theirs, reference, step)
+        _train(model, optimizer, step)
+    assert _same(_weights(model), _weights(theirs))
+    ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert all(_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
+
+
+@pytest.mark.usefixtures("alone")
+def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> None:
+    model, optimizer = _made(steps=1)
+    param = dict(model.named())["wide.bias"]
+    assert len(optimizer.state) == len(SHAPES) and param in optimizer.state
+    optimizer.state[param]["exp_avg"].fill_(3.0)
+    assert bool((optimizer.state[param]["exp_avg"] == 3.0).all())
+    with pytest.raises(CheckpointError, match="load_state_dict"):
+        optimizer.state[param] = {}
+    with pytest.raises(CheckpointError, match="load_state_dict"):
+        optimizer.state.clear()
+
+
+#: What is done to a good state, and what the error must name.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
+    "no groups": (lambda state: state.pop("param_groups"), ("param_groups",)),
+    "other groups": (lambda state: state["param_groups"].pop(), ("params by group", "[2]", "[2, 3]")),
+    "other shape": (lambda state: _put(state, "exp_avg", torch.zeros(3)), ("exp_avg of", "[3]", "[31, 17]")),
+    "a text": (lambda state: _put(state, "exp_avg", "x"), ("exp_avg of", "str")),
+    "one moment": (lambda state: state["state"][0].pop("exp_avg_sq"), ("exp_avg beside", "exp_avg_sq")),
+    "no count": (lambda state: state["state"][0].pop("step"), ("without step",)),
+    "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
+    "lr nan": (lambda state: state["param_groups"][0].update(lr=float("nan")), ("lr of param group 0", "nan")),
+    "lr a text": (lambda state: state["param_groups"][1].update(lr="1e-3"), ("lr of param group 1", "1e-3")),
+    "betas of three": (lambda state: state["param_groups"][1].update(betas=(0.9, 0.9, 0.9)), ("betas", "type")),
+    "no maxima": (lambda state: state["param_groups"][0].update(amsgrad=True), ("max_exp_avg_sq",)),
+}
+
+
+def _put(state: dict[str, Any], key: str, value: object) -> None:
+    state["state"][0][key] = value
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fault: str) -> None:
+    change, named = FAULTS[fault]
+    _, optimizer = _made(steps=2)
+    before, state = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    change(state)
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(state)
+    assert all(each in str(caught.value) for each in named), str(caught.value)
+    assert _same(optimizer.state_dict(), before)
+
+
+# Several ranks.
+
+
+def _write(rank: int, size: int, root: Path) -> dict[str, str]:
+    """Saves in every way; returns the texts of what is refused."""
+    model, optimizer = _made(steps=2)
+    _separate(optimizer)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optim": state}, checkpoint_id=root / "nested")
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=FLAT)}, checkpoint_id=root / "flat")
+    offloaded = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    dcp.save({"optim": offloaded}, checkpoint_id=root / "offloaded")
+    future = dcp.async_save(
+        {"optim": state}, checkpoint_id=root / "later", process_group=dist.new_group(backend="gloo")
+    )
+    future.result()
+    optimizer.save(root / "ours")
+    full = optimizer.full_state_dict()
+    if rank == 0:
+        torch.save(full, root / "full.pt")
+    else:
+        assert full == {}
+    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    value = next(each["exp_avg"] for each in state["state"].values() if isinstance(each["exp_avg"], ShardedValue))
+    assert copy.deepcopy(value).boxes == value.boxes and str(list(value.shape)) in repr(value)
+    return {
+        "torch.save": _text(lambda: torch.save(state, io.BytesIO())),
+        "full_state_dict=True, then torch.save": _text(lambda: torch.save(whole, io.BytesIO())),
+        "norm": _text(value.norm),
+        "add": _text(lambda: value + 1),
+        "copy into a plain tensor": _text(lambda: torch.zeros(value.shape).copy_(value)),
+        "item": _text(lambda: value.sum().item()),
+    }
+
+
+def _text(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
+    """Loads in every way into a new optimizer, and into one with another state."""
+    wanted, found = torch.load(root / "full.pt", weights_only=True), {}
+    for name in ("nested", "offloaded", "later", "flat"):
+        for steps in (0, 1):
+            model, optimizer = _made(steps=steps)
+            options = FLAT if name == "flat" else None
+            state = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
+            dcp.load(state, checkpoint_id=root / name)
+            set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+            found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
+    model, optimizer = _made(steps=1)
+    optimizer.load_state_dict(wanted)
+    found["full"] = _is_as(optimizer, wanted)
+    model, optimizer = _made()
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, _by_name(model, optimizer, wanted), options=options)
+    found["full by name"] = _is_as(optimizer, wanted)
+    model, optimizer = _made()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = _by_name(model, optimizer, wanted) if rank == 0 else {}
+    set_optimizer_state_dict(model, optimizer, given, options=options)
+    found["broadcast"] = _is_as(optimizer, wanted)
+    model, optimizer = _made()
+    optimizer.load(root / "ours")
+    found["ours"] = _is_as(optimizer, wanted)
+    return found
+
+
+def _is_as(optimizer: TorchOptimizer, wanted: dict[str, Any]) -> bool:
+    full = optimizer.full_state_dict()
+    return optimizer.data.rank != 0 or _same(full, wanted)
+
+
+def _by_name(model: Params, optimizer: TorchOptimizer, full: dict[str, Any]) -> dict[str, Any]:
+    """As torch's calls have it: names of params for numbers."""
+    names = optimizer.params.numbered
+    state = {names[number]: dict(each) for number, each in full["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torch_state")
+
+
+@pytest.fixture(scope="module")
+def refused(root: Path) -> list[dict[str, str]]:
+    """What two ranks were told while they wrote."""
+    return run_ranks(_write, 2, root)
+
+
+def test_sharded_values_when_used_as_tensors_then_refused_with_what_to_call(refused: list[dict[str, str]]) -> None:
+    for of_rank in refused:
+        for what, text in of_rank.items():
+            named = ("optimizer.save(folder)", "on all ranks", "optimizer.local_state_dict()", "full_state_dict()")
+            assert all(each in text for each in named), what
+
+
+@pytest.mark.usefixtures("refused")
+def test_full_state_when_gathered_then_torchs_adamw_takes_it(root: Path) -> None:
+    full = torch.load(root / "full.pt", weights_only=True)
+    _, adamw = _undistributed()
+    adamw.load_state_dict(full)
+    assert {int(each["step"]) for each in full["state"].values()} == {0, 2, 7}
+    shapes = [list(param.shape) for group in adamw.param_groups for param in group["params"]]
+    assert [list(full["state"][number]["exp_avg"].shape) for number in range(len(SHAPES))] == shapes
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("size", [1, 3])
+def test_load_when_the_number_of_ranks_is_another_then_every_way_gives_the_same_state(root: Path, size: int) -> None:
+    for rank, found in enumerate(run_ranks(_read, size, root)):
+        assert all(found.values()), f"rank {rank}: {[way for way, is_same in found.items() if not is_same]}"
+
+
+def _different(rank: int, size: int, root: Path) -> list[str]:
+    """Ranks are given other states: each text, and whether anything was changed."""
+    texts = []
+    for change in (_other_count, _other_shape_on_rank_1):
+        _, optimizer = _made(steps=1)
+        before = optimizer.full_state_dict()
+        state = torch.load(root / "full.pt", weights_only=True)
+        change(state, rank)
+        try:
+            optimizer.load_state_dict(state)
+        except DistOptError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        assert _same(optimizer.full_state_dict(), before)
+    return texts
+
+
+def _other_count(state: dict[str, Any], rank: int) -> None:
+    state["state"][0]["step"].fill_(2 + rank)
+
+
+def _other_shape_on_rank_1(state: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        state["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.usefixtures("refused")
+def test_load_when_ranks_have_different_states_then_all_refuse_and_nothing_is_changed(root: Path) -> None:
+    for rank, (counts, shapes) in enumerate(run_ranks(_different, 2, root)):
+        assert re.search(r"CheckpointError.*step 2 on rank 0 and 3 on rank 1", counts), counts
+        assert shapes.startswith(("RanksDisagreeError", "CheckpointError")[rank]) and "[3]" in shapes
+
+
+def test_sharded_value_when_boxes_do_not_cover_what_a_rank_owns_then_refused() -> None:
+    with pytest.raises(RankError, match="which this rank owns"):
+        run_ranks(_uncovered, 1)
+
+
+def _uncovered(rank: int, size: int) -> None:
+    _, optimizer = _made(steps=1)
+    state = optimizer.state_dict()
+    part = torch.zeros(5, 17)
+    state["state"][0]["exp_avg"] = ShardedValue(
+        (31, 17), [Box((0, 0), (5, 17))], [part], dtype=torch.float32, device=part.device
+    )
+    optimizer.load_state_dict(state)

@@ -1,0 +1,287 @@
+"""Params of one group that were updated differently often, or never: saved at one layout, loaded at another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from megatron_distopt import distribute
+from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict, read_manifest
+from megatron_distopt.checkpoint.exchange import convert, open_any
+from megatron_distopt.checkpoint.load_any import load_any
+from megatron_distopt.checkpoint.whole_model import owned_pieces
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of
+from megatron_distopt.plugin import cli
+from tests.support.models import Params, exact_grads
+from tests.support.simulated import KINDS, World, element_numbers, small_model
+from tests.support.spawn import run_ranks
+
+ALONE = Group(None, 0, 1)
+MODEL = small_model(layers=2)
+MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
+#: Neighbours of one group that differ, one in the other group, and two that never had a gradient.
+COUNTS: dict[str, int | None] = {
+    "decoder.layers.0.self_attention.linear_proj.weight": 7,
+    "decoder.layers.0.mlp.linear_fc1.weight": 3,
+    "decoder.layers.1.mlp.linear_fc1.bias": 4,
+    "decoder.layers.1.mlp.linear_fc2.weight": None,
+    "scale": None,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp1": {},
+    "dp3 in buckets": {"dp": 3, "bucket_numel": 50},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
+    "pp2 another adam": {"pp": 2, "adam": "torch_foreach"},
+}
+
+
+def _count_of(name: str) -> int | None:
+    return COUNTS.get(name.removeprefix("module."), 10)
+
+
+def _vary(optimizer: ShardedOptimizer) -> None:
+    """Gives every param its own count of updates; those without have no state."""
+    optimizer.separate(_count_of)
+    for run in optimizer.runs:
+        count = _count_of(run.run.shards[0].name)
+        if count is None:
+            optimizer.inner.state.pop(run.main)
+        else:
+            optimizer.inner.state[run.main]["step"].fill_(count)
+
+
+def _varied(**layout: Any) -> World:
+    world = World.of(MODEL, **layout)
+    for rank in world.ranks:
+        _vary(rank.optimizer)
+    return world
+
+
+def _counts(world: World) -> dict[str, set[int | None]]:
+    """By param, as all ranks have it."""
+    found: dict[str, set[int | None]] = {}
+    for rank in world.ranks:
+        for piece in owned_pieces(rank.model):
+            state = rank.optimizer.inner.state.get(piece.run.main)
+            found.setdefault(piece.placement.name, set()).add(int(state["step"]) if state else None)
+    return found
+
+
+def _check_same(world: World) -> None:
+    """Counts, moments where there are any, and main params of all."""
+    assert _counts(world) == {param.name: {_count_of(param.name)} for param in MODEL}
+    for rank in world.ranks:
+        for piece in owned_pieces(rank.model):
+            param = next(each for each in MODEL if each.name == piece.placement.name)
+            kinds = {"main": piece.run.main, **moments_of(rank.optimizer.inner, piece.run.main)}
+            assert set(kinds) == ({"main"} if _count_of(param.name) is None else set(KINDS))
+            for kind, tensor in kinds.items():
+                wanted = element_numbers(param, kind, piece.placement.global_shape)[piece.piece.in_global.as_slices()]
+                assert torch.equal(piece.view(tensor), wanted), f"{kind} of {param.name}"
+
+
+@pytest.mark.parametrize(("here", "there"), [(here, there) for here in LAYOUTS for there in LAYOUTS])
+def test_load_when_params_have_counts_of_their_own_then_each_gets_its_own(
+    here: str, there: str, tmp_path: Path
+) -> None:
+    _varied(**LAYOUTS[here]).save(tmp_path)
+    for is_filled in (False, True):
+        world = World.of(MODEL, filled=is_filled, step=99, **LAYOUTS[there])
+        world.load(tmp_path)
+        _check_same(world)
+
+
+def test_load_when_counts_are_alike_again_then_flat_params_stay_cut_and_right(tmp_path: Path) -> None:
+    World.of(MODEL, dp=2).save(tmp_path)
+    world = _varied(dp=3)
+    world.load(tmp_path)
+    assert _counts(world) == {param.name: {10} for param in MODEL}
+
+
+def test_load_when_it_is_another_format_then_counts_travel(tmp_path: Path) -> None:
+    _varied(dp=3).save(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "state.pt", "torch")
+    convert(tmp_path / "state.pt", tmp_path / "back", "distopt")
+    for name in ("state.pt", "back"):
+        world = World.of(MODEL, filled=False)
+        load_any(tmp_path / name, world.ranks[0].model, ALONE)
+        _check_same(world)
+
+
+def test_manifest_when_counts_differ_then_params_of_one_count_are_one_group(tmp_path: Path) -> None:
+    """An older version reads it, and refuses what it cannot hold: groups of different counts."""
+    _varied(dp=2).save(tmp_path)
+    groups = read_manifest(tmp_path).groups
+    assert sorted((str(group.step), group.options["wd_mult"]) for group in groups) == [
+        ("10", 0.0), ("10", 1.0), ("3", 1.0), ("4", 0.0), ("7", 1.0), ("None", 0.0), ("None", 1.0),
+    ]  # fmt: skip
+    assert sum(len(group.names) for group in groups) == len(MODEL)
+
+
+def test_verify_when_params_never_had_a_gradient_then_no_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _varied(dp=2).save(tmp_path)
+    assert cli.main(["verify", str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["native-a1", "native-a2", "plain"])
+def test_convert_when_the_other_format_has_one_count_then_refused_by_name(to: str, tmp_path: Path) -> None:
+    _varied(dp=2).save(tmp_path / "ours")
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "ours", tmp_path / "theirs", to)
+    text = str(caught.value)
+    assert to in text and "--to" not in text and "distopt or torch" in text
+    assert any(repr(name) in text for name in COUNTS)
+    assert not (tmp_path / "theirs").exists()
+
+
+class CountsByGroup(Optimizer):
+    """Adam's state, and one count for a group, as apex has it."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Not called."""
+
+
+def _counting_by_group() -> World:
+    world = World.of(MODEL, filled=False)
+    optimizer = world.ranks[0].optimizer
+    optimizer.inner = CountsByGroup(optimizer.inner.param_groups)
+    return world
+
+
+def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_both_names(tmp_path: Path) -> None:
+    _varied().save(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        _counting_by_group().load(tmp_path)
+    text = str(caught.value)
+    assert "3 of 'decoder.layers.0.mlp.linear_fc1.weight'" in text and "torch_fused" in text
+
+
+def test_local_state_when_counts_differ_then_a_new_process_takes_it() -> None:
+    for layout in ({}, {"dp": 2, "bucket_numel": 50}):
+        here, there = _varied(**layout), World.of(MODEL, filled=False, **layout)
+        for one, other in zip(here.ranks, there.ranks, strict=True):
+            load_local_state_dict(other.optimizer, local_state_dict(one.optimizer))
+        _check_same(there)
+
+
+def test_save_when_the_inner_optimizer_keeps_other_numbers_then_they_are_each_params_own(tmp_path: Path) -> None:
+    """NAdam multiplies up a factor that depends on the count."""
+    world = _nadam(steps={"scale": 0, "conv.weight": 1})
+    world.save(tmp_path)
+    other = _nadam(steps={})
+    other.load(tmp_path)
+    found = _products(other)
+    assert found == _products(world)
+    assert len(set(found.values())) == 3 and found["scale"] is None
+
+
+def _nadam(steps: Mapping[str, int]) -> World:
+    """After two steps of every param, or as many as are given."""
+    world = World.of(MODEL, filled=False)
+    optimizer = world.ranks[0].optimizer
+    optimizer.plan = _with_choice(optimizer, InnerChoice("torch.optim:NAdam", torch.optim.NAdam))
+    groups = [{"params": group["params"], "lr": 0.1} for group in optimizer.inner.param_groups]
+    optimizer.inner = torch.optim.NAdam(groups)
+    optimizer.separate(lambda name: steps.get(name.removeprefix("module."), 2))
+    for number in range(2):
+        for run in optimizer.runs:
+            is_updated = number < steps.get(run.run.shards[0].name.removeprefix("module."), 2)
+            run.main.grad = torch.ones_like(run.main) if is_updated else None
+        optimizer.inner.step()
+    optimizer.release_grads()
+    return world
+
+
+def _with_choice(optimizer: ShardedOptimizer, choice: InnerChoice) -> Any:
+    return replace(optimizer.plan, choice=choice)
+
+
+def _products(world: World) -> dict[str, float | None]:
+    optimizer = world.ranks[0].optimizer
+    return {
+        shard.name.removeprefix("module."): (
+            float(optimizer.inner.state[run.main]["mu_product"]) if run.main in optimizer.inner.state else None
+        )
+        for run in optimizer.runs
+        for shard in run.run.shards
+    }
+
+
+def test_open_any_when_counts_differ_then_the_source_has_them(tmp_path: Path) -> None:
+    _varied().save(tmp_path)
+    found = {name: group.step for group in open_any(tmp_path).head.groups for name in group.names}
+    assert found == {param.name: _count_of(param.name) for param in MODEL}
+
+
+# With real processes and gradients that are missing.
+
+
+def _grads_of(step: int) -> dict[str, torch.Tensor]:
+    """One branch is used from step 2 on, one param never."""
+    unused = {"norm.weight", *(("deep.weight",) if step < 2 else ())}
+    return {name: grad for name, grad in exact_grads(step, 0, 0).items() if name not in unused}
+
+
+def _train(model: Params, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        grads = _grads_of(step)
+        params = [(name, param) for name, param in model.named() if name in grads]
+        torch.stack([(param.float() * grads[name]).sum() for name, param in params]).sum().backward()
+        optimizer.step()
+
+
+def _resumed(rank: int, size: int, folder: Path, *, is_first: bool) -> list[torch.Tensor]:
+    model = Params(MIXED)
+    optimizer = distribute(model, torch.optim.AdamW(model.groups(), lr=0.01, foreach=True), bucket_numel=300)  # type: ignore[arg-type]
+    if is_first:
+        _train(model, optimizer, range(3))
+        optimizer.save(folder)
+    else:
+        optimizer.load(folder)
+        _train(model, optimizer, range(3, 5))
+    return [param.detach().clone() for _, param in model.named()]
+
+
+def _first(rank: int, size: int, folder: Path) -> list[torch.Tensor]:
+    return _resumed(rank, size, folder, is_first=True)
+
+
+def _second(rank: int, size: int, folder: Path) -> list[torch.Tensor]:
+    return _resumed(rank, size, folder, is_first=False)
+
+
+def _reference(steps: int) -> list[torch.Tensor]:
+    """torch's own, on fp32 copies that are rounded into the model after each step."""
+    model, masters = Params(MIXED), Params(MIXED).float()
+    optimizer = torch.optim.AdamW(masters.groups(), lr=0.01, foreach=True)  # type: ignore[arg-type]
+    for step in range(steps):
+        _train(masters, optimizer, range(step, step + 1))
+    with torch.no_grad():
+        for (_, param), (_, master) in zip(model.named(), masters.named(), strict=True):
+            param.copy_(master)
+    return [param.detach() for _, param in model.named()]
+
+
+def test_resume_when_params_had_no_gradient_then_another_number_of_ranks_goes_on_as_torch(tmp_path: Path) -> None:
+    for size, function, steps in ((2, _first, 3), (3, _second, 5)):
+        for found in run_ranks(function, size, tmp_path):
+            assert all(torch.equal(one, other) for one, other in zip(found, _reference(steps), strict=True))
+    counts = {name: group.step for group in read_manifest(tmp_path).groups for name in group.names}
+    assert {name.removeprefix("held."): step for name, step in counts.items()} == {
+        "wide_weight": 3, "wide_bias": 3, "deep_weight": 1, "scale": 3, "norm_weight": None,
+    }  # fmt: skip
