@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group, ProcessGroup, allow_shared_memory, raise_together, try_collectives
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import DistOptConfig, with_options
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.report import announce, describe, sharded_over
@@ -155,11 +155,7 @@ def _request_of(given: _Given) -> Request:
     if optimizer is not None and given.param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
         raise ConfigError(refusal("param_groups", "given beside an optimizer", "be the optimizer's own", remedy))
-    return Request(chunks, _with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
-
-
-def _with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
-    return dataclasses.replace(config, **options)
+    return Request(chunks, with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
 
 
 def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: Ranks) -> None:

@@ -22,7 +22,10 @@ from megatron_distopt.checkpoint import (
     load_local_state_dict,
     local_state_dict,
 )
+from megatron_distopt.checkpoint.full_state import full_state_dict
 from megatron_distopt.checkpoint.load_any import load_any
+from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict
+from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, torch_state_dict
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
@@ -98,8 +101,13 @@ class TorchDistributedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state, by flat param: this rank's shard of it."""
-        return self.sharded.inner.state
+        """The state by param, made when it is read; see [Note: torch's format] in checkpoint/torch_state.py.
+
+        On several ranks its values are shards, which torch.distributed.checkpoint saves.
+        """
+        if not self._is_built:
+            return {}
+        return StateByParam(self._torch_params(), self._names_of_grouped())
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -183,14 +191,51 @@ class TorchDistributedOptimizer(Optimizer):
             remedy = "Edit the options of the group that it is in"
             raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
 
+    def _names_of_grouped(self) -> dict[Parameter, str]:
+        names = {param: name for name, param in named_params(self._model.chunks).items()}
+        return {param: names[param] for group in self.param_groups for param in group["params"]}
+
+    def _torch_params(self) -> TorchParams:
+        name_of, ranks = self._names_of_grouped(), self._model.ranks
+        names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
+        return TorchParams(self._share(), names, self.param_groups, ranks.data, ranks.stats)
+
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state by param name, see `local_state_dict`."""
-        return self.local_state_dict()
+        """The state in torch's own format; no collective.
+
+        On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its values are shards:
+        `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)`,
+        `full_state_dict()` and `local_state_dict()` are other ways.
+        """
+        self.finish_param_gather()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = torch_state_dict(self._torch_params())
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = post_hook(self, state) or state
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes `state_dict()` back, see `load_local_state_dict`."""
-        self.load_local_state_dict(state_dict)
+        """Collective: takes a state in torch's format: of `state_dict()`, `full_state_dict()`, or torch's own optimizer.
+
+        Raises:
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, dict(state_dict)) or state_dict
+        self._before_state()
+        load_torch_state_dict(self._torch_params(), state_dict)
+        self._model.params.doubt()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
+        self.finish_param_gather()
+        return full_state_dict(self._torch_params())
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise _not_copied("copied")
@@ -320,8 +365,10 @@ class TorchDistributedOptimizer(Optimizer):
             "ranks": ranks.stats.size,
             "data_parallel": ranks.data.size,
         }
-        share = Share(self.sharded, model.placements, self.sharded.plan.counted)
-        return WholeModel([share], frozen=model.frozen, about=about)
+        return WholeModel([self._share()], frozen=model.frozen, about=about)
+
+    def _share(self) -> Share:
+        return Share(self.sharded, self._model.placements, self.sharded.plan.counted)
 
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other data-parallel size.

@@ -48,6 +48,10 @@ class TrainedParam:
         self._version = self.param._version
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
+    def doubt(self) -> None:
+        """Its values are compared before the next step."""
+        self._version = -1
+
     def keep(self, alias: Tensor) -> None:
         """Somebody may change the values through an alias."""
         self._aliases.append(ref(alias))
@@ -174,6 +178,11 @@ class Params:
         """What was done to the values by now is known."""
         for each in self._short:
             each.forget()
+
+    def doubt(self) -> None:
+        """Any value may have changed: main params were loaded, and the model perhaps not, or not yet."""
+        for each in self._short:
+            each.doubt()
 
     def _check_moved(self, moved: Sequence[TrainedParam]) -> None:
         names_at: dict[int, str] = {}
