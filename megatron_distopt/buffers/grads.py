@@ -43,6 +43,7 @@ _DESCRIBING = {
             *("_is_view", "untyped_storage", "data_ptr", "is_same_size", "__len__", "is_coalesced", "is_signed"),
         )
     ),
+    torch._has_compatible_shallow_copy_type,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_same_size,
@@ -54,6 +55,10 @@ _MOVING = {
     *(getattr(torch.Tensor, name) for name in ("type", "contiguous", "requires_grad_", "detach_")),
     vars(torch._C.TensorBase)["data"].__get__,
 }
+
+
+#: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 class LocalGrad(Tensor):
@@ -91,6 +96,8 @@ class LocalGrad(Tensor):
             return _unguarded(func, args, kwargs)
         if first is not None and func in _MOVING:
             return cls.of(_unguarded(func, args, kwargs), first.param_name, first.check_open)
+        if first is not None and func == _SET_DATA:
+            return _unguarded(func, args, kwargs)
         if first is not None and func is torch.Tensor.zero_:
             first.check_open(first.param_name)
             _unguarded(func, args, kwargs)
@@ -159,8 +166,9 @@ class GradSlot:
         grad = self.param.grad
         if grad is None or (grad is self.shown and grad.data_ptr() == self._address):
             return
-        if grad is self.shown:  # somebody gave it other memory: grad.data = ...
-            grad, self.shown = grad.detach(), self.view.detach()
+        if grad is self.shown:  # it was given other memory: grad.data = ..., as module.to(...) does
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, self.shown.data = grad.detach(), self.view
         if not self._fits(grad):
             return  # the param was converted, which is refused in the step
         self.view.copy_(grad.to_dense() if grad.is_sparse else grad)

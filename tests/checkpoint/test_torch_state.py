@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.sharded_value import ShardedValue
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import RankError, run_ranks
-from tests.support.torch_optimizer import TorchOptimizer, made
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_numel=300)
@@ -34,9 +33,9 @@ MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, TorchOptimizer]:
+def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params(MIXED)
-    optimizer = made(model, config, model.groups())
+    optimizer = distribute(model, config, param_groups=model.groups())
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -48,7 +47,7 @@ def _train(model: Params, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-def _separate(optimizer: TorchOptimizer) -> None:
+def _separate(optimizer: TorchDistributedOptimizer) -> None:
     """A param with a count of its own, and one that was never updated."""
     sharded = optimizer.sharded
     sharded.separate(lambda name: ("norm" in name, "deep" in name))
@@ -86,9 +85,9 @@ def _undistributed(state: dict[str, Any] | None = None) -> tuple[Params, torch.o
     return model, torch.optim.AdamW(model.groups(), lr=0.01, weight_decay=0.1, foreach=True)  # type: ignore[arg-type]
 
 
-def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchOptimizer]:
+def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params()
-    optimizer = made(model, CONFIG, model.groups())
+    optimizer = distribute(model, CONFIG, param_groups=model.groups())
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -207,7 +206,6 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     reference = kind(theirs.groups(), foreach=True, **how)
     model = Params()
     optimizer: Any = distribute(model, kind(model.groups(), foreach=True, **how))
-    optimizer.__class__ = TorchOptimizer
     for step in range(2):
         _train(theirs, reference, step)
     model.load_state_dict(theirs.state_dict())
@@ -338,14 +336,14 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
     return found
 
 
-def _is_as(optimizer: TorchOptimizer, wanted: dict[str, Any]) -> bool:
+def _is_as(optimizer: TorchDistributedOptimizer, wanted: dict[str, Any]) -> bool:
     full = optimizer.full_state_dict()
     return optimizer.data.rank != 0 or _same(full, wanted)
 
 
-def _by_name(model: Params, optimizer: TorchOptimizer, full: dict[str, Any]) -> dict[str, Any]:
+def _by_name(model: Params, optimizer: TorchDistributedOptimizer, full: dict[str, Any]) -> dict[str, Any]:
     """As torch's calls have it: names of params for numbers."""
-    names = optimizer.params.numbered
+    names = optimizer._torch_params().numbered
     state = {names[number]: dict(each) for number, each in full["state"].items()}
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -260,6 +260,17 @@ def converted_there_and_back(side: Side) -> None:
 
 
 @idiom
+def converted_with_gradients(side: Side) -> None:
+    side.start()
+    rounds(side, 2)
+    side.optimizer.zero_grad(set_to_none=False)
+    side.model.half().to(side.dtype)
+    side.backward()
+    side.step()
+    rounds(side, 2)
+
+
+@idiom
 def frozen_midway(side: Side) -> None:
     side.start()
     rounds(side, 2)

@@ -163,6 +163,7 @@ class Grads:
             raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
         for buffer, divisor in zip(self._buffers, self._divisors, strict=True):
             for name in [each.name for each in buffer.layout.slots if each.name in kept]:
+                kept[name].take()
                 flat, owned = kept[name].view.view(-1), self._owned.get(name, Span(0, 0))
                 flat[: owned.start].zero_()
                 flat[owned.stop :].zero_()

@@ -218,7 +218,7 @@ class TorchDistributedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes a state in torch's format: of `state_dict()`, `full_state_dict()`, or torch's own optimizer.
+        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an optimizer of torch.
 
         Raises:
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange, raise_together, sum_over
+from megatron_distopt.comm import Group, exchange, profiled, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL, Census, CensusSums, active_params
@@ -144,9 +144,10 @@ class Stepper:
         model, packed = self._model, self._census().packed(self._numbers())
         ranks = model.ranks
         extra = packed if ranks.are_one else packed[:HEAD_NUMEL]
-        stats = measure_together([model.sharded], ranks.stats, extra=extra)
-        if not ranks.are_one:
-            _sum_flags(packed, ranks.data)
+        with profiled("measure gradients"):
+            stats = measure_together([model.sharded], ranks.stats, extra=extra)
+            if not ranks.are_one:
+                _sum_flags(packed, ranks.data)
         return stats, packed
 
     def _numbers(self) -> Tensor:
@@ -211,9 +212,10 @@ class Stepper:
         if self._captured is not None and all(model.grads.present) and model.grads.divisor == sharded.divisor:
             return self._replay(self._captured, packed)
         ranks = model.ranks
-        numbers = measure_late([sharded], ranks.stats, packed if ranks.are_one else packed[:HEAD_NUMEL])
-        if not ranks.are_one:
-            _sum_flags(packed, ranks.data)
+        with profiled("measure gradients"):
+            numbers = measure_late([sharded], ranks.stats, packed if ranks.are_one else packed[:HEAD_NUMEL])
+            if not ranks.are_one:
+                _sum_flags(packed, ranks.data)
         self._open_census = HostCopy(packed[:HEAD_NUMEL])
         divisor = float(model.grads.divisor)
         late = send_late([sharded], numbers)
