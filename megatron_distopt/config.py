@@ -64,6 +64,7 @@ FREE_OPTIONS = (
     "log_communication",
     "wire_dtype",
     "shared_memory",
+    "debug",
 )
 #: Where a flag or a variable is not called like the option.
 _OTHER_WORDS = {"bucket_numel": "bucket_size"}
@@ -124,6 +125,8 @@ class DistOptConfig:
             reads params outside of a forward pass then calls the optimizer's `finish_param_gather()` before.
         wire_dtype: "bfloat16" or "float16" for fp32 grads that travel in 16 bits and are added up in fp32, where the
             host leaves that to us; None for as they are.
+        debug: every read of a param whose gather is pending, and every write to a gradient whose bucket is under way,
+            is an error that names the param and the line; slow.
         shared_memory: ranks on one machine whose params are on its CPU exchange them through memory, not as messages.
         log_communication: log the communication of a step, and how much of it was hidden, every so many steps; None
             for never.
@@ -166,6 +169,7 @@ class DistOptConfig:
     log_communication: int | None = None
     wire_dtype: str | None = None
     shared_memory: bool = True
+    debug: bool = False
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __new__(cls, **given: object) -> DistOptConfig:

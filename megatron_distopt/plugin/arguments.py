@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "check_spelling", "config_from_arguments", "parser_w
 _PREFIX = "--distopt-"
 #: The host's flag, in the spelling of most forks.
 _FLAG = "--use-distributed-optimizer"
-_SWITCHES = ("async_save", "overlap_grad_reduce", "overlap_param_gather", "shared_memory")
+_SWITCHES = ("async_save", "overlap_grad_reduce", "overlap_param_gather", "shared_memory", "debug")
 _HELP = {
     "adam": f"which implementation of Adam: auto, {', '.join(ADAM_SOURCES)}",
     "optimizer": "adam, sgd, or module:Class of an element-wise torch.optim.Optimizer",
@@ -44,6 +44,7 @@ _HELP = {
     "overlap_param_gather": "gather params beside the next forward pass",
     "bucket_numel": "elements of a bucket",
     "wire_dtype": "bfloat16 or float16, which fp32 grads are rounded to on their way",
+    "debug": "an access to params or gradients that are under way is an error with its line; slow",
     "shared_memory": "ranks on one machine exchange what is on the CPU through memory",
     "log_communication": "log how much of a step's communication was hidden, every so many steps",
 }

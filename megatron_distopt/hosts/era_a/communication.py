@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import CommTime, GradOverlap, Group, gather_params, reduce_grads
+from megatron_distopt.hosts.access import AccessWatch
 from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.era_a.buffers import GradBuffer, main_grads
 from megatron_distopt.hosts.era_a.overlap import num_microbatches_of
@@ -50,7 +51,17 @@ class Communication:
         self._params = ParamSync(params, start.data)
         if start.overlap.params:
             self._params = OverlappedParamSync(params, start.data, models, self._named)
+        self._access = self._watch_accesses(trained) if start.plan.config.debug else None
         self._log = CommLog(start.plan.config.log_communication, is_first=everyone.rank == 0)
+
+    def _watch_accesses(self, trained: Mapping[str, Parameter]) -> AccessWatch:
+        params, overlap = self._params, self._grads.overlap
+        return AccessWatch(
+            {name: param.detach() for name, param in self._named.items()},
+            params.overlap.is_under_way if isinstance(params, OverlappedParamSync) else lambda name: False,
+            main_grads(trained),
+            overlap.is_begun if overlap is not None else lambda name: False,
+        )
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -59,5 +59,6 @@ HOSTS_OWN = {
     "bucket_numel": "--ddp-bucket-size",
     "wire_dtype": "--grad-reduce-in-bf16",
     "shared_memory": "own collectives",
+    "debug": "own collectives",
     "log_communication": "timers (--timing-log-level 2)",
 }

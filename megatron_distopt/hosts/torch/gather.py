@@ -165,6 +165,10 @@ class OverlappedGather:
         self._overlap.wait_for(self._overlap.numbers_of([self._names[param]]))
         self._restore([each for each in self._usual if not self._overlap.is_under_way(self._names[each])])
 
+    def is_under_way(self, name: str) -> bool:
+        """Whether a param's gather has not been waited for."""
+        return self._overlap.is_under_way(name)
+
     def is_pending(self, param: Parameter) -> bool:
         """Whether the param may not be there yet."""
         return param in self._usual

@@ -103,6 +103,10 @@ class Grads:
             handle.remove()
         self._handles.clear()
 
+    def is_under_way(self, name: str) -> bool:
+        """Whether the bucket of a gradient is being reduced."""
+        return self._overlap is not None and self._overlap.is_begun(name)
+
     def check_open(self, name: str) -> None:
         """Whether a gradient may be changed.
 

@@ -22,6 +22,7 @@ from megatron_distopt.comm import (
     waited_since,
 )
 from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.hosts.access import AccessWatch
 from megatron_distopt.hosts.base import named_params, spec_of
 from megatron_distopt.hosts.torch.gather import OverlappedGather
 from megatron_distopt.hosts.torch.grads import Grads
@@ -151,6 +152,8 @@ class ShardedModel:
         share_initial([*(buffer.param for buffer in buffers), *outside], ranks.data, plan.device)
         self.sharded = ShardedOptimizer(buffers, step_plan)
         self._take_over(plan.sets, buffers, slots)
+        self._access: AccessWatch | None = None
+        self._watch_accesses()
         self.module_buffers = ModuleBuffers(chunks, ranks.data, plan.device, follow=broadcast_buffers)
 
     def _allocate(self, sets: Iterable[ParamSet]) -> tuple[list[ShardedBuffer], list[GradSlot]]:
@@ -172,6 +175,18 @@ class ShardedModel:
             self.placements |= {name: self._placement(name, param) for name, param in each.named.items()}
         self.grads.add(buffers, slots)
         self.gather.add({name: param for each in sets for name, param in each.named.items()}, buffers)
+
+    def _watch_accesses(self) -> None:
+        """With `debug`: see `AccessWatch`."""
+        if not self.config.debug:
+            return
+        if self._access is not None:
+            self._access.end()
+        gather = self.gather
+        is_pending = gather.is_under_way if isinstance(gather, OverlappedGather) else _never
+        params = {slot.name: slot.param.detach() for slot in self.grads.slots}
+        grads = {slot.name: slot.view for slot in self.grads.slots}
+        self._access = AccessWatch(params, is_pending, grads, self.grads.is_under_way)
 
     @property
     def may_grow(self) -> bool:
@@ -228,6 +243,7 @@ class ShardedModel:
         groups = tuple(group_names(group, added) for group in self._torch_groups)
         self.sharded.extend(buffers, groups)
         self._take_over(sets, buffers, slots)
+        self._watch_accesses()
 
     def follow(self, changed: frozenset[str]) -> None:
         """Main params follow model params that the user has changed."""
@@ -239,6 +255,13 @@ class ShardedModel:
 
     def release(self) -> None:
         """The params are torch's again."""
+        if self._access is not None:
+            self._access.end()
         self.gather.release()
         self.grads.release()
         self.params.release()
+
+
+def _never(name: str) -> bool:
+    """Nothing is pending."""
+    return False
