@@ -3,14 +3,26 @@
 [Note: a thread for each group] One, so that a group's collectives keep their order; not one for all groups, so that
 ranks which begin those of two groups in different orders do not wait for each other crosswise. Never gloo's own in it:
 those match each other by order alone, and the caller goes on with some of its own.
+
+[Note: the end of the process] Python joins such threads before it ends, however long they take, and one that waits for
+another rank takes as long as the group's time limit: a rank that failed would stay for half an hour, and its launcher
+would not learn of it. So `_end`, which Python calls before that, waits for what is under way: a minute, within which
+ranks that end together are there, or seconds where the program raised. Then waits in shared memory are given up
+(`is_ending`). A wait inside of gloo cannot be: the process runs its other handlers, and ends with status 1. No thread
+of ours is left when the interpreter is taken down, where one that asks for its lock would abort the process.
+tests/comm/test_end.py.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Event, Lock
 from time import perf_counter
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -20,13 +32,19 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, ProcessGroup
 
-__all__ = ["BetweenPairs", "Done", "Pending", "begin_in_thread", "in_turn", "settle"]
+__all__ = ["BetweenPairs", "Done", "Pending", "begin_in_thread", "in_turn", "is_ending", "settle"]
+
+_log = logging.getLogger("megatron_distopt")
 
 #: What is done with (bucket, shard, group).
 BetweenPairs = Callable[[Tensor, Tensor, Group], None]
 
 _threads: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
 _lock = Lock()
+_ending = Event()
+#: How long the end of the process waits for other ranks, after an exception of the program and without one; and then
+#: for waits in shared memory to be given up.
+_SECONDS_AFTER_AN_EXCEPTION, _SECONDS_AT_END, _SECONDS_TO_GIVE_UP = 5.0, 60.0, 5.0
 
 
 class Pending(Protocol):
@@ -80,6 +98,34 @@ def settle() -> None:
         thread.submit(int).result()
 
 
+def is_ending() -> bool:
+    """Whether this process ends, and no longer waits for other ranks: see [Note: the end of the process]."""
+    return _ending.is_set()
+
+
+def _end() -> None:
+    """See [Note: the end of the process]."""
+    with _lock:
+        threads = list(_threads.values())
+        _threads.clear()
+    last = [thread.submit(int) for thread in threads]  # done once all before them are
+    has_raised = getattr(sys, "last_value", None) is not None
+    if not _are_done(last, _SECONDS_AFTER_AN_EXCEPTION if has_raised else _SECONDS_AT_END):
+        _log.error("this rank ends with a collective under way that other ranks did not come to; read what they wrote")
+        _ending.set()
+        if not _are_done(last, _SECONDS_TO_GIVE_UP):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    for thread in threads:
+        thread.shutdown()
+
+
+def _are_done(futures: list[Future[int]], seconds: float) -> bool:
+    return not wait(futures, timeout=seconds).not_done
+
+
 def _timed(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> float:
     start = perf_counter()
     with torch.no_grad():  # the caller's mode is that of its own thread
@@ -95,3 +141,5 @@ def _new_thread() -> ThreadPoolExecutor:
 
 # A process that was forked has the executors and not their threads.
 os.register_at_fork(after_in_child=_threads.clear)
+# Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call it, too.
+threading._register_atexit(_end)  # type: ignore[attr-defined]

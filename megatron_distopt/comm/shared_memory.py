@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.messages import swap
-from megatron_distopt.comm.pending import settle
+from megatron_distopt.comm.pending import is_ending, settle
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
 __all__ = ["GATHER", "SHARED_NBYTES", "SUM", "Lane", "allow_shared_memory", "lane_of", "may_share_memory"]
@@ -174,7 +174,7 @@ class Lane:
     def _check(self, rank: int, waited: float) -> None:
         """What a rank said before it ended counts."""
         has_ended = self._segments[rank].has_ended()
-        if not self._is_there(rank) and (has_ended or waited > self._timeout):
+        if not self._is_there(rank) and (has_ended or waited > self._timeout or is_ending()):
             raise RanksDisagreeError(_lost(self._names[rank], has_ended, waited))
 
 

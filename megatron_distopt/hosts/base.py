@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "names_by_param",
     "plan_groups",
     "spec_of",
+    "unserved_options",
     "with_hosts_own",
 ]
 
@@ -133,6 +135,27 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
     added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
     return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
+
+
+#: Options of a class that say how it computes, and not what.
+_ABOUT_KERNELS = ("foreach", "fused", "capturable", "set_grad_none", "master_weights", "fp32_optimizer_states")
+
+
+def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Options of a host's own inner optimizer that change its arithmetic, and that our choice for it does not have.
+
+    Args:
+        optimizer: of torch, apex, DeepSpeed or TransformerEngine.
+
+    Returns:
+        By name: values that differ from what its class has by default, as nesterov or amsgrad.
+    """
+    parameters = inspect.signature(type(optimizer)).parameters
+    usual = {name: each.default for name, each in parameters.items() if name in optimizer.defaults}
+    for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
+        usual.pop(name, None)
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    return {name: group[name] for group in groups for name in usual if group.get(name, usual[name]) != usual[name]}
 
 
 def _kind(group: object) -> str:

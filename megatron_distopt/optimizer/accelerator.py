@@ -32,6 +32,7 @@ __all__ = [
     "record",
     "refusing_synchronisation",
     "stats_dtype",
+    "usable_device",
 ]
 
 T = TypeVar("T")
@@ -110,6 +111,11 @@ def has_torch_fused(device_type: str) -> bool:
     """Whether torch's optimizers have fused kernels for the device."""
     utils = import_module("torch.utils._foreach_utils")
     return device_type in utils._get_fused_kernels_supported_devices()
+
+
+def usable_device(device_type: str) -> torch.device:
+    """The current device of that type, or the CPU where this machine has none."""
+    return torch.device(device_type if device_type == _torch_device_type() else CPU)
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:

@@ -158,8 +158,23 @@ def _build_fused(groups: Groups, config: DistOptConfig) -> Optimizer:
     return adam(groups, **adam_options(config), fused=True)
 
 
-def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
+#: Options of torch's Adam in a param group that other implementations have no look at, with what they do.
+_NOT_ELSEWHERE = {"amsgrad": False, "maximize": False, "differentiable": False}
+
+
+def _check_groups(groups: Groups, name: str, config: DistOptConfig) -> None:
+    wanted = {**_NOT_ELSEWHERE, "decoupled_weight_decay": config.is_decoupled}
+    for number, group in enumerate(groups):
+        for option, value in wanted.items():
+            if group.get(option, value) != value:
+                rule = f"have {option}={value!r}, which is all that adam {name!r} does"
+                remedy = "Drop the option, or write adam='torch_fused'"
+                raise ConfigError(refusal(f"param group {number}", f"{option}={group[option]!r}", rule, remedy))
+
+
+def _builder(name: str, module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
     def build(groups: Groups, config: DistOptConfig) -> Optimizer:
+        _check_groups(groups, name, config)
         adam = getattr(import_module(module), symbol)
         optimizer: Optimizer = adam(groups, **adam_options(config), **{mode: config.is_decoupled})
         return optimizer
@@ -168,6 +183,7 @@ def _builder(module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptCo
 
 
 def _build_triton(groups: Groups, config: DistOptConfig) -> Optimizer:
+    _check_groups(groups, "triton", config)
     chosen = import_module("megatron_distopt.optimizer.triton_adam").TritonAdamW
     optimizer: Optimizer = chosen(groups, **adam_options(config), decoupled=config.is_decoupled)
     return optimizer
@@ -175,14 +191,17 @@ def _build_triton(groups: Groups, config: DistOptConfig) -> Optimizer:
 
 _ADAMS = {
     "transformer_engine": _AdamSource(
-        _missing_transformer_engine, _builder("transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode")
+        _missing_transformer_engine,
+        _builder("transformer_engine", "transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode"),
     ),
-    "apex": _AdamSource(_missing_apex, _builder("apex.optimizers", "FusedAdam", "adam_w_mode")),
+    "apex": _AdamSource(_missing_apex, _builder("apex", "apex.optimizers", "FusedAdam", "adam_w_mode")),
     "deepspeed": _AdamSource(
-        _missing_deepspeed, _builder("deepspeed.ops.adam", "FusedAdam", "adam_w_mode"), _must_compile_deepspeed
+        _missing_deepspeed,
+        _builder("deepspeed", "deepspeed.ops.adam", "FusedAdam", "adam_w_mode"),
+        _must_compile_deepspeed,
     ),
     "deepspeed_cpu": _AdamSource(
-        _missing_deepspeed_cpu, _builder("deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode")
+        _missing_deepspeed_cpu, _builder("deepspeed_cpu", "deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode")
     ),
     "torch_fused": _AdamSource(_missing_torch_fused, _build_fused),
     "torch_foreach": _AdamSource(

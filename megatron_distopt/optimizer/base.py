@@ -13,25 +13,15 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import has_torch_fused
+from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, named_adam
+from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 
 __all__ = ["adopt_instance", "choose_inner"]
 
-#: Classes of torch and of its neighbours that look at whole params or call a closure.
-_NOT_ELEMENTWISE = (
-    "Adafactor",
-    "FusedLAMB",
-    "FusedLamb",
-    "LAMB",
-    "LARS",
-    "LBFGS",
-    "Muon",
-    "SOAP",
-    "Shampoo",
-    "SparseAdam",
-)
+#: Known to update each element by itself.
+_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -42,12 +32,12 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
         device_type: of the main params.
 
     Raises:
-        ConfigError: what was asked for by name is not there.
+        ConfigError: what was asked for by name is not there, or is not element-wise.
     """
     if config.optimizer == "sgd":
         return InnerChoice("torch_sgd", partial(_build_sgd, config=config, device_type=device_type))
     if config.optimizer != "adam":
-        return InnerChoice(config.optimizer, _user_class(config))
+        return InnerChoice(config.optimizer, _user_class(config, device_type))
     if config.adam != "auto":
         return named_adam(config, device_type)
     return best_adam(config, device_type)
@@ -60,15 +50,17 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
         instance: element-wise (it must not look across the elements of a param), and not yet stepped.
 
     Raises:
-        ConfigError: it was stepped or loaded before, or is known not to be element-wise.
+        ConfigError: it was stepped or loaded before, or is not element-wise.
     """
-    _check_elementwise(type(instance))
     steps = [state.get("step") for state in instance.state.values()]
     if any(step is None or float(step) != 0 for step in steps):
         remedy = "Build the distributed optimizer before the first step or load_state_dict"
         raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
     options = _accepted(type(instance), instance.defaults)
     rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
+    if type(instance) not in _ELEMENTWISE:
+        device = next((param.device for group in instance.param_groups for param in group["params"]), None)
+        check_elementwise(rebuild, type(instance).__name__, instance.param_groups, device)
     defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
     build = partial(_retarget, instance, rebuild)
     return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults)
@@ -89,6 +81,8 @@ def _checked(build: Build, name: str) -> Build:
         build([{"params": [torch.zeros(1)]}])
     except Exception as error:
         rule, remedy = "be buildable from param groups alone", "Give the class defaults for its other arguments"
+        if not isinstance(error, TypeError):
+            rule, remedy = "take flat params", "Use an element-wise one, such as torch.optim:Adagrad"
         raise ConfigError(refusal("optimizer", f"{name} ({error})", rule, remedy)) from error
     return build
 
@@ -100,11 +94,13 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
     return torch.optim.SGD(groups, **options)
 
 
-def _user_class(config: DistOptConfig) -> Build:
+def _user_class(config: DistOptConfig, device_type: str) -> Build:
     chosen = _import_optimizer(config.optimizer)
-    _check_elementwise(chosen)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
-    return _checked(partial(chosen, **options), repr(config.optimizer))
+    build = _checked(partial(chosen, **options), repr(config.optimizer))
+    if chosen not in _ELEMENTWISE:
+        check_elementwise(build, chosen.__name__, device=usable_device(device_type))
+    return build
 
 
 def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +121,3 @@ def _import_optimizer(name: str) -> type[Optimizer]:
         rule, remedy = "name a subclass of torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"
         raise ConfigError(refusal("optimizer", repr(name), rule, remedy))
     return chosen
-
-
-def _check_elementwise(chosen: type[Optimizer]) -> None:
-    """A shard is a flat piece of a param: what needs its rows, its norm or several gradients of it cannot work."""
-    if chosen.__name__ in _NOT_ELEMENTWISE:
-        rule, remedy = "update each element by itself", "Use an element-wise one, such as torch.optim:Adagrad"
-        raise ConfigError(refusal("optimizer", chosen.__name__, rule, remedy))

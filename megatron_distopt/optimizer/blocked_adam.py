@@ -42,6 +42,8 @@ class _InBlocks(Optimizer):
     reads_tensors = True
     _models: Mapping[Tensor, Tensor] = {}
     _kernel: Callable[..., None]
+    #: What the kernel does; a param group may ask for the other.
+    _is_decoupled: bool
 
     def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
         """From now on the update of a main param is rounded into its model param.
@@ -64,7 +66,9 @@ class _InBlocks(Optimizer):
         return loss
 
     def _is_usual(self, group: Mapping[str, Any]) -> bool:
-        return not any(group[option] for option in _UNUSUAL) and all(self.state.get(main) for main in _updated(group))
+        is_as_built = group.get("decoupled_weight_decay", self._is_decoupled) == self._is_decoupled
+        is_plain = is_as_built and not any(group[option] for option in _UNUSUAL)
+        return is_plain and all(self.state.get(main) for main in _updated(group))
 
     def _sweep(self, group: Mapping[str, Any]) -> None:
         mains, (beta1, beta2) = _updated(group), group["betas"]
@@ -98,12 +102,14 @@ class AdamW(_InBlocks, torch.optim.AdamW):
     """torch's AdamW(fused=True) in blocks; what its name says to others stays true."""
 
     _kernel = staticmethod(torch._fused_adamw_)
+    _is_decoupled = True
 
 
 class Adam(_InBlocks, torch.optim.Adam):
     """torch's Adam(fused=True) in blocks."""
 
     _kernel = staticmethod(torch._fused_adam_)
+    _is_decoupled = False
 
 
 def _block_numel() -> int:

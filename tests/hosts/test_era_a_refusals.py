@@ -355,6 +355,13 @@ class LARS(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: object, eps: float) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.defaults.update(betas=betas, eps=eps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * (group["lr"] * param.norm() / (param.grad.norm() + 1e-9)))
 
 
 class NeedsMore(torch.optim.SGD):
@@ -569,8 +576,8 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "not element-wise": (
         "ConfigError",
-        "Invalid optimizer: LARS. Must update each element by itself. "
-        "Use an element-wise one, such as torch.optim:Adagrad.",
+        "Invalid optimizer: LARS, which updates a param and pieces of it differently. "
+        "Must update each element by itself. Use an element-wise one, such as torch.optim:Adagrad.",
     ),
     "not buildable": (
         "ConfigError",
@@ -801,3 +808,82 @@ def test_install_when_a_fork_is_not_supported_or_not_whole_then_says_what_to_do(
     refused_forks: dict[str, list[str]], name: str
 ) -> None:
     assert refused_forks[name] == ["UnknownHostError", FORKS[name][2]]
+
+
+class AdamW(torch.optim.Optimizer):
+    """A user's, which happens to have the name of torch's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign() * group["lr"])
+
+
+def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
+    """The name of what is chosen, and what it builds."""
+    param = torch.ones(4)
+    base = make([{"params": [param]}])
+    inner = choose_for(base, config or DistOptConfig(), SimpleNamespace(), "cpu")
+    built = inner.choice.build([dict(group) for group in inner.groups])
+    return inner.choice.name, built if built is not base else base
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (torch.optim.Adam, "torch_fused"),
+        (lambda groups: torch.optim.AdamW(groups, foreach=True), "torch_fused"),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5), "torch_sgd"),
+        (AdamW, "AdamW"),
+        (lambda groups: torch.optim.Adam(groups, amsgrad=True), "Adam"),
+        (lambda groups: torch.optim.AdamW(groups, maximize=True), "AdamW"),
+        (lambda groups: torch.optim.AdamW([{**groups[0], "amsgrad": True}]), "AdamW"),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True), "SGD"),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, dampening=0.25), "SGD"),
+    ],
+)
+def test_inner_when_the_fork_built_it_then_replaced_where_ours_does_the_same_and_used_itself_elsewhere(
+    make: Any, name: str
+) -> None:
+    chosen, built = _chosen(make)
+    assert chosen == name
+    wanted = make([{"params": [torch.ones(4)]}])
+    if name in ("torch_fused", "torch_sgd"):
+        return
+    assert type(built) is type(wanted)
+    given, (param,) = built.param_groups[0], built.param_groups[0]["params"]
+    assert {key: value for key, value in given.items() if key != "params"} == {
+        key: value for key, value in wanted.param_groups[0].items() if key != "params"
+    }
+    for optimizer in (built, wanted):
+        for grad in (1.0, -2.0, 0.5):
+            optimizer.param_groups[0]["params"][0].grad = torch.full((4,), grad)
+            optimizer.step()
+    assert torch.equal(param, wanted.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize("config", [DistOptConfig(adam="torch_foreach"), DistOptConfig(optimizer="adam")])
+def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(config: DistOptConfig) -> None:
+    with pytest.raises(ConfigError) as error:
+        _chosen(lambda groups: torch.optim.Adam(groups, amsgrad=True, maximize=True), config)
+    assert "amsgrad=True, maximize=True" in str(error.value)
+    assert "Drop one of the two" in str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "decay", "is_decoupled"), [(1, None, True), (0, None, False), (0, "decoupled", True)])
+def test_inner_when_apexs_adam_is_told_how_to_decay_then_ours_does_so_unless_an_option_says_else(
+    mode: int, decay: str | None, is_decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in: NVIDIA's is not on the package index."""
+
+    class FusedAdam(torch.optim.AdamW):
+        adam_w_mode = mode
+
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FusedAdam))
+    name, built = _chosen(FusedAdam, DistOptConfig() if decay is None else DistOptConfig(decay=decay))
+    assert name == "torch_fused"
+    assert isinstance(built, torch.optim.AdamW) is is_decoupled

@@ -326,7 +326,6 @@ NUMBER_OF_LR = 1 + sorted(torch.optim.RMSprop([torch.zeros(1)]).defaults).index(
 GROUPS_RULE = (
     "Must be a list of dicts with 'params', as for torch.optim. Write [{'params': [...], 'weight_decay': 0.0}, ...]."
 )
-ELEMENTWISE = "Must update each element by itself. Use an element-wise one, such as torch.optim:Adagrad."
 
 BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "bare list": (
@@ -346,8 +345,23 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
             "Build a new model, or keep the first optimizer.",
         ),
     ),
-    "LBFGS instance": (_lbfgs, everyone(ConfigError, f"Invalid optimizer: LBFGS. {ELEMENTWISE}")),
-    "Adafactor by name": (_adafactor, everyone(ConfigError, f"Invalid optimizer: Adafactor. {ELEMENTWISE}")),
+    "LBFGS instance": (
+        _lbfgs,
+        everyone(
+            ConfigError,
+            "Invalid optimizer: LBFGS (TypeError: LBFGS.step() missing 1 required positional argument: 'closure'). "
+            "Must update each element by itself, from dense gradients and without a closure. "
+            "Use an element-wise one, such as torch.optim:Adagrad.",
+        ),
+    ),
+    "Adafactor by name": (
+        _adafactor,
+        everyone(
+            ConfigError,
+            "Invalid optimizer: 'torch.optim:Adafactor' ('float' object is not subscriptable). "
+            "Must be buildable from param groups alone. Give the class defaults for its other arguments.",
+        ),
+    ),
     "other group options": (
         _other_group_options,
         differing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +14,20 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes, groups_of, with_hosts_own
+from megatron_distopt.hosts.base import check_dtypes, groups_of, unserved_options, with_hosts_own
 from megatron_distopt.hosts.era_a.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
 __all__ = ["Inner", "check_model", "choose_for", "merge_config"]
 
-#: Classes whose arithmetic our own choice has too, by the names that they have in torch, apex and DeepSpeed.
-_ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
-_SGDS = ("SGD", "FusedSGD")
+#: Classes whose arithmetic our own choice has too, by module: one of a user's is not meant because of its name.
+_ADAMS = {
+    "torch.optim": ("Adam", "AdamW"),
+    "apex.optimizers": ("FusedAdam",),
+    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
+    "transformer_engine.pytorch.optimizers": ("FusedAdam",),
+}
+_SGDS = {"torch.optim": ("SGD",), "apex.optimizers": ("FusedSGD",)}
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,44 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
         device_type: of the params.
 
     Raises:
-        ConfigError: an implementation that was asked for cannot be had, or one that is not element-wise.
+        ConfigError: an implementation that was asked for cannot be had, or has not what the fork's has, or one that is
+            not element-wise.
     """
-    kind = type(base).__name__
-    if config.optimizer != "adam" or kind in _ADAMS:
-        return Inner(choose_inner(_as_named_by_host(config, args), device_type), groups_of(base))
-    if kind in _SGDS:
-        return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
+    named, unserved = _as_named_by_host(config, args), _unserved(base)
+    is_asked_for = "optimizer" in config.explicit or named.adam != "auto"
+    if is_asked_for or not unserved:
+        if unserved:
+            shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+            rule, remedy = (
+                "be off where --distopt-optimizer or an implementation of Adam is named",
+                "Drop one of the two",
+            )
+            raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
+        if "optimizer" in config.explicit or _is_of(base, _ADAMS):
+            return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base))
+        if _is_of(base, _SGDS):
+            return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
     return Inner(adopt_instance(base), base.param_groups)
+
+
+def _is_of(base: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the base optimizer is of one of these very classes, of which each is loaded if it is."""
+    modules = [(sys.modules.get(module), names) for module, names in classes.items()]
+    return any(type(base) is getattr(module, name, None) for module, names in modules for name in names)
+
+
+def _unserved(base: Optimizer) -> dict[str, Any]:
+    """Options of a class that we have an own choice for, which that choice does not have."""
+    if not (_is_of(base, _ADAMS) or _is_of(base, _SGDS)):
+        return {}
+    after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
+    return unserved_options(base) | after_momentum
+
+
+def _with_decay_of(base: Optimizer, config: DistOptConfig) -> DistOptConfig:
+    """apex, DeepSpeed and TransformerEngine are told whether the decay is decoupled; an option of ours wins."""
+    is_decoupled = getattr(base, "adam_w_mode", True)
+    return config if is_decoupled or "decay" in config.explicit else dataclasses.replace(config, decay="l2")
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:

@@ -21,8 +21,8 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import HostError, refusal
-from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups
+from megatron_distopt.errors import ConfigError, HostError, refusal
+from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups, unserved_options
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
@@ -90,7 +90,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self._options = options
-        self._groups = [] if optimizer is None else groups_of(optimizer)
+        self._groups = [] if optimizer is None else _groups_of(optimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self._stats: GradStats | None = None
@@ -272,3 +272,17 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def restore_from_cpu(self) -> NoReturn:
         """Refused, as `offload_to_cpu` is."""
         self.offload_to_cpu()
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The host's param groups.
+
+    Raises:
+        ConfigError: its own inner optimizer has an option that ours has not.
+    """
+    unserved = unserved_options(optimizer)
+    if unserved:
+        shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+        rule, remedy = "be off with this distributed optimizer", "Drop it"
+        raise ConfigError(refusal(f"options of the host's {type(optimizer).__name__}", shown, rule, remedy))
+    return groups_of(optimizer)
