@@ -28,7 +28,7 @@ from megatron_distopt.optimizer import (
     choose_inner,
     make_loss_scale,
 )
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,7 +55,7 @@ class Trained:
             self.optimizer.zero_grad()
             loss = self.model(exact_grads(self.steps_taken, 0, 0))
             self.optimizer.scale_loss(loss).backward()
-            assert self.optimizer.step().updated
+            assert stepped(self.optimizer).updated
             self.steps_taken += 1
         return self
 

@@ -17,7 +17,7 @@ from torch.nn import Embedding, LayerNorm, Linear, Module, Sequential
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, DistOptError, LayoutError, RanksDisagreeError
 from megatron_distopt.version import VERSION
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
 SIZE = 3
@@ -369,7 +369,7 @@ def _refusal(make: Callable[[], object]) -> tuple[type[DistOptError], str] | Non
 
 def _step(optimizer: Any, loss: Tensor) -> None:
     optimizer.scale_loss(loss).backward()
-    assert optimizer.step().updated, "these gradients are finite"
+    assert stepped(optimizer).updated, "these gradients are finite"
     optimizer.zero_grad()
 
 

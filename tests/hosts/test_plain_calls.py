@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, LayoutError, RanksDisagreeError
-from tests.support.models import SHAPES, Params, exact_grads
+from tests.support.models import SHAPES, Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
 SIZE = 4
@@ -47,7 +47,7 @@ def train(model: Params, optimizer: Any, rank: int, scheduler: LRScheduler | Non
     for step in range(STEPS):
         optimizer.zero_grad()
         optimizer.scale_loss(model(exact_grads(step, 0, rank))).backward()
-        assert optimizer.step().updated
+        assert stepped(optimizer).updated
         if scheduler is not None:
             scheduler.step()
     return flat(model)
@@ -162,7 +162,7 @@ def state_with_stats_group(rank: int) -> dict[str, Any]:
     def step() -> Any:
         optimizer.zero_grad()
         model(torch.full((1, width), 1.0 + rank)).square().sum().backward()
-        return optimizer.step().grad_norm
+        return stepped(optimizer).grad_norm
 
     norms = [step()]
     saved = copy.deepcopy(optimizer.state_dict())

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import ConfigError, NonFiniteGradError
-from megatron_distopt.hosts.plain import PlainOptimizer
 from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations
 from megatron_distopt.optimizer.graph import Output
 from tests.support.models import Params, exact_grads
@@ -77,7 +76,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _built(device: str = "cpu", **options: Any) -> tuple[Params, PlainOptimizer]:
+def _built(device: str = "cpu", **options: Any) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params(default=torch.bfloat16).to(device)
     config = DistOptConfig(accelerator="torch", adam="torch_fused", **options)
     optimizer = distribute(model, config, param_groups=model.groups())
@@ -85,7 +84,7 @@ def _built(device: str = "cpu", **options: Any) -> tuple[Params, PlainOptimizer]
     return model, optimizer
 
 
-def _reduced(model: Params, optimizer: PlainOptimizer, step: int, *, bad: int = BAD) -> None:
+def _reduced(model: Params, optimizer: TorchDistributedOptimizer, step: int, *, bad: int = BAD) -> None:
     """Leaves gradients as they are before `ShardedOptimizer.step`, and the rate of the step."""
     optimizer.zero_grad()
     device = optimizer.sharded.device
@@ -99,7 +98,7 @@ def _reduced(model: Params, optimizer: PlainOptimizer, step: int, *, bad: int = 
 
 def _train(
     captured: bool, *, device: str = "cpu", record: bool = True, **options: Any
-) -> tuple[list[list[Tensor]], list[str], PlainOptimizer]:
+) -> tuple[list[list[Tensor]], list[str], TorchDistributedOptimizer]:
     """States and results after every step."""
     model, optimizer = _built(device, **options)
     stand_in = StandIn(optimizer.sharded) if record else None
