@@ -467,7 +467,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE)
+    return run_ranks(run_all, SIZE, seconds=300.0)
 
 
 def of_ranks(results: list[dict[str, Any]], name: str) -> list[Any]:

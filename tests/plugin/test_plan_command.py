@@ -236,7 +236,7 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
-    return run_ranks(on_ranks, 2)
+    return run_ranks(on_ranks, 2, seconds=400.0)
 
 
 def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:
