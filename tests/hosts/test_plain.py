@@ -184,11 +184,11 @@ def in_no_group(rank: int) -> dict[str, Any]:
 
 
 def frozen_in_a_group(rank: int) -> dict[str, Any]:
-    """A frozen param beside others in a group, and a group with nothing but a frozen one."""
+    """A frozen param together with others in a group, a group with nothing but a frozen one, and an empty group."""
     model = Sequential(Linear(2, 2), Linear(2, 2))
     for param in (model[0].weight, model[0].bias):
         param.requires_grad_(False)
-    groups = [{"params": [model[0].weight, *model[1].parameters()]}, {"params": [model[0].bias]}]
+    groups = [{"params": [model[0].weight, *model[1].parameters()]}, {"params": [model[0].bias]}, {"params": []}]
     optimizer = distribute(model, CONFIG, param_groups=groups)
     start = [param.detach().clone() for param in model.parameters()]
     _step(optimizer, model(torch.ones(1, 2)).sum())
@@ -215,11 +215,6 @@ def _in_two_groups(rank: int) -> object:
 def _foreign_params(rank: int) -> object:
     model = Linear(2, 2)
     return distribute(model, CONFIG, param_groups=[{"params": [*model.parameters(), *Linear(1, 1).parameters()]}])
-
-
-def _empty_group(rank: int) -> object:
-    model = Linear(2, 2)
-    return distribute(model, CONFIG, param_groups=[{"params": list(model.parameters())}, {"params": []}])
 
 
 def _on_meta(rank: int) -> object:
@@ -277,10 +272,6 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "foreign params": (
         _foreign_params,
         _everyone(LayoutError, "2 params that the model has not", "distribute([model, other_module], ...)"),
-    ),
-    "empty group": (
-        _empty_group,
-        _everyone(LayoutError, "param group 1", "no params on any of 3 ranks", "Leave the group out"),
     ),
     "on meta": (_on_meta, _everyone(LayoutError, "meta", "cpu", "Move the model with model.to(...) first")),
     "one rank only": (

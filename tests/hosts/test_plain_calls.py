@@ -421,7 +421,10 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         _other_group_later,
         everyone(RanksDisagreeError, "rank 2", "rank 0", "with the code and options of the others"),
     ),
-    "bad variable": (_bad_variable, one_rank(2, ConfigError, "'ignore'", "raise, skip, log", "Write MEGATRON_DISTOPT_NONFINITE=raise")),
+    "bad variable": (
+        _bad_variable,
+        one_rank(2, ConfigError, "'ignore'", "raise, skip, log", "Write MEGATRON_DISTOPT_NONFINITE=raise"),
+    ),
     "other variable": (_other_variable, differing("options", "nonfinite='skip'", "nonfinite='raise'")),
     "shape in one data group": (
         _shape_in_one_data_group,
