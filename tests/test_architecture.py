@@ -215,7 +215,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (follows_the_arrow, "hosts/a.py", "from ..plugin import install", "relative import ..plugin.install"),
     (follows_the_arrow, "errors.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
     (follows_the_arrow, "config.py", f"from {NAME}.layout import Span", f"imports {NAME}.layout.Span"),
-    (follows_the_arrow, "comm/a.py", f"import_module('{NAME}.hosts.plain')", f"imports {NAME}.hosts.plain"),
+    (follows_the_arrow, "comm/a.py", f"import_module('{NAME}.hosts.torch')", f"imports {NAME}.hosts.torch"),
     (
         follows_the_arrow,
         "comm/a.py",
@@ -254,7 +254,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
 
 GOOD: list[tuple[str, str]] = [
     ("__init__.py", f"__all__ = ['VERSION']\nfrom {NAME}.version import VERSION"),
-    ("hosts/plain.py", f"__all__ = ['Span']\nfrom {NAME}.layout import Span\nimport megatron.core"),
+    ("hosts/new/a.py", f"__all__ = ['Span']\nfrom {NAME}.layout import Span\nimport megatron.core"),
     ("hosts/__init__.py", "'''Nothing but a docstring.'''"),
     ("comm/a.py", "import torch.distributed as dist\n__all__ = ['dist']\nassert dist, 'why'"),
     (ACCELERATOR, "import torch\n__all__ = ['CUDA']\nCUDA = 'cuda'\ntorch.cuda.is_available()"),

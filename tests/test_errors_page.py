@@ -43,8 +43,10 @@ def _name_of(function: ast.expr) -> str:
 
 
 def _fields() -> tuple[str, ...]:
-    tree = ast.parse((PACKAGE / "hosts" / "base.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_of(node.func) == "Field"]
+    nodes = (
+        node for file in (PACKAGE / "hosts").rglob("*.py") for node in ast.walk(ast.parse(file.read_text("utf-8")))
+    )
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name_of(node.func) == "Field"]
     return tuple(call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant))
 
 

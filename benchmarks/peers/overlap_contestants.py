@@ -8,8 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig
-from megatron_distopt.hosts.plain import PlainOptimizer
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer
 from peers.script import pick
 from peers.train_contestants import MESSAGES, train_entries
 from peers.trainers import Ours, TrainEntry, Trainer
@@ -55,7 +54,7 @@ def overlap_entries(ours: Sequence[str]) -> tuple[TrainEntry, ...]:
     """
     entries = train_entries(ours)
     options = {field.name for field in dataclasses.fields(DistOptConfig)}
-    has_both = _GATHER_OPTION in options and hasattr(PlainOptimizer, _FINISH)
+    has_both = _GATHER_OPTION in options and hasattr(TorchDistributedOptimizer, _FINISH)
     if not has_both or any(map(_gathers, train_entries([]))):
         return entries
     both = TrainEntry(_BOTH, OursWithBoth)

@@ -84,6 +84,13 @@ class Ours(Stepper):
         config = DistOptConfig(accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **ADAM)
         self._optimizer = distribute(self.model, config, param_groups=groups_of(self.model))
 
+    def grads(self) -> Sequence[Tensor]:
+        """Views of the grad buffer, as if backward had accumulated there."""
+        self._optimizer.zero_grad()
+        for slot in self._optimizer._model.grads.slots:
+            slot.show()
+        return [param.grad for param in self.params if param.grad is not None]
+
     def step(self) -> None:
         self._optimizer.step()
 

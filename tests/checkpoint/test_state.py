@@ -28,7 +28,7 @@ from megatron_distopt.optimizer import (
     choose_inner,
     make_loss_scale,
 )
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,17 +55,17 @@ class Trained:
             self.optimizer.zero_grad()
             loss = self.model(exact_grads(self.steps_taken, 0, 0))
             self.optimizer.scale_loss(loss).backward()
-            assert self.optimizer.step().updated
+            assert stepped(self.optimizer).updated
             self.steps_taken += 1
         return self
 
     def load(self, state: Mapping[str, Any], steps_taken: int) -> Trained:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_local_state_dict(state)
         self.steps_taken = steps_taken
         return self
 
     def saved(self) -> dict[str, Any]:
-        return copy.deepcopy(self.optimizer.state_dict())
+        return copy.deepcopy(self.optimizer.local_state_dict())
 
     def held(self) -> dict[str, Any]:
         """Model and whole state, as copies."""
@@ -88,7 +88,7 @@ def refusal_of(trained: Trained, state: Mapping[str, Any]) -> str:
     """The text; nothing is changed."""
     before = trained.held()
     with pytest.raises(CheckpointError) as error:
-        trained.optimizer.load_state_dict(state)
+        trained.optimizer.load_local_state_dict(state)
     assert same(trained.held(), before)
     return str(error.value)
 
@@ -210,7 +210,7 @@ def test_load_when_shapes_or_keys_of_a_param_are_wrong_then_refused_and_nothing_
 
 
 def test_load_when_a_moment_is_missing_in_every_shard_then_refused_and_nothing_changes() -> None:
-    state = copy.deepcopy(Trained().train(1).optimizer.state_dict())
+    state = copy.deepcopy(Trained().train(1).optimizer.local_state_dict())
     for part in state["param_shards"].values():
         del part["cut"]["exp_avg_sq"]
     assert "Must hold 1-D tensors of" in refusal_of(Trained().train(1), state)
@@ -233,7 +233,7 @@ def test_load_when_another_model_saved_it_then_refused_and_nothing_changes() -> 
 def test_load_when_saved_with_another_number_of_groups_then_refused_and_nothing_changes() -> None:
     model = Params()
     optimizer = distribute(model, CONFIG, param_groups=model.groups())
-    assert refusal_of(Trained(), optimizer.state_dict()) == (
+    assert refusal_of(Trained(), optimizer.local_state_dict()) == (
         "Invalid number of param groups: 2. Must be 1. Build the optimizer with the param groups of the saved run."
     )
 
@@ -270,7 +270,7 @@ def test_load_when_the_users_optimizer_has_our_words_as_keys_then_it_round_trips
         model = Params(default=dtype)
         trained = Trained.__new__(Trained)
         trained.model, trained.steps_taken = model, 0
-        trained.optimizer = distribute(model, CONFIG, param_groups=model.groups(), optimizer=Peculiar(model.groups()))
+        trained.optimizer = distribute(model, Peculiar(model.groups()), CONFIG)
         return trained
 
     first = build().train(3)
@@ -299,7 +299,7 @@ class Alone(torch.nn.Module):
 def test_load_when_a_param_has_one_element_then_a_step_of_one_element_round_trips() -> None:
     def build() -> tuple[Alone, Any]:
         model = Alone()
-        return model, distribute(model, CONFIG, optimizer=Peculiar(model.parameters()))
+        return model, distribute(model, Peculiar(model.parameters()), CONFIG)
 
     def train(model: Alone, optimizer: Any) -> float:
         optimizer.zero_grad()
@@ -311,7 +311,7 @@ def test_load_when_a_param_has_one_element_then_a_step_of_one_element_round_trip
     for _ in range(2):
         train(model, optimizer)
     other, other_optimizer = build()
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other_optimizer.load_local_state_dict(copy.deepcopy(optimizer.local_state_dict()))
     assert [train(other, other_optimizer) for _ in range(3)] == [train(model, optimizer) for _ in range(3)]
 
 

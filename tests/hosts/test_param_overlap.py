@@ -1,4 +1,4 @@
-"""Params that are gathered beside forward: nobody ever computes with, saves or reads old ones.
+"""Params that are gathered while forward runs: nobody ever computes with, saves or reads old ones.
 
 One spawn of three ranks runs every training twice, with `overlap_param_gather` and without. Every gather is made slow,
 so that whoever does not wait for one has old values and ends up with other bits.
@@ -118,6 +118,10 @@ CASES = {
     "state_dict": Case(_usual, between="state_dict"),
     "state_dict of a module": Case(_usual, between="state_dict of a module"),
     "accessor": Case(_usual, between="accessor"),
+    "params are read": Case(_usual, between="read"),
+    "average of params": Case(_usual, between="average"),
+    "average of bf16 params": Case(_usual, between="average", dtype=BF16, norm=BF16),
+    "rolled back, bf16": Case(_usual, between="rolled back", dtype=BF16, norm=BF16),
     "optimizer state": Case(_usual, between="optimizer"),
     "copy of the model": Case(_usual, between="deepcopy"),
     "part of the model": Case(_usual, between="part"),
@@ -162,8 +166,14 @@ def _between(what: str, model: Net, optimizer: Any) -> list[Tensor]:
     if what == "optimizer":
         optimizer.load_state_dict(optimizer.state_dict())
         return [param.detach().clone() for param in model.parameters()]
+    if what == "read":
+        return [torch.stack([param.sum() for param in model.parameters()]).detach()]
+    if what == "average":
+        kept = [torch.zeros_like(param) for param in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_lerp_(kept, list(model.parameters()), 0.5)
+        return kept
     if what == "deepcopy":
-        optimizer.finish_param_gather()
         return [copy.deepcopy(model)(words, [0, 1, 2], "")]
     if what == "rolled back":
         kept = {name: value * 0.5 for name, value in model.state_dict().items()}
@@ -171,10 +181,8 @@ def _between(what: str, model: Net, optimizer: Any) -> list[Tensor]:
         model(words, [0, 1, 2], "").backward()
         optimizer.step()
         model.load_state_dict(kept)
-        optimizer.reload_model_params()
         return [value.clone() for value in model.state_dict().values()]
     if what == "pickled":
-        optimizer.finish_param_gather()
         return [pickle.loads(pickle.dumps(model.layers[1]))(torch.ones(1, WIDTH)).detach()]
     if what == "part":
         return [model.layers[1](torch.ones(1, WIDTH)).detach()]
@@ -210,7 +218,6 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         optimizer.step()
         pending.append(_num_pending(optimizer))
         seen += _between(case.between, model, optimizer)
-    optimizer.finish_param_gather()
     return Result([param.detach().clone() for param in model.parameters()], seen, pending, beside)
 
 
@@ -219,7 +226,7 @@ def _not_last(optimizer: Any, is_last: bool) -> Any:
 
 
 def _num_pending(optimizer: Any) -> int:
-    overlap = getattr(optimizer._params, "overlap", None)
+    overlap = getattr(optimizer._model.gather, "_overlap", None)
     return 0 if overlap is None else overlap.num_pending
 
 

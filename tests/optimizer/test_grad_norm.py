@@ -16,6 +16,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.layout import ParamShard, Run, Span
 from megatron_distopt.optimizer.grad_norm import local_stats, reduce_stats
 from megatron_distopt.optimizer.main_params import MainRun, RunKey
+from tests.support.models import stepped
 from tests.support.spawn import run_ranks
 
 
@@ -102,7 +103,7 @@ def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float 
         counted=lambda name: pieces[name.removeprefix("held.")].counted,
     )
     model(pieces).backward()
-    result = optimizer.step()
+    result = stepped(optimizer)
     return result.grad_norm, result.num_zeros
 
 

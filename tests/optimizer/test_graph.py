@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import ConfigError, NonFiniteGradError
-from megatron_distopt.hosts.plain import PlainOptimizer
 from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations
 from megatron_distopt.optimizer.graph import Output
 from tests.support.models import Params, exact_grads
@@ -77,7 +76,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _built(device: str = "cpu", **options: Any) -> tuple[Params, PlainOptimizer]:
+def _built(device: str = "cpu", **options: Any) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params(default=torch.bfloat16).to(device)
     config = DistOptConfig(accelerator="torch", adam="torch_fused", **options)
     optimizer = distribute(model, config, param_groups=model.groups())
@@ -85,7 +84,7 @@ def _built(device: str = "cpu", **options: Any) -> tuple[Params, PlainOptimizer]
     return model, optimizer
 
 
-def _reduced(model: Params, optimizer: PlainOptimizer, step: int, *, bad: int = BAD) -> None:
+def _reduced(model: Params, optimizer: TorchDistributedOptimizer, step: int, *, bad: int = BAD) -> None:
     """Leaves gradients as they are before `ShardedOptimizer.step`, and the rate of the step."""
     optimizer.zero_grad()
     device = optimizer.sharded.device
@@ -93,13 +92,14 @@ def _reduced(model: Params, optimizer: PlainOptimizer, step: int, *, bad: int = 
     if step == bad:
         grads["scale"][0] = float("nan")
     optimizer.scale_loss(model(grads)).backward()
-    for group in optimizer.param_groups:
+    # The user's groups, and those that a step of `sharded` alone reads.
+    for group in (*optimizer.param_groups, *optimizer.sharded.inner.param_groups):
         group["lr"] = RATES[step]
 
 
 def _train(
     captured: bool, *, device: str = "cpu", record: bool = True, **options: Any
-) -> tuple[list[list[Tensor]], list[str], PlainOptimizer]:
+) -> tuple[list[list[Tensor]], list[str], TorchDistributedOptimizer]:
     """States and results after every step."""
     model, optimizer = _built(device, **options)
     stand_in = StandIn(optimizer.sharded) if record else None
@@ -131,8 +131,8 @@ def test_captured_step_when_recorded_once_then_every_step_is_bit_for_bit_the_ord
     for left, right in zip(captured, plain, strict=True):
         assert all(map(_same_bits, left, right))
     assert optimizer.sharded.num_skipped == 1
-    assert [group["lr"] for group in optimizer.param_groups] == [RATES[-1]] * 2
-    assert not any(group["capturable"] for group in optimizer.param_groups)
+    assert [group["lr"] for group in optimizer.sharded.inner.param_groups] == [RATES[-1]] * 2
+    assert not any(group["capturable"] for group in optimizer.sharded.inner.param_groups)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -154,7 +154,7 @@ def test_captured_step_when_it_is_steady_then_the_cpu_waits_for_nothing_and_the_
 def test_captured_step_when_something_that_was_baked_in_changes_then_it_is_recorded_anew() -> None:
     model, optimizer = _built()
     stand_in = StandIn(optimizer.sharded)
-    captured = CapturedStep(optimizer.sharded, stand_in)
+    optimizer.capture_step(stand_in)
     times = []
     for step in range(6):
         _reduced(model, optimizer, step, bad=-1)
@@ -163,7 +163,7 @@ def test_captured_step_when_something_that_was_baked_in_changes_then_it_is_recor
         if step == 5:  # as loading does
             for state in optimizer.sharded.inner.state.values():
                 state["step"] = state["step"].clone()
-        captured.step()
+        optimizer.step()
         times.append(stand_in.times)
     assert times == [0, 1, 1, 2, 2, 3]
 

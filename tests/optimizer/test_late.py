@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
-from megatron_distopt.hosts.plain import PlainOptimizer
 from megatron_distopt.optimizer import clip_divisor, settle_together
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.late import late_divisor, late_norm
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
 STEPS, BAD = 5, 2
@@ -63,7 +62,7 @@ def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, Outcome]]:
     return {name: (_train(name, rank, late=False), _train(name, rank, late=True)) for name in CASES}
 
 
-def _built(name: str, *, late: bool) -> tuple[Params, PlainOptimizer]:
+def _built(name: str, *, late: bool) -> tuple[Params, TorchDistributedOptimizer]:
     options, dtype = CASES[name]
     model = Params(default=dtype)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options))
@@ -92,16 +91,16 @@ def _train(name: str, rank: int, *, late: bool) -> Outcome:
     return replace(outcome, num_skipped=optimizer.sharded.num_skipped)
 
 
-def _step(model: Params, optimizer: PlainOptimizer, rank: int, step: int, *, poison: bool) -> Any:
+def _step(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: int, *, poison: bool) -> Any:
     optimizer.zero_grad()
     grads = exact_grads(step, 0, rank)
     if poison:
         grads["deep.weight"][1, 2, 3] = float("nan")
     optimizer.scale_loss(model(grads)).backward()
-    return optimizer.step()
+    return stepped(optimizer)
 
 
-def _everything(optimizer: PlainOptimizer) -> list[Tensor]:
+def _everything(optimizer: TorchDistributedOptimizer) -> list[Tensor]:
     sharded = optimizer.sharded
     tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.runs]
     tensors += [state[key] for state in sharded.inner.state.values() for key in sorted(state)]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import NonFiniteGradError
-from megatron_distopt.hosts.plain import PlainOptimizer
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
 
@@ -65,17 +64,17 @@ def _meet(rank: int, config: DistOptConfig, dtype: torch.dtype) -> Outcome:
     return Outcome(error, updated, before, after, float(optimizer.sharded.loss_scale.scale), steps)
 
 
-def _train(model: Params, optimizer: PlainOptimizer, rank: int, step: int, poison: bool = False) -> bool:
+def _train(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: int, poison: bool = False) -> bool:
     optimizer.zero_grad()
     grads = exact_grads(step, 0, rank)
     if poison:
         grads["deep.weight"][1, 2, 3] = float("nan")
         grads["scale"][0] = float("inf")
     optimizer.scale_loss(model(grads)).backward()
-    return optimizer.step().updated
+    return stepped(optimizer).updated
 
 
-def _everything(optimizer: PlainOptimizer) -> list[Tensor]:
+def _everything(optimizer: TorchDistributedOptimizer) -> list[Tensor]:
     """All that a skipped step must leave alone: model params, main params, moments, step counts."""
     sharded = optimizer.sharded
     tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.runs]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from tests.support.models import Params, exact_grads, summed
+from tests.support.models import Params, exact_grads, stepped, summed
 from tests.support.spawn import run_ranks
 
 STEPS = 4
@@ -85,7 +85,7 @@ def _train_sharded(case: Case, rank: int, group: dist.ProcessGroup) -> Run:
             loss = model(exact_grads(step, microbatch, rank)) / MICROBATCHES
             optimizer.scale_loss(loss).backward()
         _halve_lr_at_step_two(optimizer.param_groups, step)
-        norms.append(optimizer.step().grad_norm)
+        norms.append(stepped(optimizer).grad_norm)
     return Run({name: param.detach().clone() for name, param in model.named()}, norms)
 
 

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import InvariantError
-from megatron_distopt.hosts.plain import PlainOptimizer
 from megatron_distopt.optimizer import find_synchronisations, forbid_synchronisations
 from megatron_distopt.optimizer.sync_check import arrived
-from tests.support.models import Params, exact_grads
+from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
 DEVICE = torch.device("cpu")
@@ -52,18 +51,18 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def _trained(options: dict[str, Any], rank: int, *, late: bool) -> tuple[Params, PlainOptimizer]:
+def _trained(options: dict[str, Any], rank: int, *, late: bool) -> tuple[Params, TorchDistributedOptimizer]:
     """After two steps, whose results were read."""
     model = Params(default=torch.bfloat16)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", **options))
     optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
     for step in range(2):
         _backward(model, optimizer, rank, step)
-        assert optimizer.step().updated
+        assert stepped(optimizer).updated
     return model, optimizer
 
 
-def _backward(model: Params, optimizer: PlainOptimizer, rank: int, step: int) -> None:
+def _backward(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: int) -> None:
     optimizer.zero_grad()
     optimizer.scale_loss(model(exact_grads(step, 0, rank))).backward()
 
@@ -161,7 +160,7 @@ def test_forbid_synchronisations_when_the_verdict_comes_late_then_the_step_passe
     model, optimizer = _trained({"clip_grad": 1.0}, 0, late=True)
     _backward(model, optimizer, 0, 2)
     with forbid_synchronisations(DEVICE):
-        result = optimizer.step()
+        result = stepped(optimizer)
     assert result.updated and result.grad_norm is not None and result.grad_norm > 0
 
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
+from megatron_distopt import TorchDistributedOptimizer
+from megatron_distopt.optimizer import StepResult
+
 #: By name: larger than a shard at 4 ranks, smaller than any, cut by several shard borders, of one element.
 SHAPES = {"wide.weight": (31, 17), "wide.bias": (17,), "norm.weight": (5,), "deep.weight": (3, 7, 11), "scale": (1,)}
 
@@ -64,3 +67,10 @@ def exact_grads(step: int, microbatch: int, rank: int) -> dict[str, Tensor]:
 def summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The sum of gradients, by name."""
     return {name: torch.stack([part[name] for part in parts]).sum(0) for name in SHAPES}
+
+
+def stepped(optimizer: TorchDistributedOptimizer) -> StepResult:
+    """Collective: makes a step and returns what it did."""
+    optimizer.step()
+    assert optimizer.last_step is not None
+    return optimizer.last_step
