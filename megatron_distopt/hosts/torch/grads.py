@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
-from megatron_distopt.comm import CommTime, GradOverlap, Group, Reduction, check_alone, reduce_grads, waited_since
+from megatron_distopt.comm import (
+    CommTime,
+    GradOverlap,
+    Group,
+    Reduction,
+    check_alone,
+    reduce_grads,
+    sum_over,
+    waited_since,
+)
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
 from megatron_distopt.layout import Span, owned_shards
 
@@ -191,6 +200,7 @@ class Grads:
             divisor: what they have to be divided by.
         """
         if self.phase is Phase.REDUCED:
+            self._check_reduced()
             return CommTime(0.0, 0.0)
         if self.phase is Phase.STEPPED:
             try:
@@ -203,10 +213,13 @@ class Grads:
         self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
         return time
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether this rank's shards hold sums over ranks."""
-        return self.phase is not Phase.LOCAL
+    def is_local_somewhere(self) -> bool:
+        """Collective: whether any rank has contributions that are not reduced."""
+        if self.phase is Phase.REDUCED:  # on all ranks, after a collective of this round
+            return False
+        local = torch.tensor([float(self.phase is Phase.LOCAL)], device=self.slots[0].view.device)
+        sum_over(local, self._data)
+        return bool(local > 0)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -216,6 +229,14 @@ class Grads:
     def clip(self, divisor: float) -> None:
         """The sums are to be divided by this as well."""
         self._divisors = [each * divisor for each in self._divisors]
+
+    def _check_reduced(self) -> None:
+        """After clip_grad_norm_ or full_grad a gradient may be cleared, but no other one taken."""
+        for slot in self.slots:
+            if slot.is_missing:
+                slot.view.zero_()
+            elif slot.param.grad is not slot.shown:
+                self.complaints.append(_assigned(slot.name))
 
     def _reduce_all(self) -> CommTime:
         if self._overlap is not None:
@@ -294,6 +315,12 @@ class Grads:
             self.on_drop()
         self.num_rounds += 1
         self._has_arrived = self._is_scaled = False
+
+
+def _assigned(name: str) -> LayoutError:
+    got, rule = "assigned after clip_grad_norm_ or full_grad", "be there before"
+    remedy = "Assign it first, or call optimizer.zero_grad() in between"
+    return LayoutError(refusal(f"grad of param {name!r}", got, rule, remedy))
 
 
 def _changed(name: str) -> LayoutError:

@@ -209,6 +209,7 @@ class TorchDistributedOptimizer(Optimizer):
         `full_state_dict()` and `local_state_dict()` are other ways.
         """
         self.finish_param_gather()
+        self._follow_user()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = torch_state_dict(self._torch_params())
@@ -309,7 +310,7 @@ class TorchDistributedOptimizer(Optimizer):
         """
         slot = self._slot_of(param)
         model = self._model
-        if not model.grads.is_reduced:
+        if model.grads.is_local_somewhere():
             model.grads.reduce(model.sharded.divisor)
         whole = model.grads.averaged(slot)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
@@ -388,7 +389,12 @@ class TorchDistributedOptimizer(Optimizer):
         """Collective: the state that is read now is that of the params as they are."""
         self.finish_param_gather()
         self._stepper.settle()
-        raise_together(lambda: self._model.follow(self._model.params.collect()), self._model.ranks.stats, "params")
+        raise_together(self._follow_user, self._model.ranks.stats, "params")
+
+    def _follow_user(self) -> None:
+        """The state is that of the params and options as they are now."""
+        self._model.follow(self._model.params.collect())
+        self._stepper.take_options()
 
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
@@ -416,10 +422,11 @@ class TorchDistributedOptimizer(Optimizer):
         self._model.gather.gather_now()
         self._model.params.forget()
 
+    @torch.no_grad()
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's state by param name, for a restart at the same size; see checkpoint/state.py."""
         self.finish_param_gather()
-        self._stepper.take_options()
+        self._follow_user()
         return local_state_dict(self.sharded)
 
     @torch.no_grad()
