@@ -4,12 +4,17 @@
 every element has one owner. Over tensor-parallel ranks a duplicated param (a norm weight, a bias after a row-parallel
 layer), and over pipeline stages a shared embedding, exists more than once; the host says which rank counts it
 (`RunKey.counted`).
+
+[Note: large and infinite] The square of an fp32 number above 1.8e19 is infinite in fp32. On a CPU the sum is looked at,
+which costs nothing there, and is made again in float64 where it is not finite. Elsewhere a look would make the CPU wait
+for the device; there each element is squared in float64 in the first place, in the same single read of 4 bytes. Devices
+without float64 take so large a gradient for an infinite one, and `nonfinite_params` says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +29,11 @@ __all__ = ["GradStats", "local_numbers", "local_stats", "nonfinite_params", "red
 #: Elements that are added up in fp32 at a time. `dot` adds them one after the other in a few lanes, so its error grows
 #: with the piece: 9e-7 of the sum of squares for 2**20, 2e-8 for 2**16, which costs a seventh more time.
 _PIECE_NUMEL = 1 << 16
-#: The same elsewhere, where a kernel adds up in a tree of its own and launches cost more.
+#: The same where there is no float64: a kernel adds up in a tree of its own, and launches cost more.
 _PIECE_NUMEL_OF_DEVICES = 1 << 26
+#: Torch's sum of squares of many tensors in another dtype than theirs; older releases have only its root, or neither.
+_POWSUM: Callable[..., Sequence[Tensor]] | None = getattr(torch, "_foreach_powsum", None)
+_HAS_WIDE_NORM = "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,9 @@ def local_stats(runs: Sequence[MainRun], device: torch.device, *, count_zeros: b
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
-    return _add_up(runs, [_sum_of_squares(run.main_grad) for run in runs], device, count_zeros=count_zeros)
+    grads = [run.main_grad for run in runs]
+    sums = [_sum_of_squares(grad) for grad in grads] if device.type == CPU else _sums_unseen(grads, device)
+    return _add_up(runs, sums, device, count_zeros=count_zeros)
 
 
 def local_numbers(runs: Sequence[MainRun], device: torch.device, *, count_zeros: bool) -> tuple[Tensor, Tensor]:
@@ -71,7 +81,7 @@ def local_numbers(runs: Sequence[MainRun], device: torch.device, *, count_zeros:
     Returns:
         What `local_stats` returns, and [len(runs)] of that dtype: 1 where the gradient of the run is not finite.
     """
-    sums = [_sum_of_squares_unseen(run.main_grad) for run in runs]
+    sums = _sums_unseen([run.main_grad for run in runs], device)
     stats = _add_up(runs, sums, device, count_zeros=count_zeros)
     return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
 
@@ -119,22 +129,33 @@ def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
 
 
 def nonfinite_params(runs: Sequence[MainRun]) -> list[str]:
-    """Names of the params whose gradient on this rank holds inf or nan; slow, for error messages."""
-    return [
-        shard.name for run in runs for shard in run.run.shards if not torch.isfinite(run.cut(run.grad, shard)).all()
-    ]
+    """Names of the params whose gradient on this rank holds inf or nan; slow, for error messages.
+
+    Where there is none, of those that count as infinite, see [Note: large and infinite].
+    """
+    parts = [(shard.name, run.cut(run.grad, shard)) for run in runs for shard in run.run.shards]
+    infinite = [name for name, part in parts if not torch.isfinite(part).all()]
+    large = (f"{name} (finite, and above 1.8e19)" for name, part in parts if not torch.isfinite(part.dot(part)))
+    return infinite or list(large)
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:
     """0-D. `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
-    total = _sum_of_squares_unseen(grad)
-    # fp32 overflows at a norm of 1.8e19. On a CPU it costs nothing to look, and float64 tells large from infinite;
-    # elsewhere looking would make the CPU wait, and so large a gradient counts as infinite.
-    return total if grad.device.type != CPU or math.isfinite(total.item()) else grad.double().square().sum()
+    total = _in_pieces(grad, _PIECE_NUMEL)
+    return total if math.isfinite(total.item()) else grad.double().square().sum()
 
 
-def _sum_of_squares_unseen(grad: Tensor) -> Tensor:
-    return _in_pieces(grad, _PIECE_NUMEL if grad.device.type == CPU else _PIECE_NUMEL_OF_DEVICES)
+def _sums_unseen(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same of each without a look, see [Note: large and infinite]."""
+    has_wide = device.type != CPU and stats_dtype(device) is torch.float64 and (_POWSUM or _HAS_WIDE_NORM)
+    if not has_wide:
+        numel = _PIECE_NUMEL if device.type == CPU else _PIECE_NUMEL_OF_DEVICES
+        return [_in_pieces(grad, numel) for grad in grads]
+    if not grads:
+        return []
+    if _POWSUM is not None:
+        return list(_POWSUM(list(grads), 2, torch.float64))
+    return list(torch.stack(list(torch._foreach_norm(list(grads), 2, torch.float64))).square())
 
 
 def _in_pieces(grad: Tensor, numel: int) -> Tensor:

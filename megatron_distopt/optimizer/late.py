@@ -9,6 +9,9 @@ them changes nothing where it is 1. So the CPU waits for nothing; the numbers fo
   ago, while the device has backward of this one to do;
 - when somebody reads the result of the step, or `num_skipped`; that never raises, because it may happen on one rank.
 
+Where no step follows, nobody looks: then an error is logged when the optimizer goes, or at the end of the process
+(`report_unless_settled`).
+
 By then the gradients are gone, so a message names runs ("among ...") and not params. A host gets the norm as a tensor
 of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU, sums
 are float64 there, the loss scale is constant, and the inner optimizer skips by itself (`ShardedOptimizer.is_late`).
@@ -17,18 +20,24 @@ Every bit is as without; tests/optimizer/test_late.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from megatron_distopt.layout import Run
 from megatron_distopt.optimizer.accelerator import CPU, mark
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.main_params import MainRun, RunKey
 from megatron_distopt.optimizer.sync_check import arrived
 
 __all__ = ["HostCopy", "LateVerdict", "found_inf_of", "late_divisor", "late_norm"]
+
+_log = logging.getLogger("megatron_distopt")
 
 
 class HostCopy:
@@ -68,6 +77,18 @@ class LateVerdict:
         self.numbers = numbers
         self._copy = HostCopy(numbers)
         self._runs, self.counts_zeros = tuple(runs), counts_zeros
+        self._report: finalize[Any, Any] | None = None
+
+    def report_unless_settled(self) -> None:
+        """From now on: if nobody says `settled` before this goes or the process ends, and it was not finite, an error
+        is logged."""
+        plans = tuple(run.run for run in self._runs)  # which hold no tensors
+        self._report = finalize(self, _report_nonfinite, self._copy, plans)
+
+    def settled(self) -> None:
+        """Somebody did what is to be done about it."""
+        if self._report is not None:
+            self._report.detach()
 
     @property
     def stats(self) -> GradStats:
@@ -77,12 +98,21 @@ class LateVerdict:
 
     def nonfinite_runs(self) -> list[str]:
         """The runs of this rank whose gradient was not finite, by names of their params; waits for the device."""
-        flags = self._copy.values[3:]
-        return [_described(run) for run, flag in zip(self._runs, flags, strict=True) if flag]
+        return _nonfinite_of(self._copy, [run.run for run in self._runs])
 
 
-def _described(run: MainRun) -> str:
-    names = [shard.name for shard in run.run.shards]
+def _nonfinite_of(numbers: HostCopy, plans: Sequence[Run[RunKey]]) -> list[str]:
+    return [_described(plan) for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
+
+
+def _report_nonfinite(numbers: HostCopy, plans: Sequence[Run[RunKey]]) -> None:
+    if numbers.values[2] > 0:
+        where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
+        _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)
+
+
+def _described(plan: Run[RunKey]) -> str:
+    names = [shard.name for shard in plan.shards]
     return names[0] if len(names) == 1 else f"among {len(names)} params from {names[0]} to {names[-1]}"
 
 

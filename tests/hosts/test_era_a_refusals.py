@@ -874,6 +874,14 @@ def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(c
     assert "Drop one of the two" in str(error.value)
 
 
+def test_inner_when_an_adam_is_named_and_the_forks_class_is_its_own_then_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        _chosen(AdamW, DistOptConfig(adam="torch_foreach"))
+    assert str(error.value).startswith("Invalid adam: torch_foreach with the fork's own AdamW. ")
+    assert "--distopt-optimizer adam" in str(error.value)
+    assert _chosen(AdamW, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
+
+
 @pytest.mark.parametrize(("mode", "decay", "is_decoupled"), [(1, None, True), (0, None, False), (0, "decoupled", True)])
 def test_inner_when_apexs_adam_is_told_how_to_decay_then_ours_does_so_unless_an_option_says_else(
     mode: int, decay: str | None, is_decoupled: bool, monkeypatch: pytest.MonkeyPatch

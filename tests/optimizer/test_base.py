@@ -318,6 +318,23 @@ def test_build_when_the_source_is_not_torch_then_it_gets_the_options_and_the_kin
     }
 
 
+@pytest.mark.parametrize(
+    ("adam", "device_type"), [("transformer_engine", "cuda"), ("apex", "cuda"), ("deepspeed_cpu", "cpu")]
+)
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+def test_build_when_a_param_group_has_what_the_source_does_not_look_at_then_refused(
+    option: str, adam: str, device_type: str, offer: Offer
+) -> None:
+    offer(*PACKAGES)
+    choice = choose_inner(config(adam=adam), device_type)
+    choice.build([{"params": [], option: False}])
+    with pytest.raises(ConfigError) as error:
+        choice.build([{"params": []}, {"params": [], option: True}])
+    assert str(error.value).startswith(f"Invalid param group 1: {option}=True. ")
+    assert adam in str(error.value)
+    assert "Drop the option" in str(error.value)
+
+
 def param_with(values: list[float]) -> Tensor:
     return torch.tensor(values, requires_grad=True)
 

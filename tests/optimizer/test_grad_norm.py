@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from torch.nn import Module, Parameter, ParameterDict
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.layout import ParamShard, Run, Span
-from megatron_distopt.optimizer.grad_norm import local_stats, reduce_stats
+from megatron_distopt.optimizer import grad_norm
+from megatron_distopt.optimizer.grad_norm import local_numbers, local_stats, nonfinite_params, reduce_stats
 from megatron_distopt.optimizer.main_params import MainRun, RunKey
 from tests.support.models import stepped
 from tests.support.spawn import run_ranks
@@ -151,6 +153,53 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
     if norm is not None:
         # fp32 squares in pieces: 1e-7 each, and their sum in float64.
         assert stats.norm(1.0) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.fixture(params=["sum of squares", "its root", "neither"])
+def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU stands for a device at whose numbers nobody looks, with the kernels of newer and of older releases."""
+    monkeypatch.setattr(grad_norm, "CPU", "no device")
+    if request.param != "sum of squares":
+        monkeypatch.setattr(grad_norm, "_POWSUM", None)
+    monkeypatch.setattr(grad_norm, "_HAS_WIDE_NORM", request.param != "neither")
+    return str(request.param)
+
+
+def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinite_where_torch_can(
+    elsewhere: str,
+) -> None:
+    values = {"ordinary": 0.5, "huge": 3e19, "inf": math.inf, "nan": math.nan}
+    device, found = torch.device("cpu"), {}
+    for name, value in values.items():
+        run = _main_run(torch.full((3000,), value), counted=True)
+        stats = reduce_stats(local_stats([run], device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
+        numbers, flags = local_numbers([run], device, count_zeros=False)
+        assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
+        found[name] = stats.is_finite, flags.tolist() == [0.0]
+    is_told = elsewhere != "neither"
+    assert found == {
+        "ordinary": (True, True),
+        "huge": (is_told, is_told),
+        "inf": (False, False),
+        "nan": (False, False),
+    }
+    assert local_numbers([], device, count_zeros=False)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(elsewhere: str) -> None:
+    grad = torch.randn(100_000, generator=torch.Generator().manual_seed(5))
+    run = _main_run(grad, counted=True)
+    stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
+    # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some thousand partial sums.
+    bound = 1e-5 if elsewhere == "neither" else 1e-13
+    assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=bound)
+
+
+def test_nonfinite_params_when_all_are_finite_and_their_squares_are_not_then_the_large_ones_are_named() -> None:
+    large, small = _main_run(torch.full((4,), 3e19), counted=True), _main_run(torch.ones(4), counted=True)
+    assert nonfinite_params([small, large]) == ["p (finite, and above 1.8e19)"]
+    infinite = _main_run(torch.full((4,), math.inf), counted=True)
+    assert nonfinite_params([small, large, infinite]) == ["p"]
 
 
 def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64() -> None:

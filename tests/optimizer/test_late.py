@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
 from megatron_distopt.optimizer import clip_divisor, settle_together
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.late import late_divisor, late_norm
+from megatron_distopt.optimizer.late import LateVerdict, late_divisor, late_norm
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
@@ -272,3 +274,29 @@ def test_late_norm_when_a_host_uses_it_then_it_is_the_float(square: float) -> No
     assert "{:.3f}".format(found) == f"{norm:.3f}"  # noqa: UP032 - as forks write it
     assert math.isfinite(found) and max(found, norm + 1) == norm + 1
     assert torch.tensor([found], dtype=torch.float64).tolist() == [norm]
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad(
+    is_finite: bool, is_settled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = LateVerdict(torch.tensor([1.0, 0.0, 0.0 if is_finite else 1.0], dtype=torch.float64), [], counts_zeros=False)
+    late.report_unless_settled()
+    if is_settled:
+        late.settled()
+    assert not caplog.messages
+    del late
+    said = ["the gradient of the last step was inf or nan on other ranks alone; that step changed nothing"]
+    assert caplog.messages == ([] if is_finite or is_settled else said)
+
+
+def test_last_step_when_the_process_ends_then_the_error_is_logged_at_its_end() -> None:
+    program = """
+import torch
+from megatron_distopt.optimizer.late import LateVerdict
+late = LateVerdict(torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), [], counts_zeros=False)
+late.report_unless_settled()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    assert "the gradient of the last step was inf or nan" in ended.stderr

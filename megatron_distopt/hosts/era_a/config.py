@@ -20,7 +20,7 @@ from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_device
 
 __all__ = ["Inner", "check_model", "choose_for", "merge_config"]
 
-#: Classes whose arithmetic our own choice has too, by module: one of a user's is not meant because of its name.
+#: Classes whose arithmetic our own choice has too, by package: one of a user's is not meant because of its name.
 _ADAMS = {
     "torch.optim": ("Adam", "AdamW"),
     "apex.optimizers": ("FusedAdam",),
@@ -97,13 +97,25 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
             return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base))
         if _is_of(base, _SGDS):
             return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
+    if config.adam != "auto":
+        rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
+        remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
+        raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
     return Inner(adopt_instance(base), base.param_groups)
 
 
 def _is_of(base: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the base optimizer is of one of these very classes, of which each is loaded if it is."""
-    modules = [(sys.modules.get(module), names) for module, names in classes.items()]
-    return any(type(base) is getattr(module, name, None) for module, names in modules for name in names)
+    """Whether the base optimizer is of one of these classes: what a package exports, or calls so in one of its files.
+
+    One that inherits from them is another.
+    """
+    kind = type(base)
+    for module, names in classes.items():
+        package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
+        is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
+        if is_exported or (kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")):
+            return True
+    return False
 
 
 def _unserved(base: Optimizer) -> dict[str, Any]:

@@ -53,6 +53,9 @@ class FusedAdam(torch.optim.Optimizer):
         param.sub_(update, alpha=group["lr"])
 
 
+# As apex's says, for which it stands.
+FusedAdam.__module__ = "apex.optimizers.fused_adam"
+
 Adam = FusedAdam if ADAM == "fused" else torch.optim.Adam
 
 __all__ = ["SGD", "Adam", "FusedAdam"]
