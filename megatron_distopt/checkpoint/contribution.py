@@ -17,7 +17,15 @@ from megatron_distopt.checkpoint.folder import data_file, write_part
 from megatron_distopt.checkpoint.group_record import check_groups, join_groups
 from megatron_distopt.checkpoint.history import earlier_saves
 from megatron_distopt.checkpoint.loss_scale import saved_loss_scale
-from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, Chunk, GroupRecord, Manifest, Scalar, TensorRecord
+from megatron_distopt.checkpoint.manifest import (
+    NOT_OPTIONS,
+    Chunk,
+    GroupRecord,
+    Manifest,
+    Scalar,
+    TensorRecord,
+    check_counts,
+)
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
@@ -95,6 +103,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
         earlier=earlier_saves(model),
     )
+    check_counts(head, "the optimizer")  # a part that no reader takes would be waited for in vain
     return Contribution(head, tensors)
 
 

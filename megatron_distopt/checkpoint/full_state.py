@@ -25,14 +25,14 @@ class _Held:
 
     Args:
         shape, dtype: of the whole value.
-        boxes: of a sharded one, in order; None for a number.
-        number: as a tensor on the CPU; None for a sharded value.
+        boxes: of a sharded one, in order; None for what is kept once.
+        kept: what is kept once, on the CPU: a number or a text; None for a sharded value.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...] | None
-    number: Tensor | None = None
+    kept: Any = None
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     gathered = {key: _gather(values.get(key), [of_rank.get(key) for of_rank in told], params) for key in wanted}
     if params.data.rank != 0:
         return {}
-    full: dict[int, dict[str, Tensor]] = {}
+    full: dict[int, dict[str, Any]] = {}
     for (number, kind), value in sorted(gathered.items(), key=lambda item: item[0][0]):
         if value is not None:
             full.setdefault(number, {})[kind] = value
@@ -74,18 +74,20 @@ def _checked(params: TorchParams, state: Mapping[str, Any]) -> dict[tuple[int, s
         (number, kind): _held(value)
         for number, values in state["state"].items()
         for kind, value in values.items()
-        if not (isinstance(value, ShardedValue) and not value.boxes and value.dim() == 0)
+        if not (isinstance(value, ShardedValue) and not value.boxes and value.dim() == 0)  # a count that others know
     }
 
 
-def _held(value: Tensor) -> _Held:
+def _held(value: Any) -> _Held:
+    if not torch.is_tensor(value):
+        return _Held((), torch.float32, None, value)
     shape = tuple(value.shape)
     if isinstance(value, ShardedValue):
         return _Held(shape, value.dtype, value.boxes)
     return _Held(shape, value.dtype, None, value.cpu()) if value.dim() == 0 else _Held(shape, value.dtype, ())
 
 
-def _gather(own: Tensor | None, told: Sequence[_Held | None], params: TorchParams) -> Tensor | None:
+def _gather(own: Tensor | None, told: Sequence[_Held | None], params: TorchParams) -> Any:
     """Collective: one value, on the first rank.
 
     Args:
@@ -95,8 +97,8 @@ def _gather(own: Tensor | None, told: Sequence[_Held | None], params: TorchParam
     """
     group = params.data
     first = next(each for each in told if each is not None)
-    if first.number is not None:
-        return first.number
+    if first.boxes is None:
+        return first.kept
     if own is not None and not isinstance(own, ShardedValue):
         return own.detach().cpu().clone()  # one rank, which has it whole
     if group.rank != 0:

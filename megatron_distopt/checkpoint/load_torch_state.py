@@ -132,8 +132,8 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     """Keys that are one number for a param: those that are so for a param of more than one element."""
     found = {STEP}
     for name, entry in entries.items():
-        if params.share.placements.get(name) and params.share.placements[name].global_shape != ():
-            found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.dim() == 0}
+        if name in params.share.placements and math.prod(params.share.placements[name].global_shape) > 1:
+            found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.numel() == 1}
     return found - needed_moments(params.share.optimizer) - {MAIN_PARAM}
 
 
@@ -151,8 +151,11 @@ def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: se
         if key in scalars and not isinstance(value, (ShardedValue, type(None)))
     }
     for key, value in numbers.items():
-        if not _is_number(value) or (key == STEP and float(value) < 0):
-            got, rule = repr(value), "be a number of at least 0" if key == STEP else "be a number"
+        is_right = (
+            _is_number(value) and float(value) >= 0 if key == STEP else _is_number(value) or isinstance(value, str)
+        )
+        if not is_right:
+            got, rule = repr(value), "be a number of at least 0" if key == STEP else "be a number or a text"
             raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, _REMEDY))
     return _Given(values, numbers)
 
@@ -285,7 +288,18 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
             _fill(piece, value, piece.run.main if kind == MAIN_PARAM else into[id(piece.run), kind])
     for match in matches:
         restore_match(match, moments[match], same_inner=True)
+        if not is_torchs(match.optimizer.inner):
+            _take_kept_once(match, given)
     params.share.optimizer.forget_verdict()
+
+
+def _take_kept_once(match: GroupMatch, given: Mapping[str, _Given]) -> None:
+    """In the shape in which a class of the user's keeps them; counts stay on the CPU, as torch leaves them."""
+    for run in match.optimizer.runs:
+        state = match.optimizer.inner.state.get(run.main, {})
+        for key, value in given[run.run.shards[0].name].scalars.items() if run.run.key.group == match.number else ():
+            if key in state and torch.is_tensor(value):
+                state[key] = value.to(value.device if key == STEP else run.main.device, copy=True)
 
 
 def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> GroupMatch:

@@ -39,6 +39,7 @@ __all__ = [
     "Manifest",
     "Scalar",
     "TensorRecord",
+    "check_counts",
     "check_written",
     "from_text",
     "join",
@@ -260,18 +261,25 @@ def from_text(text: str, where: str) -> Manifest:
             refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
         ) from None
     check_groups(manifest.groups, what)
-    _check_counts(manifest, what)
+    check_counts(manifest, what)
     return manifest
 
 
-def _check_counts(manifest: Manifest, what: str) -> None:
-    """Loss scale and skipped steps."""
-    counts = {**manifest.loss_scale, "num_skipped": manifest.num_skipped}
-    for key, value in counts.items():
-        if not (math.isfinite(value) and value >= 0) or (key == "scale" and value == 0):
-            rule = "be finite and above 0" if key == "scale" else "be at least 0"
-            remedy = "Load an earlier checkpoint"
-            raise CheckpointError(refusal(f"{key} in {what}", repr(value), rule, remedy))
+def check_counts(manifest: Manifest, what: str) -> None:
+    """Whether loss scale and skipped steps are such numbers. A Megatron's count of tolerated overflows falls below 0.
+
+    Args:
+        manifest: that is read, or is about to be written.
+        what: it is, for errors.
+
+    Raises:
+        CheckpointError
+    """
+    for key, value in {**manifest.loss_scale, "num_skipped": manifest.num_skipped}.items():
+        is_right = math.isfinite(value) and (key != "scale" or value > 0) and (key != "num_skipped" or value >= 0)
+        if not is_right:
+            rule = {"scale": "be finite and above 0", "num_skipped": "be at least 0"}.get(key, "be finite")
+            raise CheckpointError(refusal(f"{key} in {what}", repr(value), rule, "Load another checkpoint"))
 
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:

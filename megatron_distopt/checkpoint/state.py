@@ -58,11 +58,11 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
         CheckpointError
     """
     if state.get("format") != _FORMAT:
-        remedy = "Load a state that optimizer.state_dict() returned"
+        remedy = "Load a state that optimizer.local_state_dict() returned"
         raise CheckpointError(refusal("optimizer state", f"format {state.get('format')}", f"be {_FORMAT}", remedy))
     missing = sorted({"inner", "param_groups", "loss_scale", "param_shards"} - set(state))
     if missing:
-        remedy = "Load a state that optimizer.state_dict() returned"
+        remedy = "Load a state that optimizer.local_state_dict() returned"
         raise CheckpointError(refusal("optimizer state", f"without {missing}", "be whole", remedy))
     _check_inner(optimizer, state)
     _check_shards(optimizer, state["param_shards"])
@@ -145,7 +145,7 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
         is_alike = is_alike and (not part["cut"] or optimizer.plan.choice.moments <= set(part["cut"]))
         if not is_alike or any(tensor.shape != (shard.in_param.numel,) for tensor in tensors):
             rule = f"hold 1-D tensors of {shard.in_param.numel} elements and the keys of its group and its optimizer"
-            remedy = "Load a state that optimizer.state_dict() returned"
+            remedy = "Load a state that optimizer.local_state_dict() returned"
             raise CheckpointError(refusal(f"state of {_key(shard)}", "other shapes or keys", rule, remedy))
 
 

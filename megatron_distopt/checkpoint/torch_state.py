@@ -171,7 +171,7 @@ def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
     initial = initial_kinds(here.params, name)
     moments = moments_of(here.params.share.optimizer.inner, run.main) if run is not None else {}
     kinds = dict.fromkeys([*initial, *moments])
-    scalars = _scalars(here, name, run, has_begun=bool(moments)) if run is not None else None
+    scalars = _scalars(here, run, has_begun=bool(moments)) if run is not None else None
     if not kinds and not scalars:
         return None if here.params.is_whole else {}  # torch refuses a param without an entry, and others may have one
     state: dict[str, Any] = {kind: _value(here, name, moments.get(kind)) for kind in kinds}
@@ -207,19 +207,19 @@ def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
-def _scalars(here: _Here, name: str, run: MainRun, *, has_begun: bool) -> dict[str, Tensor]:
-    """The count of updates and what else is one number, each in memory of its own: flat params share theirs."""
+def _scalars(here: _Here, run: MainRun, *, has_begun: bool) -> dict[str, Any]:
+    """The count of updates and what else is kept once for a param, in memory of its own: a flat param has it once."""
     optimizer = here.params.share.optimizer
     state, moments = optimizer.inner.state.get(run.main, {}), moments_of(optimizer.inner, run.main)
-    found = {key: _as_tensor(value) for key, value in state.items() if key not in moments and value is not None}
+    found = {key: _copied(value) for key, value in state.items() if key not in moments and value is not None}
     step = step_of(optimizer, optimizer.inner.param_groups[run.run.key.group], run, {})
     if STEP not in found and (step is not None or (is_adam(optimizer) and not has_begun)):
         found[STEP] = torch.tensor(float(step or 0))
     return found
 
 
-def _as_tensor(value: Any) -> Tensor:
-    return value.clone() if torch.is_tensor(value) else torch.tensor(float(value))
+def _copied(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
 
 
 def _elsewhere(here: _Here) -> dict[str, Tensor]:

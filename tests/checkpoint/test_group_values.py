@@ -105,6 +105,23 @@ def test_save_when_a_value_would_be_refused_by_a_load_then_it_is_refused_first(k
     assert f"{key} of param group 0" in str(caught.value) and repr(value) in str(caught.value)
 
 
+def test_save_when_the_loss_scale_is_zero_then_it_is_refused_first() -> None:
+    world = World.of(MODEL)
+    world.ranks[0].optimizer.loss_scale.load_state_dict({"scale": 0.0, "good_steps": 0, "tolerated": 0})
+    with pytest.raises(CheckpointError, match=r"scale in the optimizer: 0\.0"):
+        contribution_of(world.ranks[0].model)
+
+
+def test_save_when_more_overflows_came_than_are_tolerated_then_the_count_below_zero_travels(tmp_path: Path) -> None:
+    """As a Megatron counts, which goes on below 0 where the scale is at its least."""
+    world = World.of(MODEL)
+    world.ranks[0].optimizer.loss_scale.load_state_dict({"scale": 1.0, "good_steps": 0, "tolerated": -3})
+    world.save(tmp_path)
+    other = World.of(MODEL, filled=False)
+    other.load(tmp_path)
+    assert other.ranks[0].optimizer.loss_scale.state_dict()["tolerated"] == -3
+
+
 def test_save_when_ranks_differ_in_an_option_of_a_param_then_the_commit_names_it(tmp_path: Path) -> None:
     world = World.of(MODEL, dp=2)
     world.ranks[1].optimizer.inner.param_groups[0]["lr"] = 0.5

@@ -99,9 +99,9 @@ def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimiz
     state = trained.saved()
     assert all(part["cut"] == part["whole"] == {} for part in state["param_shards"].values())
     trained.train(3)
-    assert trained.optimizer.state
+    assert trained.optimizer.sharded.inner.state
     trained.load(state, steps_taken=0)
-    assert not trained.optimizer.state
+    assert not trained.optimizer.sharded.inner.state
     assert same(trained.held(), Trained(dtype=dtype).held())
     assert same(trained.train(1).held(), Trained(dtype=dtype).train(1).held())
 
@@ -205,7 +205,7 @@ def test_load_when_shapes_or_keys_of_a_param_are_wrong_then_refused_and_nothing_
     assert refusal_of(Trained().train(1), state) == (
         "Invalid state of held.wide_bias[0:17]: other shapes or keys. "
         "Must hold 1-D tensors of 17 elements and the keys of its group and its optimizer. "
-        "Load a state that optimizer.state_dict() returned."
+        "Load a state that optimizer.local_state_dict() returned."
     )
 
 
@@ -241,7 +241,7 @@ def test_load_when_saved_with_another_number_of_groups_then_refused_and_nothing_
 @pytest.mark.parametrize(("state", "got"), [({}, "None"), ({"format": 2}, "2")])
 def test_load_when_it_is_of_another_format_then_refused_and_nothing_changes(state: dict[str, Any], got: str) -> None:
     assert refusal_of(Trained(), state) == (
-        f"Invalid optimizer state: format {got}. Must be 1. Load a state that optimizer.state_dict() returned."
+        f"Invalid optimizer state: format {got}. Must be 1. Load a state that optimizer.local_state_dict() returned."
     )
 
 
@@ -352,5 +352,5 @@ def test_load_when_a_part_is_missing_then_refused_by_name(part: str) -> None:
     state = {key: value for key, value in trained.saved().items() if key != part}
     assert refusal_of(trained, state) == (
         f"Invalid optimizer state: without ['{part}']. Must be whole. "
-        "Load a state that optimizer.state_dict() returned."
+        "Load a state that optimizer.local_state_dict() returned."
     )

@@ -205,7 +205,7 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     theirs = Params()
     reference = kind(theirs.groups(), foreach=True, **how)
     model = Params()
-    optimizer: Any = distribute(model, kind(model.groups(), foreach=True, **how))
+    optimizer = distribute(model, kind(model.groups(), foreach=True, **how))
     for step in range(2):
         _train(theirs, reference, step)
     model.load_state_dict(theirs.state_dict())
@@ -216,6 +216,44 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     assert _same(_weights(model), _weights(theirs))
     ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
     assert all(_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
+
+
+class Wordy(torch.optim.Optimizer):
+    """Keeps a text, a number of Python's, a list of moments under odd keys, and has a count from the start."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param] = {"step": torch.zeros(1), "main": torch.zeros_like(param), "cut": 0, "whole": "a text"}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves along a decaying mean."""
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            state["step"] += 1
+            state["cut"] += 2
+            state["main"].mul_(0.5).add_(param.grad)
+            param.add_(state["main"], alpha=-0.125 / float(state["step"]))
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
+    model = Params()
+    optimizer = distribute(model, Wordy(model.groups()))
+    for step in range(2):
+        _train(model, optimizer, step)
+    state = copy.deepcopy(optimizer.full_state_dict())
+    assert {(each["cut"], each["whole"]) for each in state["state"].values()} == {(4, "a text")}
+    other_model = Params()
+    other = distribute(other_model, Wordy(other_model.groups()))
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    for step in (2, 3):
+        _train(model, optimizer, step)
+        _train(other_model, other, step)
+    assert _same(_weights(other_model), _weights(model))
+    assert _same(other.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.usefixtures("alone")
@@ -323,11 +361,11 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
     found["full"] = _is_as(optimizer, wanted)
     model, optimizer = _made()
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, _by_name(model, optimizer, wanted), options=options)
+    set_optimizer_state_dict(model, optimizer, _by_name(wanted), options=options)
     found["full by name"] = _is_as(optimizer, wanted)
     model, optimizer = _made()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    given = _by_name(model, optimizer, wanted) if rank == 0 else {}
+    given = _by_name(wanted) if rank == 0 else {}
     set_optimizer_state_dict(model, optimizer, given, options=options)
     found["broadcast"] = _is_as(optimizer, wanted)
     model, optimizer = _made()
@@ -341,12 +379,17 @@ def _is_as(optimizer: TorchDistributedOptimizer, wanted: dict[str, Any]) -> bool
     return optimizer.data.rank != 0 or _same(full, wanted)
 
 
-def _by_name(model: Params, optimizer: TorchDistributedOptimizer, full: dict[str, Any]) -> dict[str, Any]:
+def _by_name(full: dict[str, Any]) -> dict[str, Any]:
     """As torch's calls have it: names of params for numbers."""
-    names = optimizer._torch_params().numbered
+    names = ["held." + name.replace(".", "_") for name in _in_groups()]
     state = {names[number]: dict(each) for number, each in full["state"].items()}
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]]
     return {"state": state, "param_groups": groups}
+
+
+def _in_groups() -> list[str]:
+    """Names in the order of `Params.groups`."""
+    return sorted(SHAPES, key=lambda name: len(SHAPES[name]) <= 1)
 
 
 @pytest.fixture(scope="module")
