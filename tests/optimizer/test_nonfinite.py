@@ -60,7 +60,7 @@ def _meet(rank: int, config: DistOptConfig, dtype: torch.dtype) -> Outcome:
     except NonFiniteGradError as caught:
         error = str(caught)
     after = _everything(optimizer)
-    steps = [float(state["step"]) for state in optimizer.state.values()]
+    steps = [float(state["step"]) for state in optimizer.sharded.inner.state.values()]
     return Outcome(error, updated, before, after, float(optimizer.sharded.loss_scale.scale), steps)
 
 

@@ -207,7 +207,8 @@ def used_by(dtype: torch.dtype, config: DistOptConfig, size: int) -> Used:
     # Which params have a gradient is told in the all-reduce of the statistics; no Megatron has to ask.
     wire.sent["c10d::allreduce_"] -= 2 * (HEAD_NUMEL + len(params)) * torch.float64.itemsize * (size - 1) // size
     mains = [main for group in optimizer.sharded.inner.param_groups for main in group["params"]]
-    moments = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    states = optimizer.sharded.inner.state.values()
+    moments = [each for state in states for each in state.values() if torch.is_tensor(each)]
     buffers = optimizer.sharded.buffers
     grads, is_fp32 = [buffer.grad for buffer in buffers], dtype is torch.float32
     return Used(
