@@ -231,6 +231,21 @@ def unwrapped_again(loop: Loop) -> None:
         loop.note()
 
 
+def wrapped_twice(loop: Loop) -> None:
+    """The first wrapper is still there when the second one trains."""
+    before, optimizer = loop.distribute_then_wrap()
+    before(loop.batch(0)).backward()
+    optimizer.step()
+    model = loop.wrap()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(loop.batch(step))
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note(loss, norm)
+
+
 def compiled(loop: Loop) -> None:
     model, optimizer = loop.distribute_then_wrap()
     model = torch.compile(model, backend="eager")
@@ -255,6 +270,7 @@ CASES: dict[str, Callable[[Loop], None]] = {
         branches,
         part_wrapped,
         unwrapped_again,
+        wrapped_twice,
         compiled,
     )
 }

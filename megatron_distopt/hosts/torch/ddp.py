@@ -78,45 +78,49 @@ class DDPWatch:
 
     def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps
-        self._models: dict[int, ReferenceType[DistributedDataParallel]] = {}
+        #: By the id of a param, all that have it: one that was dropped may be there until Python collects it.
+        self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
-        self._used: WeakSet[DistributedDataParallel] = WeakSet()
+        #: What backward has added to since the last step, see `_models_of`.
+        self._used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         _known.watch()
 
     def has(self, param: Parameter) -> bool:
         """Whether DDP averages the gradient of a param."""
-        return self._model_of(param) is not None
+        if self._count != _known.count:
+            self._look()
+        models = self._models_of.get(id(param), ())
+        return any(model() is not None for model in models)
 
     def arrived(self, param: Parameter) -> None:
         """Backward has added to the gradient of a param that DDP has."""
-        model = self._model_of(param)
-        if model is not None:
-            self._used.add(model)
-
-    def _model_of(self, param: Parameter) -> DistributedDataParallel | None:
-        if self._count != _known.count:
-            self._look()
-        model = self._models.get(id(param))
-        return None if model is None else model()
+        self._used[id(param)] = self._models_of[id(param)]
 
     def _look(self) -> None:
         """At the first backward after one was made. A param that was frozen then is none of its params for ever."""
-        self._count = _known.count
-        self._models = {id(param): ref(model) for model in _known.models for param in _params_of(model)}
+        self._count, self._models_of = _known.count, {}
+        for model in _known.models:
+            for param in _params_of(model):
+                self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
 
     def complaints(self) -> Iterator[DistOptError]:
         """Before a step: what this rank has to say about the backward passes that it is made of."""
-        for model in self._used:
-            if not getattr(model, _PREPARES, False):
-                yield _not_averaged()
-            elif self._overlaps:
-                yield _averaged_twice()
+        if not all(_is_any_prepared(models) for models in self._used.values()):
+            yield _not_averaged()
+        elif self._used and self._overlaps:
+            yield _averaged_twice()
 
     def end_round(self) -> None:
         """The next backward needs a forward pass of its own."""
-        for model in self._used:
-            setattr(model, _PREPARES, False)
+        for models in self._used.values():
+            for model in (each() for each in models):
+                if model is not None:
+                    setattr(model, _PREPARES, False)
         self._used.clear()
+
+
+def _is_any_prepared(models: tuple[ReferenceType[DistributedDataParallel], ...]) -> bool:
+    return any(getattr(model(), _PREPARES, False) for model in models)
 
 
 def _params_of(model: DistributedDataParallel) -> Iterator[Tensor]:
