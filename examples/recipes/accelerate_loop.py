@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/recipes/accelerate_loop.py
 
-Accelerate wraps the model in DistributedDataParallel, which averages gradients: so `accelerator.clip_grad_norm_` works as
-always. `distribute` comes before `prepare`.
+Accelerate wraps the model in DistributedDataParallel, which averages gradients: so `accelerator.clip_grad_norm_` works
+as always. `distribute` comes before `prepare`, and `save_state` needs one line of its own.
 """
 
 from __future__ import annotations

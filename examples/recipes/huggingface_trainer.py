@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/recipes/huggingface_trainer.py
 
-The Trainer wraps the model in DistributedDataParallel, which averages gradients: so its `max_grad_norm` works as always.
+The Trainer wraps the model in DistributedDataParallel, which averages gradients: so its `max_grad_norm` works as
+always. `Distributed` is all that a program needs of this page.
 """
 
 from __future__ import annotations

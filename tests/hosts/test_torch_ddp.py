@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ class Rounded:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params, self.copies = params, [param.detach().float().clone() for param in params]
         self.inner = adamw(self.copies)
+        self.param_groups = [{"params": params}]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self.params:
@@ -246,6 +248,21 @@ def wrapped_twice(loop: Loop) -> None:
         loop.note(loss, norm)
 
 
+def scaled(loop: Loop) -> None:
+    """torch's own loss scale, which skips the second step."""
+    model, optimizer = loop.distribute_then_wrap()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(loop.batch(step)) * (math.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        loop.note(torch.tensor(scaler.get_scale()))
+
+
 def compiled(loop: Loop) -> None:
     model, optimizer = loop.distribute_then_wrap()
     model = torch.compile(model, backend="eager")
@@ -271,6 +288,7 @@ CASES: dict[str, Callable[[Loop], None]] = {
         part_wrapped,
         unwrapped_again,
         wrapped_twice,
+        scaled,
         compiled,
     )
 }
@@ -308,12 +326,12 @@ def cases(rank: int, size: int, keys: list[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, str]]:
-    return run_ranks(cases, 2, list(KEYS))
+    return run_ranks(cases, 2, list(KEYS), seconds=300)
 
 
 @pytest.fixture(scope="module")
 def on_three() -> list[dict[str, str]]:
-    return run_ranks(cases, 3, KEYS_OF_THREE)
+    return run_ranks(cases, 3, KEYS_OF_THREE, seconds=300)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -350,6 +368,20 @@ def averaged_twice(loop: Loop) -> None:
     optimizer.step()
 
 
+def scale_kept(loop: Loop) -> None:
+    """A gradient that was scaled by another scale would be added to."""
+    loop.options = {"loss_scale": 8.0}
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(2):
+        optimizer.scale_loss(model(loop.batch(step))).backward()
+        optimizer.step()
+
+
+def other_rank(loop: Loop) -> None:
+    _, optimizer = loop.wrap_then_distribute()
+    optimizer.consolidate_state_dict(to=1)
+
+
 def read_after_clipping(loop: Loop) -> None:
     """A second clipping after ours would not reach the gradient that the step takes."""
     model, optimizer = loop.wrap_then_distribute()
@@ -362,6 +394,8 @@ REFUSALS: dict[str, tuple[Callable[[Loop], None], type[DistOptError], tuple[str,
     "never_called": (never_called, LayoutError, ("DistributedDataParallel", "Call the wrapped model")),
     "never_averaged": (never_averaged, LayoutError, ("DistributedDataParallel", "no_sync()")),
     "averaged_twice": (averaged_twice, ConfigError, ("overlap_grad_reduce: True", "Leave overlap_grad_reduce out")),
+    "scale_kept": (scale_kept, ConfigError, ("loss scale", "Call optimizer.zero_grad() before backward")),
+    "other_rank": (other_rank, ConfigError, ("to: 1", "torch.save on rank 0")),
     "read_after_clipping": (read_after_clipping, AccessError, ("first.weight", "optimizer.clip_grad_norm_(max_norm)")),
 }
 

@@ -1,7 +1,7 @@
 """The recipes, each with our optimizer and with torch's AdamW, whose losses have to be the same.
 
-With AdamW a recipe is the same program: `megatron_distopt.distribute` is replaced by one that returns the AdamW it is given,
-which in the plain loop averages the gradients as DistributedDataParallel does.
+With AdamW a recipe is the same program: `megatron_distopt.distribute` is replaced by one that returns the AdamW it is
+given, which in the plain loop averages the gradients as DistributedDataParallel does.
 """
 
 from __future__ import annotations

@@ -178,7 +178,9 @@ class Grads:
             ConfigError: there is a loss scale, which may be another one now.
         """
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
-        if kept and self._needs_scaling:
+        if self._needs_scaling and (
+            kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots)
+        ):
             got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
             raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
         for buffer, divisor in zip(self._buffers, self._divisors, strict=True):
