@@ -11,6 +11,8 @@ exec((ROOT / "megatron_distopt" / "version.py").read_text(encoding="utf-8"), VER
 
 MEGATRON_CORE = ["megatron-core==0.16.1", "einops", "numpy"]
 DEEPSPEED = ["deepspeed"]
+#: What examples/recipes train with.
+RECIPES = ["accelerate", "lightning", "transformers"]
 QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib", "rich"]
 
 setup(
@@ -33,6 +35,7 @@ setup(
         "triton": ["triton"],
         "megatron-core": MEGATRON_CORE,
         "quickstart": QUICKSTART,
-        "dev": [*QUICKSTART, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "recipes": RECIPES,
+        "dev": [*QUICKSTART, *RECIPES, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
 )

@@ -178,6 +178,19 @@ class GradSlot:
         is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
         return is_same_param and grad.shape == self.view.shape
 
+    @torch.no_grad()
+    def copy(self) -> None:
+        """The same, and what is in `param.grad` stays there."""
+        grad = self.param.grad
+        self.take()
+        self.param.grad = grad
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """`param.grad` is in memory of its own and in the dtype of the param, for others to read and change."""
+        if self.param.grad is self.shown:
+            self.param.grad = self.view.to(self.param.dtype, copy=True)
+
     def show(self) -> None:
         """From now on there is a gradient, and it is what the buffer holds."""
         self.param.grad = self.shown

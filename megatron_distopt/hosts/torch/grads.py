@@ -30,6 +30,7 @@ from megatron_distopt.comm import (
     waited_since,
 )
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 
 __all__ = ["Grads", "Phase"]
@@ -61,6 +62,7 @@ class Grads:
         self._needs_scaling = needs_scaling
         self._buffers: list[ShardedBuffer] = []
         self._overlap: GradOverlap | None = None
+        self._ddp = DDPWatch(overlaps=overlaps)
         self._handles: list[RemovableHandle] = []
         self._owned: dict[str, Span] = {}
         self._is_paused = self._is_scaled = self._has_arrived = False
@@ -156,6 +158,11 @@ class Grads:
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
         """autograd has added to `param.grad`."""
+        if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
+            slot.give_back()
+            self._ddp.arrived(slot.param)
+            self._has_arrived = True
+            return
         slot.take()
         if self._is_paused:
             return
@@ -171,7 +178,9 @@ class Grads:
             ConfigError: there is a loss scale, which may be another one now.
         """
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
-        if kept and self._needs_scaling:
+        if self._needs_scaling and (
+            kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots)
+        ):
             got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
             raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
         for buffer, divisor in zip(self._buffers, self._divisors, strict=True):
@@ -193,11 +202,12 @@ class Grads:
             self._is_paused = before
 
     @torch.no_grad()
-    def reduce(self, divisor: float) -> CommTime:
+    def reduce(self, divisor: float, *, for_step: bool = False) -> CommTime:
         """Collective: every rank has the sums of its shards afterwards.
 
         Args:
             divisor: what they have to be divided by.
+            for_step: whether the step follows at once, and nobody changes gradients before it.
         """
         if self.phase is Phase.REDUCED:
             self._check_reduced()
@@ -207,8 +217,9 @@ class Grads:
                 self._reopen()
             except ConfigError as error:
                 self.complaints.append(error)
+        self.complaints += self._ddp.complaints()
         for slot in self.slots:
-            self._contribute(slot)
+            self._contribute(slot, for_step=for_step)
         time = self._reduce_all()
         self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
         return time
@@ -247,13 +258,15 @@ class Grads:
             reduce_grads(buffer, self._data, self._how)
         return waited_since(start, self._buffers)
 
-    def _contribute(self, slot: GradSlot) -> None:
+    def _contribute(self, slot: GradSlot, *, for_step: bool) -> None:
         """What nobody gave is zero; what somebody put there is taken, unless it comes too late."""
         if self._overlap is not None and self._overlap.is_begun(slot.name):
             if slot.param.grad is not slot.shown:
                 self.complaints.append(_changed(slot.name))
         elif slot.is_missing:
             slot.view.zero_()
+        elif for_step and self._ddp.has(slot.param):
+            slot.copy()
         else:
             slot.take()
 
@@ -286,7 +299,11 @@ class Grads:
         """A step was made of the gradients, or was skipped."""
         self.num_rounds += 1
         self.phase = Phase.STEPPED
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         self._has_arrived = self._is_scaled = False
+        self._ddp.end_round()
 
     @torch.no_grad()
     def averaged(self, slot: GradSlot) -> Tensor:
@@ -314,7 +331,7 @@ class Grads:
             self._overlap.finish()
             self.on_drop()
         self.num_rounds += 1
-        self._has_arrived = self._is_scaled = False
+        self._forget_backward()
 
 
 def _assigned(name: str) -> LayoutError:

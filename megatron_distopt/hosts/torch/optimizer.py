@@ -83,6 +83,8 @@ class TorchDistributedOptimizer(Optimizer):
         self.last_step: StepResult | None = None
         self._stepper = Stepper(model, groups)
         self._saver = Saver(model.config, model.ranks.stats)
+        #: Whole state that `state_dict()` returns until the next step or load; on the rank that `consolidate` named.
+        self._consolidated: dict[int, Any] | None = None
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
         if given is not None:
@@ -131,6 +133,7 @@ class TorchDistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._consolidated = None
         self.last_step = self._stepper.step()
         self._own()
         if self._given is not None:
@@ -164,6 +167,7 @@ class TorchDistributedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         (group,) = as_torch_groups([param_group])
+        self._consolidated = None
         ranks = self._model.ranks
         raise_together(lambda: self._check_added(group), ranks.stats, "add_param_group")
         raise_together(lambda: compare([self._described(group)], ranks.data), ranks.stats, "add_param_group")
@@ -213,6 +217,8 @@ class TorchDistributedOptimizer(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = torch_state_dict(self._torch_params())
+        if self._consolidated is not None:
+            state["state"] = self._consolidated
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state
@@ -227,6 +233,7 @@ class TorchDistributedOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
         self._before_state()
+        self._consolidated = None
         load_torch_state_dict(self._torch_params(), state_dict)
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -237,6 +244,23 @@ class TorchDistributedOptimizer(Optimizer):
         """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
         self.finish_param_gather()
         return full_state_dict(self._torch_params())
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`, for `torch.save`.
+
+        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by themselves, as they do for
+        `torch.distributed.optim.ZeroRedundancyOptimizer`.
+
+        Args:
+            to: 0; no other rank of the data-parallel group can have it.
+
+        Raises:
+            ConfigError: another rank.
+        """
+        if to != 0:
+            raise ConfigError(refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0"))
+        whole = self.full_state_dict()
+        self._consolidated = whole.get("state")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise _not_copied("copied")
@@ -417,6 +441,7 @@ class TorchDistributedOptimizer(Optimizer):
         self._after_load()
 
     def _after_load(self) -> None:
+        self._consolidated = None
         for theirs, ours in zip(self.param_groups, self.sharded.inner.param_groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key in theirs and key != "params"})
         self._model.gather.gather_now()

@@ -64,7 +64,7 @@ class Stepper:
         gathered = model.gather.finish()
         self.settle()
         self._collect()
-        reduced = model.grads.reduce(model.sharded.divisor)
+        reduced = model.grads.reduce(model.sharded.divisor, for_step=True)
         self._log.step(reduced, gathered)
         result = StepResult(self._decide_and_update())
         if result.may_have_updated:

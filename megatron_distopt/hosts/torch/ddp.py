@@ -1,0 +1,141 @@
+"""Params that torch's DistributedDataParallel (DDP) has, too: frameworks wrap a model in it without being asked.
+
+[Note: gradients under DDP] DDP averages `param.grad` over all ranks before backward ends, so it is the gradient of
+the model, which clipping by torch or by a framework may read and change. It stays torch's own tensor, in the param's
+dtype as DDP demands, and the step copies it into the grad buffer and reduces it like any other: the average of equal
+values is the same value, and what a user changed on all ranks alike stays changed. That costs a reduce-scatter and
+memory for the gradients twice more: a model that is not wrapped is trained in less memory and time.
+
+DDP averages only what a forward pass through it has prepared, outside of its `no_sync()`. Of any other
+backward torch's own optimizer would take each rank's own gradients, and the ranks would part: refused on all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+
+__all__ = ["DDPWatch"]
+
+#: Attribute of a DistributedDataParallel: whether it prepared the averaging of the next backward.
+_PREPARES = "_distopt_prepares"
+
+
+class _Known:
+    """All DistributedDataParallel of this process."""
+
+    def __init__(self) -> None:
+        self.models: WeakSet[DistributedDataParallel] = WeakSet()
+        #: Grows with each of them.
+        self.count = 0
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Finds those that are there, and from then on each as it is made."""
+        if self._is_watching:
+            return
+        self._is_watching = True
+        for each in gc.get_objects():
+            if DistributedDataParallel in type(each).__mro__ and hasattr(each, "module"):
+                self._add(each)
+        register_module_module_registration_hook(self._registered)
+
+    def _registered(self, module: Module, name: str, child: Module | None) -> None:
+        if name == "module" and isinstance(module, DistributedDataParallel):
+            self._add(module)
+
+    def _add(self, model: DistributedDataParallel) -> None:
+        self.models.add(model)
+        self.count += 1
+        model.register_forward_pre_hook(_before_forward)
+
+
+def _before_forward(model: Module, _: Any) -> None:
+    """Compiled along with the model where that is compiled, so it sets an attribute and does nothing else."""
+    if torch.is_grad_enabled():
+        setattr(model, _PREPARES, model.require_backward_grad_sync)
+
+
+_known = _Known()
+
+
+class DDPWatch:
+    """Which params of an optimizer DDP has, and whether it averaged their gradients.
+
+    Args:
+        overlaps: whether the optimizer itself reduces gradients while backward computes others.
+    """
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self._overlaps = overlaps
+        #: By the id of a param, all that have it: one that was dropped may be there until Python collects it.
+        self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
+        self._count = 0
+        #: What backward has added to since the last step, see `_models_of`.
+        self._used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
+        _known.watch()
+
+    def has(self, param: Parameter) -> bool:
+        """Whether DDP averages the gradient of a param."""
+        if self._count != _known.count:
+            self._look()
+        models = self._models_of.get(id(param), ())
+        return any(model() is not None for model in models)
+
+    def arrived(self, param: Parameter) -> None:
+        """Backward has added to the gradient of a param that DDP has."""
+        self._used[id(param)] = self._models_of[id(param)]
+
+    def _look(self) -> None:
+        """At the first backward after one was made. A param that was frozen then is none of its params for ever."""
+        self._count, self._models_of = _known.count, {}
+        for model in _known.models:
+            for param in _params_of(model):
+                self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
+
+    def complaints(self) -> Iterator[DistOptError]:
+        """Before a step: what this rank has to say about the backward passes that it is made of."""
+        if not all(_is_any_prepared(models) for models in self._used.values()):
+            yield _not_averaged()
+        elif self._used and self._overlaps:
+            yield _averaged_twice()
+
+    def end_round(self) -> None:
+        """The next backward needs a forward pass of its own."""
+        for models in self._used.values():
+            for model in (each() for each in models):
+                if model is not None:
+                    setattr(model, _PREPARES, False)
+        self._used.clear()
+
+
+def _is_any_prepared(models: tuple[ReferenceType[DistributedDataParallel], ...]) -> bool:
+    return any(getattr(model(), _PREPARES, False) for model in models)
+
+
+def _params_of(model: DistributedDataParallel) -> Iterator[Tensor]:
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and name not in model.parameters_to_ignore:
+            yield param
+
+
+def _not_averaged() -> LayoutError:
+    got, rule = "of a model in DistributedDataParallel, which did not average them", "be averaged by it or all be ours"
+    remedy = "Call the wrapped model outside of its no_sync() for the last backward of a step, or do not wrap the model"
+    return LayoutError(refusal("gradients", got, rule, remedy))
+
+
+def _averaged_twice() -> ConfigError:
+    rule = "be False for a model in DistributedDataParallel, which averages gradients by itself"
+    remedy = "Leave overlap_grad_reduce out, or do not wrap the model"
+    return ConfigError(refusal("overlap_grad_reduce", True, rule, remedy))

@@ -1,0 +1,424 @@
+"""A model in torch's DistributedDataParallel with our optimizer, and with torch's AdamW.
+
+Every case is a training loop that is called twice, with either optimizer; losses and params are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from megatron_distopt import distribute
+from megatron_distopt.errors import AccessError, ConfigError, DistOptError, LayoutError
+from tests.support.spawn import run_ranks
+
+#: Sums of three equal gradients are rounded once more, and flat params are cut elsewhere than torch's, so that a few
+#: elements go through other lanes of the same kernel: some units in the last place of changes of size lr.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+STEPS = 5
+
+
+class Net(nn.Module):
+    """With a branch that the first rank takes from the third step on, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.branch = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.branch.requires_grad_(False)
+        self.takes_branch = False
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(self.first(batch)))
+        if self.takes_branch:
+            hidden = hidden + self.branch(hidden)
+        return self.second(hidden).float().square().mean()
+
+
+class Rounded:
+    """torch's AdamW on fp32 copies of 16-bit params, rounded into them after each step."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params, self.copies = params, [param.detach().float().clone() for param in params]
+        self.inner = adamw(self.copies)
+        self.param_groups = [{"params": params}]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, copy in zip(self.params, self.copies, strict=True):
+            copy.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        for param, copy in zip(self.params, self.copies, strict=True):
+            param.copy_(copy)
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+
+
+def reference(model: nn.Module, options: dict[str, Any]) -> Any:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return adamw(trained) if trained[0].dtype is torch.float32 else Rounded(trained)
+
+
+def ours(model: nn.Module, options: dict[str, Any]) -> Any:
+    return distribute(model, adamw([p for p in model.parameters() if p.requires_grad]), **options)
+
+
+class Loop:
+    """One training of a case.
+
+    Args:
+        build: makes the optimizer of a module.
+        dtype: of the model.
+        wrapping: options of DistributedDataParallel.
+        options: of `distribute`.
+    """
+
+    def __init__(
+        self, build: Callable[..., Any], dtype: torch.dtype, wrapping: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        torch.manual_seed(3)
+        self.net = Net().to(dtype)
+        self.build, self.dtype, self.wrapping, self.options = build, dtype, wrapping, options
+        self.seen: list[Tensor] = []
+
+    def wrap(self) -> DistributedDataParallel:
+        return DistributedDataParallel(self.net, **self.wrapping)
+
+    def wrap_then_distribute(self) -> tuple[Any, Any]:
+        model = self.wrap()
+        return model, self.build(self.net, self.options)
+
+    def distribute_then_wrap(self) -> tuple[Any, Any]:
+        optimizer = self.build(self.net, self.options)
+        return self.wrap(), optimizer
+
+    def batch(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        return torch.randn(4, 6, generator=generator).to(self.dtype)
+
+    def note(self, *values: Tensor) -> None:
+        self.seen += [value.detach().float().clone() for value in (*values, *self.net.parameters())]
+
+
+def average(module: nn.Module) -> None:
+    """In fp32, as we do."""
+    for param in (each for each in module.parameters() if each.grad is not None):
+        grad = param.grad.float()
+        dist.all_reduce(grad)
+        param.grad_dtype = None
+        param.grad = grad / dist.get_world_size()
+
+
+def wrapped_first(loop: Loop) -> None:
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(loop.batch(step))
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note(loss, norm)
+
+
+def whole_wrapper(loop: Loop) -> None:
+    """The optimizer is given the wrapper."""
+    model = loop.wrap()
+    optimizer = loop.build(model, loop.options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(loop.batch(step)).backward()
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note(norm)
+
+
+def accumulated(loop: Loop) -> None:
+    """Microbatches inside of no_sync, gradients that are zeroed, and read after the step."""
+    model, optimizer = loop.distribute_then_wrap()
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                (model(loop.batch(3 * step + micro)) / 3).backward()
+        clip_grad_value_(model.parameters(), 0.003)
+        optimizer.step()
+        loop.note(loop.net.first.weight.grad)
+
+
+def never_zeroed(loop: Loop) -> None:
+    """Gradients add up over steps, and some are read much later."""
+    model, optimizer = loop.distribute_then_wrap()
+    kept = []
+    for step in range(STEPS):
+        model(loop.batch(step)).backward()
+        kept.append(loop.net.second.bias.grad.clone())
+        optimizer.step()
+        loop.note(loop.net.second.weight.grad)
+    loop.note(*kept)
+
+
+def kept_references(loop: Loop) -> None:
+    """A gradient that somebody holds stays what it was."""
+    model, optimizer = loop.distribute_then_wrap()
+    for step in range(STEPS):
+        model(loop.batch(step)).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        if not loop.wrapping.get("gradient_as_bucket_view"):  # those are DDP's own memory, also in torch
+            optimizer.zero_grad()
+        loop.note(*grads)
+        optimizer.zero_grad()
+
+
+def branches(loop: Loop) -> None:
+    """Params of which one rank has a gradient, or none has."""
+    loop.net.branch.requires_grad_(True)
+    loop.wrapping = {**loop.wrapping, "find_unused_parameters": True}
+    model, optimizer = loop.distribute_then_wrap()
+    for step in range(STEPS):
+        loop.net.takes_branch = step >= 2 and dist.get_rank() == 0
+        optimizer.zero_grad()
+        model(loop.batch(step)).backward()
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note()
+
+
+def part_wrapped(loop: Loop) -> None:
+    """Only one layer is in DDP: the others' gradients are averaged by us, or by hand."""
+    net = loop.net
+    optimizer = loop.build(net, loop.options)
+    layer = DistributedDataParallel(net.first, **loop.wrapping)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        hidden = torch.tanh(net.frozen(layer(loop.batch(step))))
+        net.second(hidden).float().square().mean().backward()
+        if loop.build is reference:
+            average(net.second)
+        optimizer.step()
+        loop.note()
+
+
+def unwrapped_again(loop: Loop) -> None:
+    """DDP is dropped in the middle: our gradients are reduced by us from then on."""
+    model, optimizer = loop.distribute_then_wrap()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step == 2:
+            model = loop.net
+            gc.collect()  # DDP is in a cycle
+        model(loop.batch(step)).backward()
+        if step >= 2 and loop.build is reference:
+            average(model)
+        optimizer.step()
+        loop.note()
+
+
+def wrapped_twice(loop: Loop) -> None:
+    """The first wrapper is still there when the second one trains."""
+    before, optimizer = loop.distribute_then_wrap()
+    before(loop.batch(0)).backward()
+    optimizer.step()
+    model = loop.wrap()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(loop.batch(step))
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note(loss, norm)
+
+
+def scaled(loop: Loop) -> None:
+    """torch's own loss scale, which skips the second step."""
+    model, optimizer = loop.distribute_then_wrap()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(loop.batch(step)) * (math.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        loop.note(torch.tensor(scaler.get_scale()))
+
+
+def compiled(loop: Loop) -> None:
+    model, optimizer = loop.distribute_then_wrap()
+    model = torch.compile(model, backend="eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                model(loop.batch(2 * step + micro)).backward()
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        loop.note()
+
+
+CASES: dict[str, Callable[[Loop], None]] = {
+    each.__name__: each
+    for each in (
+        wrapped_first,
+        whole_wrapper,
+        accumulated,
+        never_zeroed,
+        kept_references,
+        branches,
+        part_wrapped,
+        unwrapped_again,
+        wrapped_twice,
+        scaled,
+        compiled,
+    )
+}
+
+
+def outcome(case: Callable[[Loop], None], dtype: torch.dtype, wrapping: dict[str, Any], options: dict[str, Any]) -> str:
+    sides = [Loop(build, dtype, wrapping, options) for build in (reference, ours)]
+    for side in sides:
+        case(side)
+    pairs = zip(sides[0].seen, sides[1].seen, strict=True)
+    unequal = [number for number, (one, other) in enumerate(pairs) if not torch.allclose(one, other, **TOLERANCE)]
+    return "equal" if not unequal else f"unequal at {unequal[0]} of {len(sides[0].seen)}"
+
+
+#: From a key to a case, a dtype, and whether gradients are views of DDP's buckets.
+KEYS = {
+    f"{name}, {str(dtype)[6:]}, {'views' if is_view else 'copies'}": (name, dtype, is_view)
+    for name in CASES
+    for dtype in (torch.float32, torch.bfloat16)
+    for is_view in (False, True)
+    if is_view == (dtype is torch.bfloat16) or name in ("accumulated", "kept_references")
+}
+#: On three ranks, where an average is no power of two.
+KEYS_OF_THREE = [key for key, (_, dtype, is_view) in KEYS.items() if dtype is torch.float32 and not is_view]
+
+
+def cases(rank: int, size: int, keys: list[str]) -> dict[str, str]:
+    found = {}
+    for key in keys:
+        name, dtype, is_view = KEYS[key]
+        options = {"bucket_numel": 64, "overlap_param_gather": is_view}
+        found[key] = outcome(CASES[name], dtype, {"gradient_as_bucket_view": is_view}, options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, str]]:
+    return run_ranks(cases, 2, list(KEYS), seconds=300)
+
+
+@pytest.fixture(scope="module")
+def on_three() -> list[dict[str, str]]:
+    return run_ranks(cases, 3, KEYS_OF_THREE, seconds=300)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(on_two: list[dict[str, str]], key: str) -> None:
+    assert [each[key] for each in on_two] == ["equal"] * 2
+
+
+@pytest.mark.parametrize("key", KEYS_OF_THREE)
+def test_ddp_when_on_three_ranks_then_all_is_as_with_adamw(on_three: list[dict[str, str]], key: str) -> None:
+    assert [each[key] for each in on_three] == ["equal"] * 3
+
+
+def never_called(loop: Loop) -> None:
+    """The module inside is called."""
+    model, optimizer = loop.distribute_then_wrap()
+    model(loop.batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.module(loop.batch(0)).backward()
+    optimizer.step()
+
+
+def never_averaged(loop: Loop) -> None:
+    model, optimizer = loop.wrap_then_distribute()
+    with model.no_sync():
+        model(loop.batch(0)).backward()
+    optimizer.step()
+
+
+def averaged_twice(loop: Loop) -> None:
+    loop.options = {"overlap_grad_reduce": True}
+    model, optimizer = loop.wrap_then_distribute()
+    model(loop.batch(0)).backward()
+    optimizer.step()
+
+
+def scale_kept(loop: Loop) -> None:
+    """A gradient that was scaled by another scale would be added to."""
+    loop.options = {"loss_scale": 8.0}
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(2):
+        optimizer.scale_loss(model(loop.batch(step))).backward()
+        optimizer.step()
+
+
+def other_rank(loop: Loop) -> None:
+    _, optimizer = loop.wrap_then_distribute()
+    optimizer.consolidate_state_dict(to=1)
+
+
+def read_after_clipping(loop: Loop) -> None:
+    """A second clipping after ours would not reach the gradient that the step takes."""
+    model, optimizer = loop.wrap_then_distribute()
+    model(loop.batch(0)).backward()
+    optimizer.clip_grad_norm_(1.0)
+    clip_grad_value_(model.parameters(), 0.01)
+
+
+REFUSALS: dict[str, tuple[Callable[[Loop], None], type[DistOptError], tuple[str, ...]]] = {
+    "never_called": (never_called, LayoutError, ("DistributedDataParallel", "Call the wrapped model")),
+    "never_averaged": (never_averaged, LayoutError, ("DistributedDataParallel", "no_sync()")),
+    "averaged_twice": (averaged_twice, ConfigError, ("overlap_grad_reduce: True", "Leave overlap_grad_reduce out")),
+    "scale_kept": (scale_kept, ConfigError, ("loss scale", "Call optimizer.zero_grad() before backward")),
+    "other_rank": (other_rank, ConfigError, ("to: 1", "torch.save on rank 0")),
+    "read_after_clipping": (read_after_clipping, AccessError, ("first.weight", "optimizer.clip_grad_norm_(max_norm)")),
+}
+
+
+def refusals(rank: int, size: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (case, _, _) in REFUSALS.items():
+        with pytest.raises(DistOptError) as caught:
+            case(Loop(ours, torch.float32, {}, {}))
+        found[name] = (type(caught.value).__name__, str(caught.value))
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_ddp_when_gradients_are_not_its_averages_then_all_ranks_say_so(
+    refused: list[dict[str, tuple[str, str]]], name: str
+) -> None:
+    _, error, parts = REFUSALS[name]
+    for kind, text in (each[name] for each in refused):
+        assert kind == error.__name__
+        assert all(part in text for part in parts), text
