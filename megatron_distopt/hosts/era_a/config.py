@@ -14,14 +14,18 @@ from torch.optim import Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, groups_of, with_hosts_own
+from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.era_a.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
 __all__ = ["Inner", "check_model", "choose_for", "merge_config"]
 
-#: Classes whose arithmetic our own choice has too, by the names that they have in torch, apex and DeepSpeed.
+#: Classes whose arithmetic our own choice has too, by the names that they have in these packages.
 _ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 _SGDS = ("SGD", "FusedSGD")
+_PACKAGES = ("torch", "apex", "deepspeed", "transformer_engine")
+#: Options of those classes that our own choice has not, with the values that change nothing.
+_PLAIN = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "bias_correction": True}
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,32 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
     Raises:
         ConfigError: an implementation that was asked for cannot be had, or one that is not element-wise.
     """
-    kind = type(base).__name__
+    kind, special = _known_kind(base), _special_options(base)
+    if special and config.adam != "auto":
+        rule = f"be without {', '.join(special)}, which --distopt-adam {config.adam} does not know"
+        remedy = "Drop --distopt-adam, or build the base optimizer without them"
+        raise ConfigError(refusal("base optimizer", type(base).__name__, rule, remedy))
+    if special and config.optimizer == "adam":
+        return Inner(adopt_instance(base), base.param_groups)
     if config.optimizer != "adam" or kind in _ADAMS:
         return Inner(choose_inner(_as_named_by_host(config, args), device_type), groups_of(base))
     if kind in _SGDS:
         return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
     return Inner(adopt_instance(base), base.param_groups)
+
+
+def _known_kind(base: Optimizer) -> str:
+    """The class's name where a known package wrote its `step`; a class of the fork's own may compute what it likes."""
+    author = next(each for each in type(base).__mro__ if "step" in vars(each))
+    return type(base).__name__ if author.__module__.partition(".")[0] in _PACKAGES else ""
+
+
+def _special_options(base: Optimizer) -> list[str]:
+    """Options, as text, for which the class that the fork built has to be used itself."""
+    groups = [base.defaults, *base.param_groups]
+    return sorted(
+        {f"{key}={each[key]!r}" for each in groups for key, value in _PLAIN.items() if each.get(key, value) != value}
+    )
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
@@ -112,6 +136,7 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
         got, rule = "none with fp16 params", "exist, or their gradients vanish"
         raise ConfigError(refusal("loss scale", got, rule, "Start with --fp16, or write --loss-scale 1024"))
     check_dtypes(named, config)
+    check_own_memory(named)
     in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
     for name, param in named.items():
         if param not in in_buffers:

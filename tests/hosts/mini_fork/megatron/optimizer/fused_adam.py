@@ -53,6 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
         param.sub_(update, alpha=group["lr"])
 
 
+FusedAdam.__module__ = "apex.optimizers.fused_adam"  # the distributed optimizer asks who wrote it
 Adam = FusedAdam if ADAM == "fused" else torch.optim.Adam
 
 __all__ = ["SGD", "Adam", "FusedAdam"]
