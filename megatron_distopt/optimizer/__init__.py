@@ -2,7 +2,14 @@
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
 from megatron_distopt.optimizer.base import adopt_instance, choose_inner
-from megatron_distopt.optimizer.decide import decide_together, judge_together, measure_together, settle_together
+from megatron_distopt.optimizer.decide import (
+    Complaint,
+    check_complaint,
+    decide_together,
+    judge_together,
+    measure_together,
+    settle_together,
+)
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
@@ -23,6 +30,7 @@ from megatron_distopt.optimizer.verdict import Decision, StepResult, Verdict, cl
 __all__ = [
     "Accelerator",
     "CapturedStep",
+    "Complaint",
     "ConstantLossScale",
     "Decision",
     "DynamicLossScale",
@@ -37,6 +45,7 @@ __all__ = [
     "StepResult",
     "Verdict",
     "adopt_instance",
+    "check_complaint",
     "check_devices",
     "choose_inner",
     "clip_divisor",

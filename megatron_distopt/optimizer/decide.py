@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange, profiled
+from megatron_distopt.comm import Group, exchange, profiled, raise_together
 from megatron_distopt.config import NonFinitePolicy
 from megatron_distopt.errors import NonFiniteGradError, refusal
 from megatron_distopt.optimizer.grad_norm import (
@@ -20,7 +21,7 @@ from megatron_distopt.optimizer.grad_norm import (
     reduce_stats,
     sum_with,
 )
-from megatron_distopt.optimizer.late import LateVerdict, found_inf_of, late_divisor
+from megatron_distopt.optimizer.late import HostCopy, LateVerdict, found_inf_of, late_divisor
 from megatron_distopt.optimizer.main_params import MainRun
 from megatron_distopt.optimizer.verdict import Decision, Verdict, clip_divisor
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 __all__ = [
+    "Complaint",
+    "check_complaint",
     "decide_together",
     "divide_late",
     "judge_together",
@@ -40,8 +43,25 @@ __all__ = [
 _log = logging.getLogger("megatron_distopt")
 
 
+@dataclass(frozen=True, eq=False)
+class Complaint:
+    """What one rank may have to raise about the step, told to all ranks in the all-reduce of the statistics.
+
+    Args:
+        flag: 1-D [1], of the dtype and device of statistics, above 0 where there is something; becomes the ranks' sum.
+        check: raises it on this rank, or nothing.
+    """
+
+    flag: Tensor
+    check: Callable[[], None]
+
+
 def decide_together(
-    optimizers: Sequence[ShardedOptimizer], group: Group, *, clip_grad: float | None = None
+    optimizers: Sequence[ShardedOptimizer],
+    group: Group,
+    *,
+    clip_grad: float | None = None,
+    complaint: Complaint | None = None,
 ) -> tuple[Decision, ...]:
     """Collective: settles the step before, attaches and measures the grads, and decides; one decision an optimizer.
 
@@ -51,23 +71,46 @@ def decide_together(
         optimizers: of one model on this rank; equal configs and device.
         group: all ranks that hold a part of the model.
         clip_grad: as the config says where None.
+        complaint: on all ranks or on none; None where the host has nothing to ask.
 
     Raises:
         NonFiniteGradError: on all ranks, where a gradient is not finite (late: was, in the step before) and the policy
             is "raise".
+        DistOptError: on all ranks, what one of them complains about (late: complained about, in the step before).
     """
     clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
     settle_together(optimizers, group)
     divisors = [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
     with profiled("measure gradients"):
         if all(optimizer.is_late for optimizer in optimizers):
-            return _decided_late(optimizers, measure_late(optimizers, group), clip_grad)
-        stats = measure_together(optimizers, group)
+            return _decided_late(optimizers, _measure_late_with(optimizers, group, complaint), clip_grad)
+        stats = measure_together(optimizers, group, extra=None if complaint is None else complaint.flag)
+        check_complaint(optimizers, complaint, group)
         verdict = judge_together(optimizers, stats, group)
     return tuple(
         Decision(verdict, stats, divisor, divisor * clip_divisor(stats.norm(divisor), clip_grad))
         for divisor in divisors
     )
+
+
+def check_complaint(optimizers: Sequence[ShardedOptimizer], complaint: Complaint | None, group: Group) -> None:
+    """Collective where a rank complains: raises that on all ranks. After the statistics were added up with its flag.
+
+    Raises:
+        DistOptError
+    """
+    if complaint is not None and complaint.flag.item() > 0:
+        _release(optimizers)
+        raise_together(complaint.check, group, "step")
+
+
+def _measure_late_with(optimizers: Sequence[ShardedOptimizer], group: Group, complaint: Complaint | None) -> Tensor:
+    """Collective: `measure_late`; what ranks complain about is raised by the next `settle_together`."""
+    if complaint is None:
+        return measure_late(optimizers, group)
+    numbers = measure_late(optimizers, group, complaint.flag)
+    optimizers[0].open_complaint = (HostCopy(complaint.flag), complaint.check)
+    return numbers
 
 
 def _decided_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor, clip_grad: float) -> tuple[Decision, ...]:
@@ -124,7 +167,9 @@ def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Non
 
     Raises:
         NonFiniteGradError: on all ranks, where it was not finite and the policy is "raise".
+        DistOptError: on all ranks, what one of them complained about.
     """
+    _settle_complaint(optimizers, group)
     open_verdicts = [optimizer.take_late() for optimizer in optimizers]
     late, policy = open_verdicts[0], optimizers[0].config.policy
     if late is None or late.stats.is_finite or policy is NonFinitePolicy.SKIP:
@@ -132,6 +177,13 @@ def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Non
     if policy is NonFinitePolicy.RAISE:
         _release(optimizers)  # a host may have attached those of this step already, and makes it anew
     _report_nonfinite(late.nonfinite_runs(), policy, group, when=", in the step before")
+
+
+def _settle_complaint(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+    open_complaint, optimizers[0].open_complaint = optimizers[0].open_complaint, None
+    if open_complaint is not None and open_complaint[0].values[0] > 0:
+        _release(optimizers)
+        raise_together(open_complaint[1], group, "step")
 
 
 def measure_together(

@@ -36,7 +36,7 @@ from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
 from megatron_distopt.optimizer.decide import decide_together
 from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state, step_divided
-from megatron_distopt.optimizer.late import LateVerdict
+from megatron_distopt.optimizer.late import HostCopy, LateVerdict
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs, split_run
 from megatron_distopt.optimizer.verdict import StepResult
@@ -89,6 +89,8 @@ class ShardedOptimizer:
         mark_ranges(self.device)
         self._num_skipped = 0
         self._late: LateVerdict | None = None
+        #: How many ranks complained about the last step, and what raises it here, if nobody has looked at it yet.
+        self.open_complaint: tuple[HostCopy, Callable[[], None]] | None = None
         self.runs = build_main_runs(
             buffers, lambda name: RunKey(group_of[name], plan.counted(name)) if name in group_of else None
         )

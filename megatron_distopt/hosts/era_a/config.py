@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, groups_of, unserved_options, with_hosts_own
+from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.era_a.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
@@ -160,6 +161,7 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
         got, rule = "none with fp16 params", "exist, or their gradients vanish"
         raise ConfigError(refusal("loss scale", got, rule, "Start with --fp16, or write --loss-scale 1024"))
     check_dtypes(named, config)
+    check_own_memory(named)
     in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
     for name, param in named.items():
         if param not in in_buffers:

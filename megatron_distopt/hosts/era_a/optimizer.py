@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron import get_args
@@ -32,17 +32,21 @@ from megatron_distopt.comm import (
     try_collectives,
 )
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks
+from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParams, not_copied
 from megatron_distopt.hosts.era_a.buffers import main_grads, take_over
 from megatron_distopt.hosts.era_a.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.era_a.communication import Communication
 from megatron_distopt.hosts.era_a.facts import GATHERS_STATE, PARSER, SEAM, StepTimers
 from megatron_distopt.hosts.era_a.ranges import ranges_of
 from megatron_distopt.hosts.era_a.start import Request, Start, decide
+from megatron_distopt.hosts.era_a.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.timing import timed
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
+    Complaint,
     ShardedOptimizer,
     Verdict,
     clip_divisor,
@@ -50,6 +54,7 @@ from megatron_distopt.optimizer import (
     is_torchs,
     measure_together,
 )
+from megatron_distopt.optimizer.accelerator import stats_dtype
 
 __all__ = ["DistributedOptimizer"]
 
@@ -125,6 +130,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.host_is_torchs = is_torchs(optimizer)
         self._checkpoints = CheckpointCalls(self)
         self._may_be_stale = True
+        self._placed, self._members = PlacedParams(self.start.named), GroupMembers(self.optimizer)
+        numbers = torch.empty((), dtype=stats_dtype(self.sharded.device), device=self.sharded.device)
+        self._used = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
         if self.everyone.rank == 0:
             self._announce()
 
@@ -163,6 +171,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
             args: of the fork.
             timers: of the fork.
         """
+        self._used.look()
         with self.communication.watched():
             self._add_up_over_model_ranks(args, timers)
         with _phases(args, timers)(_NAMES.reduce_scatter):
@@ -195,15 +204,20 @@ class DistributedOptimizer(HostDistributedOptimizer):
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
                 where the verdict comes late, see `ShardedOptimizer.is_late`. Norm and zeros are then 0-D tensors.
+            LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as they have to be on
+                one of them; as late.
+            HostError: it was given a closure.
         """
+        _check_no_closure(args)
         phase, sharded = _phases(args, timers), self.sharded
         self.finish_param_gather()
-        self._follow_model()
+        complaint = self._look_between_steps()
         with phase(_NAMES.attach):
             sharded.attach_grads()
         with phase(_NAMES.measure):
-            (decision,) = decide_together([sharded], self.everyone)
+            (decision,) = decide_together([sharded], self.everyone, complaint=complaint)
         if decision.verdict is Verdict.SKIP:
+            self._used.mark()
             return False, None, None
         with phase(_NAMES.clip):
             norm = decision.grad_norm
@@ -215,11 +229,26 @@ class DistributedOptimizer(HostDistributedOptimizer):
             sharded.write_model()
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
-    def _follow_model(self) -> None:
-        """Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step."""
+    def _look_between_steps(self) -> Complaint:
+        """What the user did to params, grads and groups since the last step, and what of it has to be raised.
+
+        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
+        the main params count, as with the fork's own optimizer.
+        """
+        try:
+            self._members.check()
+            self._bring_params_back(with_values=self._may_be_stale)
+        except LayoutError as error:
+            return Complaint(torch.ones_like(self._used.found), partial(_raise, error))
         if self._may_be_stale:
             self.sharded.follow_model()
             self._may_be_stale = False
+        return Complaint(self._used.found, partial(UsedGrads.check, self._used.found.clone()))
+
+    def _bring_params_back(self, *, with_values: bool) -> None:
+        """See [Note: params that have left] in between_steps.py."""
+        for each in self._placed.that_left():
+            each.bring_back(with_values=with_values)
 
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
@@ -231,6 +260,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         """
         with _phases(args, timers)(_NAMES.gather):
             self.communication.gather()
+        self._used.mark()
 
     def finish_param_gather(self) -> None:
         """With --distopt-overlap-param-gather: until all params are there.
@@ -241,12 +271,15 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.communication.finish_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `param.grad`. The fork zeroes its own grad buffers; those that it does not know are zeroed here.
+        """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; the others are zeroed here.
 
         Collective where grads are reduced beside backward, backward ran and no step followed.
         """
         for param in self.start.named.values():
-            param.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
         self.communication.drop()
 
     def get_loss_scale(self) -> Tensor:
@@ -259,7 +292,14 @@ class DistributedOptimizer(HostDistributedOptimizer):
         One child calls it after every resume; main params that still round to the model's are more precise and stay.
         """
         self.finish_param_gather()
+        self._bring_params_back(with_values=True)
         self.sharded.follow_model()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickled")
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The counted main grads, while they are attached."""
@@ -321,6 +361,16 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def load_parameter_state(self, filename: str) -> None:
         """Collective: see `CheckpointCalls.load_parameter_state`."""
         self._checkpoints.load_parameter_state(filename)
+
+
+def _raise(error: LayoutError) -> NoReturn:
+    raise error
+
+
+def _check_no_closure(args: Any) -> None:
+    if callable(args):
+        rule, remedy = "get the fork's arguments and timers", "Compute the loss before it, and call step(args, timers)"
+        raise HostError(refusal("step", "a closure", rule, remedy))
 
 
 def _phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:

@@ -12,9 +12,10 @@ from typing import Any
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 
-__all__ = ["adopt_buffer"]
+__all__ = ["adopt_buffer", "check_params_are_in"]
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
@@ -36,3 +37,24 @@ def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -
     spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
     numel_unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
     return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)
+
+
+def check_params_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
+    """Refuses params that have left their place in a buffer of the host; see [Note: params that have left].
+
+    The host's own optimizer goes on updating the buffer, and such a param would never change again.
+
+    Args:
+        buffer: one `_ParamAndGradBuffer` of the host.
+        named: params of any of its buffers, by name.
+
+    Raises:
+        LayoutError
+    """
+    start_of = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
+    first, nbytes = buffer.param_data.data_ptr(), buffer.param_data.element_size()
+    for name, param in named.items():
+        if param in start_of and param.data_ptr() != first + start_of[param] * nbytes:
+            got, rule = "given other memory (param.data = ..., or a conversion)", "stay in the host's param buffer"
+            remedy = "Write param.data.copy_(...), or change the model before it is wrapped"
+            raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))

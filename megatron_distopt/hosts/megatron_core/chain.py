@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 
+from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
@@ -25,6 +26,12 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     def ours(self) -> Sequence[DistributedOptimizer]:
         """All of them."""
         return self.chained_optimizers
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickled")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each.

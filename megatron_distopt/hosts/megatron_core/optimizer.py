@@ -23,8 +23,9 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups, unserved_options
+from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.loss_scale import loss_scale_of
-from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer
+from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
@@ -100,6 +101,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self._divisor: float | Tensor = 1.0
         self._found_inf: Tensor | None = None
         publish_main_params(self.sharded, self.named)
+        self._members = GroupMembers(self.sharded.inner)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
         device = next(iter(self.named.values())).device if self.named else idle_device(self._options)
@@ -120,6 +122,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         Raises:
             RanksDisagreeError, LayoutError: on all ranks.
         """
+        raise_together(self.check_between_steps, self._stats_group)
         buffers = self.sharded.buffers
         start_up = StartUp(
             self.named,
@@ -129,6 +132,16 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
         )
         compare_ranks(start_up, Group.of(self.data_parallel_group), self._stats_group)
+
+    def check_between_steps(self) -> None:
+        """Whether the params are in the host's buffers and the groups have their params, on this rank.
+
+        Raises:
+            LayoutError
+        """
+        self._members.check()
+        for buffer in self.buffers:
+            check_params_are_in(buffer, self.named)
 
     @property
     def _stats_group(self) -> Group:
@@ -200,9 +213,18 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return [run.main_grad for run in self.sharded.runs if run.run.key.counted]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `param.grad`; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
+        """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
         for param in self.named.values():
-            param.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickled")
 
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""

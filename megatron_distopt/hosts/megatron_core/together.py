@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from megatron_distopt.comm import Group
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.timing import timed
 from megatron_distopt.optimizer import (
+    Complaint,
     ShardedOptimizer,
     Verdict,
+    check_complaint,
     decide_together,
     judge_together,
     measure_together,
     settle_together,
 )
+from megatron_distopt.optimizer.accelerator import stats_dtype
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
@@ -29,10 +36,14 @@ def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
     """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None).
 
     Where the verdict comes late "updated" is True, and norm and zeros are 0-D tensors.
+
+    Raises:
+        LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one of them.
     """
     config = optimizers[0].config
     with timer(config, "optimizer-unscale-and-check-inf"):
-        decisions = decide_together(*_measured_by(optimizers), clip_grad=config.clip_grad)
+        complaint = _complaint_of(optimizers)
+        decisions = decide_together(*_measured_by(optimizers), clip_grad=config.clip_grad, complaint=complaint)
     if decisions[0].verdict is Verdict.SKIP:
         return False, None, None
     for optimizer, decision in zip(optimizers, decisions, strict=True):
@@ -48,10 +59,32 @@ def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
         settle_together(sharded, group)
         # Read before the verdict: that is what the loss of this step was multiplied with.
         divisors = [each.divisor for each in sharded]
-        stats = measure_together(sharded, group)
+        complaint = _complaint_of(optimizers)
+        stats = measure_together(sharded, group, extra=complaint.flag)
+        check_complaint(sharded, complaint, group)
         for optimizer, divisor in zip(optimizers, divisors, strict=True):
             optimizer.accept(stats, divisor)
         return judge_together(sharded, stats, group)
+
+
+def _complaint_of(optimizers: Sequence[DistributedOptimizer]) -> Complaint:
+    """What the user did to params and groups since the last step that cannot be followed."""
+    device = optimizers[0].sharded.device
+    flag = torch.zeros(1, dtype=stats_dtype(device), device=device)
+    try:
+        for optimizer in optimizers:
+            optimizer.check_between_steps()
+    except LayoutError as error:
+        return Complaint(flag.fill_(1.0), partial(_raise, error))
+    return Complaint(flag, _raise_nothing)
+
+
+def _raise(error: LayoutError) -> NoReturn:
+    raise error
+
+
+def _raise_nothing() -> None:
+    """Some other rank has something to raise, or none has."""
 
 
 def _measured_by(optimizers: Sequence[DistributedOptimizer]) -> tuple[list[ShardedOptimizer], Group]:

@@ -1,0 +1,388 @@
+"""What users of a Megatron do besides training, as programs that the host's own optimizer and ours run alike.
+
+Each program is trained twice, with the host's own distributed optimizer and with ours, on the same Adam kernel and
+without clipping, where both agree to the last bit otherwise (the host's norm is fp32 and ours float64). The table in
+docs/hosts.md names the programs by the keys that they have in test_promise_2023.py and test_promise_core.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+#: Of each training; a program acts before the third one unless it says otherwise.
+STEPS, THIRD = 5, 2
+
+
+class User(Protocol):
+    """What a program may touch.
+
+    Args:
+        chunk: the model in its wrappers.
+        part: a module with a weight, whose params are frozen in some programs.
+        optimizer: the host's or ours.
+        inner: the torch optimizer in it.
+        params: of the model, by name.
+        biases: names of two params of one shape.
+        noted: what the program has found.
+    """
+
+    noted: dict[str, Any]
+
+    @property
+    def chunk(self) -> Any: ...
+    @property
+    def part(self) -> Any: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def inner(self) -> Any: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def biases(self) -> tuple[str, str]: ...
+
+
+Act = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Equal:
+    """It has the effect that it has with the host's own optimizer, and that effect is not none."""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The training is the one without it, as far as the host's promises go."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """All ranks raise.
+
+    Args:
+        kinds: class on rank 0 and on rank 1.
+        words: which the text has to have: what was found, and what to do.
+    """
+
+    kinds: tuple[str, str]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a user does in a training of `STEPS` steps.
+
+    Args:
+        before: a step, see `at`.
+        expect: what comes of it with ours.
+        at: which step, counted from 0.
+        within: the same step, after backward.
+        build: what happens to the bare model before the host wraps it.
+        wrapped: what happens to the model before the optimizer is built.
+        setting: of the training; the first program of each setting does nothing.
+        base: the host's inner optimizer, where the user can choose it.
+        notes: what `noted` has to be with ours; of a text, its beginning.
+    """
+
+    before: Act | None = None
+    expect: Equal | NoEffect | Refused = field(default_factory=Equal)
+    at: int = THIRD
+    within: Act | None = None
+    build: Act | None = None
+    wrapped: Act | None = None
+    setting: Any = None
+    base: type[torch.optim.Optimizer] = torch.optim.AdamW
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one training: copies of the params, or what it raised; and what the program has noted."""
+
+    params: Mapping[str, Tensor]
+    error: str
+    noted: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a program on one rank.
+
+    Args:
+        equal: ours and the host's have the same params at the end, to the last bit.
+        as_usual: ours has those of the training without it.
+        matters: the host's has others than without it.
+        error: of ours.
+        noted: of ours.
+    """
+
+    equal: bool
+    as_usual: bool
+    matters: bool
+    error: str
+    noted: Mapping[str, Any]
+
+
+def run_programs(programs: Mapping[str, Program], train: Callable[[Program, bool], Outcome]) -> dict[str, Result]:
+    """Collective: runs all of them.
+
+    Args:
+        programs: by name.
+        train: runs one, with ours where the second argument is True.
+    """
+    results: dict[str, Result] = {}
+    usual: dict[Any, Outcome] = {}
+    for name, program in programs.items():
+        theirs, ours = train(program, False), train(program, True)
+        nothing = usual.setdefault(program.setting, theirs)
+        parts = _same(ours, theirs), _same(ours, nothing), not _same(theirs, nothing)
+        results[name] = Result(*parts, ours.error, ours.noted)
+    return results
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    if not one.params or one.params.keys() != other.params.keys():
+        return False
+    return all(torch.equal(param, other.params[name]) for name, param in one.params.items())
+
+
+def check(program: Program, by_rank: list[Result]) -> None:
+    """Whether every rank has what the program expects."""
+    for rank, result in enumerate(by_rank):
+        if isinstance(program.expect, Refused):
+            assert result.error.startswith(program.expect.kinds[rank] + ": ")
+            assert [words for words in program.expect.words if words not in result.error] == []
+        else:
+            assert result.error == ""
+            assert result.equal if isinstance(program.expect, Equal) else result.as_usual
+            assert result.matters or not isinstance(program.expect, Equal), "the host did nothing with it"
+        for key, value in program.notes.items():
+            found = result.noted[key]
+            assert found.startswith(value) if isinstance(value, str) else found == value
+
+
+# --- weights
+
+
+@torch.no_grad()
+def halve(user: User) -> None:
+    for param in user.params.values():
+        param.mul_(0.5)
+
+
+def halve_and_reload(user: User) -> None:
+    halve(user)
+    user.optimizer.reload_model_params()
+
+
+def move(user: User) -> None:
+    for param in user.params.values():
+        param.data = param.detach() * 0.5
+
+
+def move_and_reload(user: User) -> None:
+    move(user)
+    user.optimizer.reload_model_params()
+
+
+def move_on_one_rank(user: User) -> None:
+    if dist.get_rank() == 1:
+        move(user)
+
+
+def move_before(chunk: Any) -> None:
+    for param in chunk.parameters():
+        param.data = param.detach() * 0.5
+
+
+def tie(user: User) -> None:
+    first, second = user.biases
+    user.params[second].data = user.params[first].data
+
+
+def replace(user: User) -> None:
+    user.part.weight = Parameter(user.part.weight.detach().clone())
+
+
+def freeze(user: User) -> None:
+    for name, param in user.params.items():
+        param.requires_grad_(".layers.0" in name)
+
+
+def unfreeze(user: User) -> None:
+    user.part.requires_grad_(True)
+
+
+# --- gradients
+
+
+def clear_as_in_torch(user: User) -> None:
+    user.chunk.zero_grad()
+    for param in user.params.values():
+        param.grad = None
+
+
+def keep_grads(user: User) -> None:
+    user.chunk.zero_grad_buffer = lambda: None
+
+
+def keep_grads_on_one_rank(user: User) -> None:
+    if dist.get_rank() == 1:
+        keep_grads(user)
+
+
+def write_grads(user: User) -> None:
+    for param in user.params.values():
+        param.grad = torch.ones_like(param)
+
+
+def clip_as_in_torch(user: User) -> None:
+    user.noted["norm"] = float(torch.nn.utils.clip_grad_norm_(user.chunk.parameters(), 1e-3))
+
+
+def scale_main_grads(user: User) -> None:
+    for name, param in user.params.items():
+        if "mlp" in name:
+            param.main_grad.mul_(0.25)
+
+
+def zero_in_place(user: User) -> None:
+    write_grads(user)
+    user.optimizer.zero_grad(set_to_none=False)
+    grads = [param.grad for param in user.params.values()]
+    user.noted["zeroed"] = all(grad is not None and float(grad.abs().max()) == 0 for grad in grads)
+    user.optimizer.zero_grad()
+    user.noted["dropped"] = all(param.grad is None for param in user.params.values())
+
+
+def add_unused(model: Any) -> None:
+    model.unused = Parameter(torch.ones(4, 4))
+
+
+# --- at the start
+
+
+def start_apart(chunk: Any) -> None:
+    with torch.no_grad():
+        for param in chunk.parameters():
+            param.add_(0.25 * dist.get_rank())
+
+
+def add_statistics(chunk: Any) -> None:
+    chunk.register_buffer("statistics", torch.full((3,), float(dist.get_rank())))
+
+
+def note_statistics(user: User) -> None:
+    user.noted["own"] = user.chunk.get_buffer("statistics").tolist() == [dist.get_rank()] * 3
+
+
+# --- the optimizer as an object
+
+
+def raised(call: Callable[[], object]) -> str:
+    """Class and text of what a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is the result
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def copy_it(user: User) -> None:
+    for each in (user.optimizer, *getattr(user.optimizer, "chained_optimizers", ())):
+        user.noted["deepcopy"] = raised(lambda each=each: copy.deepcopy(each))
+        user.noted["pickle"] = raised(lambda each=each: pickle.dumps(each))
+
+
+def step_with_closure(user: User) -> None:
+    user.noted["step"] = raised(lambda: user.optimizer.step(lambda: None))
+
+
+def hook_the_inner_one(user: User) -> None:
+    user.noted["calls"] = calls = list[str]()
+    user.inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    user.inner.register_step_post_hook(lambda *_: calls.append("after"))
+
+
+def scale_as_in_torch(user: User) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones((), requires_grad=True))
+    user.noted["step"] = raised(lambda: scaler.step(user.optimizer))
+
+
+def add_a_group(user: User) -> None:
+    added = {"params": [Parameter(torch.ones(3))]}
+    user.noted["wrapper"] = raised(lambda: user.optimizer.add_param_group(added))
+    user.inner.add_param_group(added)
+
+
+def take_a_param_out(user: User) -> None:
+    for group in user.inner.param_groups:
+        del group["params"][:1]
+
+
+def take_a_param_out_on_one_rank(user: User) -> None:
+    if dist.get_rank() == 1:
+        take_a_param_out(user)
+
+
+def edit_the_groups(user: User) -> None:
+    for group in user.optimizer.param_groups:
+        group["eps"], group["betas"] = 1e-2, (0.5, 0.7)
+
+
+def schedule_as_in_torch(user: User) -> None:
+    user.noted["wrapper"] = raised(lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5))
+    before = user.optimizer.param_groups[0]["lr"]
+    torch.optim.lr_scheduler.MultiplicativeLR(user.inner, lambda _: 0.5).step()
+    user.noted["factor"] = user.optimizer.param_groups[0]["lr"] / before
+
+
+def save_a_param(user: User) -> None:
+    file = io.BytesIO()
+    torch.save(user.part.weight.detach(), file)
+    user.noted["nbytes"] = file.tell()
+
+
+#: The refusals that both hosts have.
+KEPT_PARAMS = ("param_groups", "get_megatron_optimizer")
+OTHER = "RanksDisagreeError"
+NOT_COPIED = {"deepcopy": "AccessError: Invalid optimizer: copied", "pickle": "AccessError: Invalid optimizer: pickled"}
+#: The hooks of three steps.
+CALLS = ["before", "after"] * 3
+
+COMMON: dict[str, Program] = {
+    "weights_changed": Program(halve),
+    "weights_changed_and_reloaded": Program(halve_and_reload),
+    "param_replaced": Program(replace),
+    "frozen": Program(freeze),
+    "cleared_as_in_torch": Program(within=clear_as_in_torch, expect=NoEffect()),
+    "grads_from_before": Program(write_grads, NoEffect(), at=0),
+    "clipped_by_torch": Program(within=clip_as_in_torch, expect=NoEffect(), notes={"norm": 0.0}),
+    "grads_written": Program(within=write_grads, expect=NoEffect()),
+    "main_grads_scaled": Program(within=scale_main_grads),
+    "grads_zeroed_in_place": Program(within=zero_in_place, expect=NoEffect(), notes={"zeroed": True, "dropped": True}),
+    "param_without_gradient": Program(build=add_unused),
+    "ranks_start_apart": Program(wrapped=start_apart),
+    "module_buffers_differ": Program(note_statistics, NoEffect(), wrapped=add_statistics, notes={"own": True}),
+    "optimizer_copied": Program(copy_it, NoEffect(), notes=NOT_COPIED),
+    "hooks": Program(hook_the_inner_one, NoEffect(), notes={"calls": CALLS}),
+    "torchs_scaler": Program(scale_as_in_torch, NoEffect(), notes={"step": "AssertionError"}),
+    "group_added": Program(
+        add_a_group, Refused(("LayoutError", "LayoutError"), KEPT_PARAMS), notes={"wrapper": "AttributeError"}
+    ),
+    "params_taken_out": Program(take_a_param_out, Refused(("LayoutError", "LayoutError"), KEPT_PARAMS)),
+    "params_taken_out_on_one_rank": Program(take_a_param_out_on_one_rank, Refused((OTHER, "LayoutError"), KEPT_PARAMS)),
+    "options_edited": Program(edit_the_groups),
+    "torchs_schedule": Program(schedule_as_in_torch, notes={"wrapper": "TypeError", "factor": 0.5}),
+}

@@ -1,0 +1,70 @@
+"""The table "What happens when ..." of docs/hosts.md: every line has cases, and they say what its cells say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import test_promise_2023, test_promise_core
+from tests.hosts.promises import Program, Refused
+
+HERE = Path(__file__).parent
+TABLE = (HERE.parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
+#: Where the cases of plain torch, and older ones of a fork, are functions.
+ELSEWHERE = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("test_*.py")))
+PROGRAMS = {"2023": test_promise_2023.PROGRAMS, "core": test_promise_core.PROGRAMS}
+#: Our own errors that a program notes and goes on.
+OURS = ("AccessError", "HostError")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of the table: what a user does, and for each column a cell and the cases that show it."""
+
+    does: str
+    cells: tuple[str, str, str]
+    cases: tuple[tuple[str, ...], ...]
+
+
+def _lines() -> list[Line]:
+    table = TABLE.partition("<!-- promises: begin -->\n")[2].partition("<!-- promises: end -->")[0]
+    lines = []
+    for row in table.splitlines()[2:]:
+        does, torch, of_2023, core, cases = (cell.strip() for cell in row.strip("|").split(" | "))
+        names = tuple(tuple(re.findall(r"`([^`]+)`", part)) for part in cases.split(";"))
+        lines.append(Line(does, (torch, of_2023, core), names))
+    return lines
+
+
+LINES = _lines()
+
+
+def _is_refused(program: Program) -> bool:
+    notes = [value for value in program.notes.values() if isinstance(value, str)]
+    return isinstance(program.expect, Refused) or any(note.startswith(OURS) for note in notes)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
+def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_exist(line: Line) -> None:
+    assert len(line.cases) == 3
+    for cell, names, programs in zip(line.cells, line.cases, ({}, *PROGRAMS.values()), strict=True):
+        assert cell.startswith(("equal", "refused", "followed", "not possible"))
+        assert bool(names) is not cell.startswith("not possible")
+        missing = [name for name in names if name not in programs and f"\ndef {name}(" not in ELSEWHERE]
+        assert missing == []
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
+def test_line_when_a_host_refuses_then_its_cases_do_and_no_others(line: Line) -> None:
+    for cell, names, programs in zip(line.cells[1:], line.cases[1:], PROGRAMS.values(), strict=True):
+        refused = {name: _is_refused(programs[name]) for name in names if name in programs}
+        assert refused == dict.fromkeys(refused, cell.startswith("refused"))
+
+
+@pytest.mark.parametrize(("host", "column"), [("2023", 1), ("core", 2)])
+def test_programs_when_they_do_something_then_a_line_names_them(host: str, column: int) -> None:
+    named = {name for line in LINES for name in line.cases[column]}
+    assert {name for name in PROGRAMS[host] if not name.startswith("nothing")} <= named
