@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.differential.reference import run_reference
 def one_rank(results: Any, number: int, rank: int, size: int, folder: Path) -> None:
     """The body of a rank's process."""
     phase = globals()[f"phase_{number}"]
-    results.put((rank, run_our_rank(phase, rank, size, folder, number)))
+    # As bytes: torch would share the memory of tensors, which ends with this process.
+    results.put((rank, pickle.dumps(run_our_rank(phase, rank, size, folder, number))))
 
 
 def all_ranks(number: int, size: int, folder: Path, seconds: float = 60.0) -> list[Any]:
@@ -35,7 +37,7 @@ def all_ranks(number: int, size: int, folder: Path, seconds: float = 60.0) -> li
     try:
         while len(got) < size:
             rank, result = results.get(timeout=seconds)
-            got[rank] = result
+            got[rank] = pickle.loads(result)
     except Exception as error:  # noqa: BLE001 - queue.Empty, which multiprocessing does not name
         sys.stdout.write(f"ranks {sorted(set(range(size)) - set(got))} did not end: {error!r}\n")
     for process in processes:

@@ -88,8 +88,8 @@ def judge(
 
 def _ends(ours: Sequence[dict[str, Any] | None]) -> str:
     lines = []
-    for rank, result in enumerate(ours):
-        result = result or {"end": "stuck", "text": "did not end in time"}
+    for rank, given in enumerate(ours):
+        result = given or {"end": "stuck", "text": "did not end in time"}
         lines.append(f"rank {rank} {result['end']}: {result.get('class', '')} {result.get('text', '')}")
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from tests.differential.scripts import GROUPS, OPTIMIZERS, SCHEDULERS, ZERO
 __all__ = ["programs"]
 
 _KINDS = ("Perceptron", "Tied", "OwnParams", "Branching", "Normed", "Convolution", "PartlyFrozen", "Recurrent")
+_KINDS += ("WeightNormed", "Strided")
 #: Modules that torch computes in fp16 on every CPU.
 _IN_FP16 = ("Perceptron", "Tied", "OwnParams", "Branching", "PartlyFrozen")
 _NUMBERS = st.integers(0, 7)
@@ -119,7 +120,7 @@ def _microbatch(draw: st.DrawFn, program: Program, daring: bool) -> Microbatch:
         entry=draw(st.sampled_from(("model", "model", "model", "forward", "loss"))),
         idle=draw(_seldom((0, 1), 6)),
         infinite=draw(_seldom((0, 1), 8)) if copes or (daring and draw(_sometimes(8))) else None,
-        is_scaled=not (daring and draw(_sometimes(8))),
+        is_scaled=not (daring and bool(program.option.get("loss_scale")) and draw(_sometimes(8))),
     )
 
 

@@ -147,26 +147,35 @@ _CHANGED_MODULES = {
         _FIXED,
         kinds=("Tied",),
     ),
-    "other_dtype": Idiom(_WEIGHTS, "model.to(torch.float64)", _FIXED, dtypes=("float32",)),
-    "other_shape": Idiom(
-        _WEIGHTS,
-        "p = pick(model, {n})\np.data = p.data.reshape(-1)[:0]",
+    "parametrization_removed": Idiom(
+        (Place.WEIGHTS,),
+        """
+        if torch.nn.utils.parametrize.is_parametrized(model.last):
+            torch.nn.utils.parametrize.remove_parametrizations(model.last, "weight")
+        """,
         _FIXED,
-        dtypes=("never drawn",),
+        kinds=("WeightNormed",),
+    ),
+    "other_dtype": Idiom(_WEIGHTS, "model.to(torch.float64)", _FIXED, dtypes=("float32",)),
+    "other_module_buffers": Idiom(_START, 'model.register_buffer("extra", torch.zeros(2 + rank))', _FIXED),
+    "other_frozen_params": Idiom(
+        _START,
+        'model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2 + rank), requires_grad=False))',
+        _FIXED,
+    ),
+    "lazy_layer": Idiom(_START, "model.lazy = torch.nn.LazyLinear(3)", _FIXED),
+    "integer_param": Idiom(
+        _START, "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)", _FIXED
     ),
     "freeze": Idiom(
         _ANY,
-        """
-        if sum(p.requires_grad for p in model.parameters()) > 1:
-            pick(model, {n}).requires_grad_(False)
-        """,
+        # The first param stays: a loss that depends on no trained param has no backward.
+        "others = list(model.parameters())[1:]\nothers[{n} % len(others)].requires_grad_(False)",
     ),
     "freeze_before": Idiom(
         _START,
-        """
-        if sum(p.requires_grad for p in model.parameters()) > 1:
-            pick(model, {n}).requires_grad_(False)
-        """,
+        # The first param stays: a loss that depends on no trained param has no backward.
+        "others = list(model.parameters())[1:]\nothers[{n} % len(others)].requires_grad_(False)",
     ),
     "unfreeze": Idiom(_ANY, "for p in model.parameters():\n    p.requires_grad_(True)"),
     "side_on": Idiom(_ANY, "model.branch = True", kinds=("Branching",)),
@@ -265,7 +274,9 @@ _COPIES_AND_READS = {
         model.train()
         """,
     ),
-    "evaluate_loss": Idiom(_ANY, 'with torch.inference_mode():\n    world.see("evaluated", model.loss(batch(7, 53, {n})))'),
+    "evaluate_loss": Idiom(
+        _ANY, 'with torch.inference_mode():\n    world.see("evaluated", model.loss(batch(7, 53, {n})))'
+    ),
     "see_weights": Idiom(_ANY, 'world.see("weights", list(model.parameters()))'),
     "see_state_dict": Idiom(_ANY, 'world.see("weights", model.state_dict())'),
     "ema": Idiom(
@@ -275,12 +286,22 @@ _COPIES_AND_READS = {
             ema[name] = ema.get(name, torch.zeros(p.shape)) * 0.5 + p.detach().float() * 0.5
         """,
     ),
+    "one_param_saved": Idiom(
+        _ANY,
+        """
+        file = io.BytesIO()
+        torch.save(pick(model, {n}), file)
+        world.see("saved alone", file.tell() < 3000 + 4 * pick(model, {n}).numel())
+        """,
+        needs=("no hooks",),
+    ),
     "weight_norm": Idiom(_ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'),
 }
 
 _GRADIENTS = {
     "grad_before": Idiom(_START, "for p in model.parameters():\n    p.grad = torch.full_like(p, 0.125)"),
     "backward_before": Idiom(_START, "model(batch(rank, 54, {n})).backward()", needs=("no loss scale",)),
+    "zero_grad": Idiom(_WEIGHTS, "optimizer.zero_grad()"),
     "clip_grad_norm": Idiom(_GRADS, 'world.see("norm", optimizer.clip_grad_norm_(0.25))', needs=("no loss scale",)),
     "clip_grad_norm_of_torch": Idiom(
         _GRADS,
@@ -318,9 +339,7 @@ _GRADIENTS = {
         needs=("no loss scale",),
     ),
     "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
-    "grad_dropped_on_one_rank": Idiom(
-        _GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP
-    ),
+    "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
     "grads_scaled": Idiom(
         _GRADS,
         """
@@ -352,6 +371,15 @@ _GRADIENTS = {
         "pick(model, {n}).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))",
         _SEVERAL,
         needs=("no overlap",),
+    ),
+    "grad_of_part": Idiom(
+        _GRADS,
+        """
+        (trained := pick(model, {n})).grad = None
+        model(batch(rank, 56, {n})).backward(inputs=[trained])
+        """,
+        _OVERLAP,
+        needs=("no loss scale",),
     ),
     "module_hooks": Idiom(
         (*_START, *_WEIGHTS),

@@ -184,6 +184,34 @@ class PartlyFrozen(Trained):
         return self.last(functional.gelu(self.side(self.first(x))))
 
 
+class WeightNormed(Trained):
+    """The weight of the last layer is computed from two params."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Cast(nn.Linear(WIDTH, HIDDEN))
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 5))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.last(functional.gelu(self.first(x)).to(self.last.weight.dtype))
+
+
+class Strided(Trained):
+    """A module buffer is every second column of a tensor, of which another one is the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.randn(HIDDEN, 2 * HIDDEN)
+        self.register_buffer("even", table[:, ::2])
+        self.register_buffer("odd", table[:, 1::2])
+        self.first = Cast(nn.Linear(WIDTH, HIDDEN))
+        self.last = Cast(nn.Linear(HIDDEN, 5))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).float()
+        return self.last(functional.gelu(hidden @ self.even.float() - hidden @ self.odd.float()))
+
+
 def make(kind: type[Trained], dtype: str, seed: int) -> Trained:
     """A new model.
 

@@ -1,4 +1,4 @@
-"""Processes for programs: forked from two that have imported everything, so that a program costs a fraction of a second.
+"""Processes for programs, forked from two that have imported everything: a program costs a fraction of a second.
 
 [Note: two nurseries] Rank 0 is forked from another process than the other ranks: its strings have other hashes, so
 that whatever goes by the order of a set goes wrong here and not at a user's. The reference runs in a process of its own

@@ -164,7 +164,7 @@ class Program(_Short):
             any(_refusable(action, self) for action in self.actions)
             or self.grad_scaler
             or self.groups == "some"
-            or any(not micro.is_scaled for micro in micros)
+            or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or (self._ranks > 1 and any(each.zero == "zero_ of each" for each in self.iterations))
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
@@ -177,9 +177,7 @@ class Program(_Short):
     @property
     def _reduces_twice(self) -> bool:
         """With overlap, whether a backward outside of `no_sync` is not the last of its step."""
-        return any(
-            (len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations
-        )
+        return any((len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations)
 
 
 def _refusable(action: Action, program: Program) -> bool:

@@ -121,9 +121,15 @@ class ReferenceWorld:
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> AveragingOptimizer:
         """Starts all ranks from rank 0's weights and module buffers."""
-        tensors = list(model.state_dict().values())
-        for mine, first in zip(tensors, self.all_ranks("start", plain(tensors))[0], strict=True):
-            mine.copy_(first)
+        if any(nn.parameter.is_lazy(param) for param in model.parameters()):
+            raise MustBeRefusedError("a param has no shape yet")
+        tensors = model.state_dict()
+        per_rank = self.all_ranks("start", plain(tensors))
+        layouts = [{name: (value.shape, value.dtype) for name, value in theirs.items()} for theirs in per_rank]
+        if any(layout != layouts[0] for layout in layouts):
+            raise MustBeRefusedError("ranks have other params or module buffers")
+        for name, mine in tensors.items():
+            mine.copy_(per_rank[0][name])
         self.optimizer = AveragingOptimizer(self, model, optimizer, Options(**options))
         return self.optimizer
 
@@ -324,7 +330,7 @@ class AveragingOptimizer(Optimizer):
                 theirs.update({key: value for key, value in group.items() if key != "params"})
         kept = {param: param.grad for param in self._params()}
         for param in kept:
-            (self.mains[param] if param in self.mains else param).grad = grads.get(param)
+            self.mains.get(param, param).grad = grads.get(param)
         yield
         for param, grad in kept.items():
             if param in self.mains:

@@ -225,7 +225,8 @@ def stand_alone(program: Program, found: str) -> str:
         found: what was seen, for the reader.
     """
     found = textwrap.indent(found.replace("\\", "/").replace('"""', "'''"), "    ")
-    head = f'"""Run it: python this_file.py. It needs torch and megatron_distopt.\n\nSeen:\n\n{found}\n\n{program!r}\n"""\n'
+    needs = "Run it: python this_file.py. It needs torch and megatron_distopt."
+    head = f'"""{needs}\n\nSeen:\n\n{found}\n\n{program!r}\n"""\n'
     parts = [head, "from __future__ import annotations\n"]
     parts += [_without_package(_FOLDER / f"{name}.py") for name in ("models", "reference", "ours", "compare")]
     parts += [program_text(program), _without_package(_FOLDER / "alone.py")]

@@ -1,6 +1,6 @@
 """Runs programs without stopping at the first failure, and writes a small script for each kind of failure.
 
-    python -m tests.differential.survey 300 --seed 7 --into /tmp/found
+python -m tests.differential.survey 300 --seed 7 --into /tmp/found
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def main() -> None:
             seen[signature(outcome)] = seen.get(signature(outcome), 0) + 1
             if seen[signature(outcome)] > 1:
                 continue
-            program, outcome = reduce(running, program, outcome, args.tries)
+            small, outcome = reduce(running, program, outcome, args.tries)
             file = args.into / f"failure_{args.seed}_{len(seen)}.py"
-            file.write_text(stand_alone(program, outcome.text))
-            sys.stdout.write(f"--- {file}\n{program!r}\n{outcome.text[-1200:]}\n")
+            file.write_text(stand_alone(small, outcome.text))
+            sys.stdout.write(f"--- {file}\n{small!r}\n{outcome.text[-1200:]}\n")
             sys.stdout.flush()
     sys.stdout.write("\n".join([*tally.lines(), *(f"{number} x {text}" for text, number in seen.items())]) + "\n")
 
