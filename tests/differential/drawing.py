@@ -99,9 +99,11 @@ def _iterations(program: Program, daring: bool) -> st.SearchStrategy[tuple[Itera
 @st.composite
 def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
     steps = ("plain",) * 5 + ("none",) * (daring or not program.option.get("overlap_grad_reduce"))
-    steps += () if program.grad_scaler else ("closure", "twice")
+    scaled = program.option.get("loss_scale") and not daring
+    steps += () if program.grad_scaler else ("closure",)
+    steps += () if program.grad_scaler or scaled else ("twice",)
     steps += ("not on one rank",) if daring else ()
-    zeros = [name for name in ZERO if daring or name != "zero_ of each"]
+    zeros = [name for name in ZERO if not (scaled and name == "kept")]
     return Iteration(
         weights=draw(_actions(program, Place.WEIGHTS, daring)),
         microbatches=tuple(draw(st.lists(_microbatch(program, daring), min_size=1, max_size=3))),

@@ -233,14 +233,14 @@ _AS_AN_OPTIMIZER = {
     "step_hooks": Idiom(
         _WEIGHTS,
         """
-        optimizer.register_step_pre_hook(lambda *_: counted.append("before the step"))
-        optimizer.register_step_post_hook(lambda *_: counted.append("after the step"))
+        optimizer.register_step_pre_hook(Note(counted, "before the step"))
+        optimizer.register_step_post_hook(Note(counted, "after the step"))
         """,
     ),
     "state_dict_hooks": Idiom(
         _WEIGHTS,
         """
-        optimizer.register_state_dict_pre_hook(lambda *_: counted.append("before the state dict"))
+        optimizer.register_state_dict_pre_hook(Note(counted, "before the state dict"))
         optimizer.state_dict()
         """,
     ),
@@ -263,7 +263,6 @@ _COPIES_AND_READS = {
         twin = pickle.loads(pickle.dumps(model))
         world.see("twin", twin(batch(rank, 51, {n})))
         """,
-        needs=("no hooks",),
     ),
     "evaluate": Idiom(
         _ANY,
@@ -293,7 +292,6 @@ _COPIES_AND_READS = {
         torch.save(pick(model, {n}), file)
         world.see("saved alone", file.tell() < 3000 + 4 * pick(model, {n}).numel())
         """,
-        needs=("no hooks",),
     ),
     "weight_norm": Idiom(_ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'),
 }
@@ -364,7 +362,7 @@ _GRADIENTS = {
     "param_hook_before": Idiom(_START, "pick(model, {n}).register_hook(lambda grad: grad * 2)"),
     "accumulated_hook": Idiom(
         (*_START, *_WEIGHTS),
-        'pick(model, {n}).register_post_accumulate_grad_hook(lambda p: counted.append("accumulated"))',
+        'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))',
     ),
     "accumulated_hook_edits": Idiom(
         (*_START, *_WEIGHTS),
@@ -384,8 +382,8 @@ _GRADIENTS = {
     "module_hooks": Idiom(
         (*_START, *_WEIGHTS),
         """
-        model.register_forward_hook(lambda *_: counted.append("forward"))
-        model.register_full_backward_hook(lambda *_: counted.append("backward"))
+        model.register_forward_hook(Note(counted, "forward"))
+        model.register_full_backward_hook(Note(counted, "backward"))
         """,
         needs=("not compiled",),
     ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import inspect
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -51,25 +50,7 @@ class OurWorld:
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
         """`distribute`, in the form that the README shows."""
-        if "config" in list(inspect.signature(megatron_distopt.distribute).parameters)[:2]:
-            known = {field.name for field in dataclasses.fields(megatron_distopt.DistOptConfig)}
-            config = megatron_distopt.DistOptConfig(**{key: options[key] for key in options if key in known})
-            return _as_promised(megatron_distopt.distribute(model, config, optimizer=optimizer))
         return megatron_distopt.distribute(model, optimizer, **options)
-
-
-def _as_promised(optimizer: Any) -> Any:
-    step = type(optimizer).step
-
-    def returning_none(self: Any, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            loss = closure()
-        self.last_step = step(self)
-        return loss
-
-    optimizer.step = returning_none.__get__(optimizer)
-    return optimizer
 
 
 def run_our_rank(phase: Callable[[Any], None], rank: int, size: int, folder: Path, number: int) -> dict[str, Any]:

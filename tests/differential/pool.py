@@ -169,11 +169,14 @@ class Pool:
 
     def _wait(self, jobs: list[Job]) -> None:
         """Until all have left a result, or it is clear that the rest will not."""
-        deadline, shortened = time.monotonic() + SECONDS_A_PHASE, False
+        deadline, look, failed = time.monotonic() + SECONDS_A_PHASE, time.monotonic(), False
         while time.monotonic() < deadline and not all(job.result.exists() for job in jobs):
-            time.sleep(0.005)
-            if not shortened and any(_has_failed(job) for job in jobs):
-                deadline, shortened = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW), True
+            time.sleep(0.01)
+            if time.monotonic() < look:
+                continue
+            look += 0.2
+            if not failed and any(_has_failed(job) for job in jobs):
+                deadline, failed = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW), True
             if any(nursery.order("look") for nursery in self.nurseries):
                 deadline = min(deadline, time.monotonic() + 1.0)
 

@@ -166,13 +166,18 @@ class Program(_Short):
             or self.groups == "some"
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
-            or (self._ranks > 1 and any(each.zero == "zero_ of each" for each in self.iterations))
+            or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
         )
 
     @property
     def _ranks(self) -> int:
         return max(phase.ranks for phase in self.phases)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients of one step are there in the next one, by when the loss scale may be another."""
+        return any(each.zero == "kept" or each.step == "twice" for each in self.iterations)
 
     @property
     def _reduces_twice(self) -> bool:
@@ -200,7 +205,6 @@ def allowed(name: str, program: Program, place: Place) -> bool:
         "no overlap": not program.option.get("overlap_grad_reduce"),
         "not compiled": program.compiled is None,
         "stepped": True,
-        "no hooks": True,
     }
     return (
         place in idiom.places

@@ -330,7 +330,8 @@ class AveragingOptimizer(Optimizer):
                 theirs.update({key: value for key, value in group.items() if key != "params"})
         kept = {param: param.grad for param in self._params()}
         for param in kept:
-            self.mains.get(param, param).grad = grads.get(param)
+            into = self.mains.get(param, param)
+            into.grad = grads[param].to(into.dtype) if param in grads else None
         yield
         for param, grad in kept.items():
             if param in self.mains:

@@ -21,14 +21,16 @@ from tests.differential.programs import Program
 from tests.differential.scripts import stand_alone
 from tests.differential.tally import Tally
 
+#: Draws of one hypothesis test resemble each other, so many tests draw a few each.
+_DRAWN_TOGETHER = 10
+
 
 def draw(number: int, start: int) -> list[Program]:
     """Programs at random, the same for the same start."""
     drawn: list[Program] = []
 
-    @seed(start)
     @settings(
-        max_examples=number,
+        max_examples=_DRAWN_TOGETHER,
         database=None,
         phases=[Phase.generate],
         deadline=None,
@@ -38,8 +40,9 @@ def draw(number: int, start: int) -> list[Program]:
     def collect(program: Program) -> None:
         drawn.append(program)
 
-    collect()
-    return drawn
+    while len(drawn) < number:
+        seed(start + len(drawn))(collect)()
+    return drawn[:number]
 
 
 def signature(outcome: Outcome) -> str:
