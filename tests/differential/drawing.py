@@ -33,9 +33,13 @@ def _seldom(values: tuple[Any, ...], one_in: int) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Every program means something; a quarter of them does what an error of ours may answer."""
-    daring = draw(_sometimes(4))
+def programs(draw: st.DrawFn, *, is_calm: bool = False) -> Program:
+    """Every program means something; a quarter of them does what an error of ours may answer.
+
+    Args:
+        is_calm: none does.
+    """
+    daring = not is_calm and draw(_sometimes(4))
     program = draw(_frames(daring))
     start = draw(_actions(program, Place.START, daring))
     ready = draw(_actions(program, Place.READY, daring))

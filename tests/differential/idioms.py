@@ -48,7 +48,8 @@ class Idiom:
         refusable: see `Refusable`.
         kinds: the models that have what the lines need; all where empty.
         dtypes: the dtypes of models for which the lines are right; all where empty.
-        needs: further requirements on the program: "one phase", "one group", "betas", "no loss scale".
+        needs: further requirements on the program: "one phase", "one group", "betas", "no loss scale",
+            "not drawn" for those that other idioms cannot stand beside.
     """
 
     places: tuple[Place, ...]
@@ -106,6 +107,8 @@ _CHANGED_WEIGHTS = {
         dtype = next(model.parameters()).dtype
         model.bfloat16().to(dtype) if dtype == torch.float32 else model.float().to(dtype)
         """,
+        # torch converts gradients that are there as well; here they are not to be touched.
+        _SEVERAL,
         kinds=("Perceptron", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
         dtypes=("float32", "bfloat16", "float16"),
     ),
@@ -165,7 +168,7 @@ _CHANGED_MODULES = {
     ),
     "lazy_layer": Idiom(_START, "model.lazy = torch.nn.LazyLinear(3)", _FIXED),
     "integer_param": Idiom(
-        _START, "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)", _FIXED
+        _START, "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)", needs=("not drawn",)
     ),
     "freeze": Idiom(
         _ANY,
@@ -263,6 +266,7 @@ _COPIES_AND_READS = {
         twin = pickle.loads(pickle.dumps(model))
         world.see("twin", twin(batch(rank, 51, {n})))
         """,
+        kinds=("Perceptron", "Normed", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "Strided"),
     ),
     "evaluate": Idiom(
         _ANY,
@@ -366,7 +370,7 @@ _GRADIENTS = {
     ),
     "accumulated_hook_edits": Idiom(
         (*_START, *_WEIGHTS),
-        "pick(model, {n}).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))",
+        "pick(model, {n}).register_post_accumulate_grad_hook(halve_grad)",
         _SEVERAL,
         needs=("no overlap",),
     ),

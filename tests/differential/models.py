@@ -34,6 +34,11 @@ def grad_like(param: nn.Parameter, *seeds: int) -> Tensor:
     return noise(param.shape, *seeds).to(dtype) / 4
 
 
+def halve_grad(param: nn.Parameter) -> None:
+    """A hook that changes the gradient that backward has left."""
+    param.grad.mul_(0.5)
+
+
 def pick(model: nn.Module, place: int) -> nn.Parameter:
     """One of the params of the model that are trained; counts on from the first after the last."""
     params = [param for param in model.parameters() if param.requires_grad]

@@ -166,6 +166,7 @@ class Program(_Short):
             or self.groups == "some"
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
+            or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
         )
@@ -183,6 +184,12 @@ class Program(_Short):
     def _reduces_twice(self) -> bool:
         """With overlap, whether a backward outside of `no_sync` is not the last of its step."""
         return any((len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations)
+
+
+def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
+    """Whether there is a backward after the gradient was averaged."""
+    names = [action.name for action in grads]
+    return "grad_of_part" in names and names[0] in ("clip_grad_norm", "full_grad")
 
 
 def _refusable(action: Action, program: Program) -> bool:
@@ -205,6 +212,7 @@ def allowed(name: str, program: Program, place: Place) -> bool:
         "no overlap": not program.option.get("overlap_grad_reduce"),
         "not compiled": program.compiled is None,
         "stepped": True,
+        "not drawn": False,
     }
     return (
         place in idiom.places

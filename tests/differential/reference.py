@@ -316,6 +316,9 @@ class AveragingOptimizer(Optimizer):
         norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads.values()] or [torch.zeros(())]))
         factor = min(1.0, self.options.clip_grad / (float(norm) + 1e-6)) if self.options.clip_grad else 1.0
         self.last_step.grad_norm = float(norm)
+        if factor < 1.0:  # what stays is clipped, as after torch's clip_grad_norm_
+            for param in grads:
+                param.grad.mul_(factor)
         with self._in_place_of_grads({param: grad * factor for param, grad in grads.items()}):
             self.inner.step()
         for param, main in self.mains.items():

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,13 @@ from tests.differential.programs import Program
 from tests.differential.scripts import stand_alone
 from tests.differential.tally import Tally
 
+#: A program that gets stuck costs a minute a try.
+SECONDS_TO_REDUCE = 90.0
 #: Draws of one hypothesis test resemble each other, so many tests draw a few each.
 _DRAWN_TOGETHER = 10
 
 
-def draw(number: int, start: int) -> list[Program]:
+def draw(number: int, start: int, is_calm: bool) -> list[Program]:
     """Programs at random, the same for the same start."""
     drawn: list[Program] = []
 
@@ -36,7 +39,7 @@ def draw(number: int, start: int) -> list[Program]:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(programs(is_calm=is_calm))
     def collect(program: Program) -> None:
         drawn.append(program)
 
@@ -95,8 +98,8 @@ def _smaller_iterations(iteration: object) -> Iterator[object]:
 def reduce(running: Pool, program: Program, found: Outcome, tries: int = 60) -> tuple[Program, Outcome]:
     """The smallest program found that fails in the same way."""
     wanted = signature(found)
-    progress = True
-    while progress and tries > 0:
+    progress, deadline = True, time.monotonic() + SECONDS_TO_REDUCE
+    while progress and tries > 0 and time.monotonic() < deadline:
         progress = False
         for simpler in smaller(program):
             tries -= 1
@@ -104,7 +107,7 @@ def reduce(running: Pool, program: Program, found: Outcome, tries: int = 60) -> 
             if outcome.kind == "failed" and signature(outcome) == wanted:
                 program, found, progress = simpler, outcome, True
                 break
-            if tries <= 0:
+            if tries <= 0 or time.monotonic() > deadline:
                 break
     return program, found
 
@@ -113,13 +116,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calm", action="store_true", help="only programs that no error of ours may answer")
     parser.add_argument("--tries", type=int, default=60)
     parser.add_argument("--into", type=Path, default=Path("differential_failures"))
     args = parser.parse_args()
     args.into.mkdir(parents=True, exist_ok=True)
     tally, seen = Tally(), dict[str, int]()
     with pool() as running:
-        for program in draw(args.number, args.seed):
+        for program in draw(args.number, args.seed, args.calm):
             outcome = running.run(program)
             tally.add(program, outcome)
             if outcome.kind != "failed":
@@ -127,6 +131,8 @@ def main() -> None:
             seen[signature(outcome)] = seen.get(signature(outcome), 0) + 1
             if seen[signature(outcome)] > 1:
                 continue
+            sys.stdout.write(f"--- number {tally.outcomes.total()}\n{program!r}\n{outcome.text[-1200:]}\n")
+            sys.stdout.flush()
             small, outcome = reduce(running, program, outcome, args.tries)
             file = args.into / f"failure_{args.seed}_{len(seen)}.py"
             file.write_text(stand_alone(small, outcome.text))
