@@ -178,7 +178,7 @@ class Program(_Short):
     @property
     def _keeps_gradients(self) -> bool:
         """Whether gradients of one step are there in the next one, by when the loss scale may be another."""
-        return any(each.zero == "kept" or each.step == "twice" for each in self.iterations)
+        return any(each.zero in ("kept", "zero_ of each") or each.step == "twice" for each in self.iterations)
 
     @property
     def _reduces_twice(self) -> bool:

@@ -285,9 +285,13 @@ class AveragingOptimizer(Optimizer):
         return grad
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Collective: the norm before clipping."""
+        """Collective: the norm before clipping, in fp32 whatever the dtype of the gradients."""
         self.average_grads()
-        return nn.utils.clip_grad_norm_(self._params(), max_norm)
+        grads = [param.grad for param in self._params() if param.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([grad.float().norm() for grad in grads] or [torch.zeros(())]))
+        for grad in grads:
+            grad.mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
+        return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

@@ -44,7 +44,7 @@ GROUPS = {
 SCHEDULERS = {
     "StepLR": "StepLR({optimizer}, step_size=2, gamma=0.5)",
     "LambdaLR": "LambdaLR({optimizer}, lambda step: 1 / (1 + step))",
-    "OneCycleLR": "OneCycleLR({optimizer}, max_lr=0.04, total_steps=40)",
+    "OneCycleLR": "OneCycleLR({optimizer}, max_lr=0.04, total_steps=40, cycle_momentum={cycles})",
     "CosineAnnealingLR": "CosineAnnealingLR({optimizer}, T_max=5)",
 }
 
@@ -130,7 +130,9 @@ def _optimizer(program: Program) -> str:
 
 
 def _scheduler(program: Program) -> str:
-    return "torch.optim.lr_scheduler." + SCHEDULERS[program.scheduler or ""].format(optimizer="optimizer")
+    has_momentum = program.optimizer not in ("Adagrad", "Adadelta")
+    text = SCHEDULERS[program.scheduler or ""].format(optimizer="optimizer", cycles=has_momentum)
+    return f"torch.optim.lr_scheduler.{text}"
 
 
 def _checkpoint(program: Program, number: int) -> Iterator[str]:
