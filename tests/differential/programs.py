@@ -177,7 +177,10 @@ class Program(_Short):
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients of one step are there in the next one, by when the loss scale may be another."""
+        """Whether gradients of one step are there in the next one, by when the loss scale may be another.
+
+        Zeros that were not written by the optimizer's own call cannot be told from gradients.
+        """
         return any(each.zero in ("kept", "zero_ of each") or each.step == "twice" for each in self.iterations)
 
     @property

@@ -358,6 +358,8 @@ class AveragingOptimizer(Optimizer):
                 mine.copy_(first)
 
     def state_dict(self) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         return {"inner": self.inner.state_dict(), "scale": self.scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
