@@ -324,7 +324,10 @@ class AveragingOptimizer(Optimizer):
             for param in grads:
                 param.grad.mul_(factor)
         with self._in_place_of_grads({param: grad * factor for param, grad in grads.items()}):
-            self.inner.step()
+            try:
+                self.inner.step()
+            except RuntimeError as error:  # the program asks for what torch cannot do either
+                raise MustBeRefusedError(f"torch's own step raised {error}") from error
         for param, main in self.mains.items():
             param.data.copy_(main)
             self.rounded[param] = param.detach().clone()

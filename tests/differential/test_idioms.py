@@ -144,6 +144,18 @@ EQUAL = {
     "saved at four ranks and loaded at one, in bf16": Program(
         phases=(Phase(4, (Iteration(),) * 3), Phase(1, (Iteration(),) * 3)), dtype="bfloat16"
     ),
+    "lr edited between step and save": Program(
+        phases=(Phase(2, (Iteration(after=_all(["lr"])),)), Phase(2, (Iteration(), Iteration())))
+    ),
+    "saved after a step without some gradient": Program(
+        phases=(_each(grads=_all(["grad_dropped"])), Phase(3, (Iteration(),) * 3)), dtype="mixed"
+    ),
+    "other data, then the state dict back": program("new_data", "state_dict_back"),
+    "other data, then the local state dict back": program("new_data", "local_state_dict_back"),
+    "full_grad where a rank had no data": program(
+        Iteration(zero="None for each"), Iteration(microbatches=(Microbatch(idle=0),), grads=_all(["full_grad"]))
+    ),
+    "gradients kept, clipped by the option": Program(phases=(_each(zero="kept"),), options=(("clip_grad", 0.125),)),
     "a copy of the model": program("model_deepcopy"),
     "a copy of the model with overlaps": program("model_deepcopy", options=_OVERLAP + _PARAM_OVERLAP[:1]),
     "a pickled model": program("model_pickle"),
@@ -192,6 +204,12 @@ def test_idiom_when_it_cannot_be_served_then_refused_on_all_ranks(running: Pool,
 #: torch goes on with a param that nothing computes with any more, or from a scale of its own: either will do.
 EITHER = {
     "GradScaler": program(grad_scaler=True),
+    "a gradient written after clipping": program(grads=["clip_grad_norm", "grad_written_all"]),
+    "a backward after clipping": program(grads=["clip_grad_norm", "grad_of_part"]),
+    "converted while gradients are there": program(
+        Iteration(zero="zero_ of each"), Iteration(weights=_all(["round_trip"]))
+    ),
+    "a rank that leaves out a step, with overlap": program(Iteration(step="not on one rank"), options=_OVERLAP),
     "a parametrization removed": program("parametrization_removed", kind="WeightNormed"),
 }
 
