@@ -57,13 +57,12 @@ def _frames(draw: st.DrawFn, daring: bool) -> Program:
     dtype = draw(st.sampled_from(dtypes))
     sizes = st.sampled_from((2, 3, 1, 4, 2))
     phases = [Phase(draw(sizes)) for _ in range(draw(st.sampled_from((1, 1, 1, 2))))]
-    groups = [name for name in GROUPS if daring or name != "some"]
     scheduler = draw(_seldom(tuple(SCHEDULERS), 3))
     return Program(
         kind=kind,
         dtype=dtype,
         optimizer=draw(st.sampled_from(tuple(OPTIMIZERS))),
-        groups=draw(st.sampled_from(groups)),
+        groups=draw(st.sampled_from(tuple(GROUPS))),
         scheduler=scheduler,
         scheduler_before=scheduler is not None and draw(_sometimes(4)),
         options=draw(_options(dtype)),
@@ -102,7 +101,7 @@ def _iterations(program: Program, daring: bool) -> st.SearchStrategy[tuple[Itera
 
 @st.composite
 def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
-    steps = ("plain",) * 5 + ("none",) * (daring or not program.option.get("overlap_grad_reduce"))
+    steps = ("plain",) * 5 + ("none",)
     scaled = program.option.get("loss_scale") and not daring
     steps += () if program.grad_scaler else ("closure",)
     steps += () if program.grad_scaler or scaled else ("twice",)
@@ -111,7 +110,7 @@ def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
     return Iteration(
         weights=draw(_actions(program, Place.WEIGHTS, daring)),
         microbatches=tuple(draw(st.lists(_microbatch(program, daring), min_size=1, max_size=3))),
-        no_sync=not (daring and draw(_sometimes(4))),
+        no_sync=not draw(_sometimes(6)),
         grads=draw(_actions(program, Place.GRADS, daring)),
         step=draw(st.sampled_from(steps)),
         after=draw(_actions(program, Place.AFTER, daring)),
@@ -148,5 +147,4 @@ def _is_promised(name: str, program: Program) -> bool:
         Refusable.NEVER: True,
         Refusable.ALWAYS: False,
         Refusable.SEVERAL_RANKS: not several,
-        Refusable.OVERLAP: not program.option.get("overlap_grad_reduce"),
     }[IDIOMS[name].refusable]

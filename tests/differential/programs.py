@@ -163,12 +163,10 @@ class Program(_Short):
         return (
             any(_refusable(action, self) for action in self.actions)
             or self.grad_scaler
-            or self.groups == "some"
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
-            or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
         )
 
     @property
@@ -181,12 +179,8 @@ class Program(_Short):
 
         Zeros that were not written by the optimizer's own call cannot be told from gradients.
         """
-        return any(each.zero in ("kept", "zero_ of each") or each.step == "twice" for each in self.iterations)
-
-    @property
-    def _reduces_twice(self) -> bool:
-        """With overlap, whether a backward outside of `no_sync` is not the last of its step."""
-        return any((len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations)
+        unknown = ("kept", "zero_ of each", "model, not to None")
+        return any(each.zero in unknown or each.step == "twice" for each in self.iterations)
 
 
 def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
@@ -200,7 +194,6 @@ def _refusable(action: Action, program: Program) -> bool:
         Refusable.NEVER: False,
         Refusable.ALWAYS: True,
         Refusable.SEVERAL_RANKS: program._ranks > 1,
-        Refusable.OVERLAP: bool(program.option.get("overlap_grad_reduce")),
     }[IDIOMS[action.name].refusable]
 
 
