@@ -186,7 +186,7 @@ class Program(_Short):
 def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
     """Whether there is a backward after the gradient was averaged."""
     names = [action.name for action in grads]
-    return "grad_of_part" in names and names[0] in ("clip_grad_norm", "full_grad")
+    return names[:1] in (["clip_grad_norm"], ["full_grad"]) and names[-1] in ("grad_of_part", "grad_by_autograd")
 
 
 def _refusable(action: Action, program: Program) -> bool:

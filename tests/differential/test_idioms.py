@@ -119,6 +119,7 @@ EQUAL = {
     "module buffers that are strided": program(kind="Strided", other_seeds=True),
     "BatchNorm's statistics": program("evaluate", kind="Normed"),
     "step hooks": program("step_hooks"),
+    "step hooks of another class": program("step_hooks", optimizer="RMSprop"),
     "state-dict hooks": program("state_dict_hooks"),
     "a closure": program(Iteration(step="closure")),
     "a closure with overlap": program(Iteration(step="closure"), options=_OVERLAP),
