@@ -101,7 +101,7 @@ def _iterations(program: Program, daring: bool) -> st.SearchStrategy[tuple[Itera
 
 @st.composite
 def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
-    steps = ("plain",) * 5 + ("none",)
+    steps = ("plain",) * 5 + ("none",) * (daring or not program.option.get("overlap_grad_reduce"))
     scaled = program.option.get("loss_scale") and not daring
     steps += () if program.grad_scaler else ("closure",)
     steps += () if program.grad_scaler or scaled else ("twice",)
@@ -147,4 +147,5 @@ def _is_promised(name: str, program: Program) -> bool:
         Refusable.NEVER: True,
         Refusable.ALWAYS: False,
         Refusable.SEVERAL_RANKS: not several,
+        Refusable.OVERLAP: not program.option.get("overlap_grad_reduce"),
     }[IDIOMS[name].refusable]

@@ -34,6 +34,8 @@ class Refusable(Enum):
     ALWAYS = "always"
     #: On more than one rank, where `p.grad` is not the average.
     SEVERAL_RANKS = "several ranks"
+    #: With `overlap_grad_reduce`, where communication of the gradient has begun.
+    OVERLAP = "overlap"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Idiom:
 _START, _WEIGHTS, _GRADS, _AFTER = (Place.START,), (Place.READY, Place.WEIGHTS), (Place.GRADS,), (Place.AFTER,)
 _ANY = (*_WEIGHTS, *_AFTER)
 _UNIFORM = ("float32", "bfloat16")
-_FIXED, _SEVERAL = Refusable.ALWAYS, Refusable.SEVERAL_RANKS
+_FIXED, _SEVERAL, _OVERLAP = Refusable.ALWAYS, Refusable.SEVERAL_RANKS, Refusable.OVERLAP
 
 _CHANGED_WEIGHTS = {
     "load_state_dict": Idiom(
@@ -318,10 +320,13 @@ _GRADIENTS = {
         _SEVERAL,
         needs=("no loss scale",),
     ),
-    "grad_written": Idiom(_GRADS, "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)", needs=("no loss scale",)),
+    "grad_written": Idiom(
+        _GRADS, "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
+    ),
     "grad_written_all": Idiom(
         _GRADS,
         "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)",
+        _OVERLAP,
         needs=("no loss scale",),
     ),
     "grad_by_autograd": Idiom(
@@ -332,10 +337,11 @@ _GRADIENTS = {
         for p, grad in zip(trained, found):
             p.grad = None if grad is None else grad.to(getattr(p, "grad_dtype", None) or p.dtype)
         """,
+        _OVERLAP,
         needs=("no loss scale",),
     ),
-    "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None"),
-    "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None"),
+    "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
+    "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
     "grads_scaled": Idiom(
         _GRADS,
         """
@@ -374,6 +380,7 @@ _GRADIENTS = {
         (trained := pick(model, {n})).grad = None
         model(batch(rank, 56, {n})).backward(inputs=[trained])
         """,
+        _OVERLAP,
         needs=("no loss scale",),
     ),
     "module_hooks": Idiom(

@@ -166,6 +166,7 @@ class Program(_Short):
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
+            or (bool(self.option.get("overlap_grad_reduce")) and any(each.step == "none" for each in self.iterations))
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
         )
 
@@ -194,6 +195,7 @@ def _refusable(action: Action, program: Program) -> bool:
         Refusable.NEVER: False,
         Refusable.ALWAYS: True,
         Refusable.SEVERAL_RANKS: program._ranks > 1,
+        Refusable.OVERLAP: bool(program.option.get("overlap_grad_reduce")),
     }[IDIOMS[action.name].refusable]
 
 
