@@ -185,9 +185,10 @@ class Program(_Short):
 
 
 def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
-    """Whether there is a backward after the gradient was averaged."""
+    """Whether there is a backward, or a gradient is written, after the gradient was averaged."""
     names = [action.name for action in grads]
-    return names[:1] in (["clip_grad_norm"], ["full_grad"]) and names[-1] in ("grad_of_part", "grad_by_autograd")
+    written = [name for name in names if name.startswith("grad_") and name != "grad_is_none"]
+    return names[:1] in (["clip_grad_norm"], ["full_grad"]) and bool(written)
 
 
 def _refusable(action: Action, program: Program) -> bool:
