@@ -1,0 +1,156 @@
+"""Tells how a program went with us: equal to the reference, refused by an error of ours on all ranks, or a failure.
+
+`scripts.py` copies this file into the script that it writes, so it imports only torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Sums over ranks and kernels for flat params round in another order than torch's: some 1e-7 of a gradient below 1 in
+#: every step. The programs' eps of 1e-2 and lr of at most 0.05 keep that from growing, 10 steps add it up. What a
+#: program does wrongly is of the order of lr times weight decay times a weight, 1e-4, or more.
+FP32_TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program went.
+
+    Args:
+        kind: "equal", "refused" or "failed".
+        text: why; of a refusal its class and first words.
+        is_exact: equal to the bit.
+    """
+
+    kind: str
+    text: str = ""
+    is_exact: bool = False
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a value may lie from the reference's.
+
+    Args:
+        bits: of the mantissa of the model's coarsest dtype. A main param that differs by rounding may be rounded to
+            the other neighbour in the model, and what the model computes then differs by as much.
+    """
+
+    bits: int
+
+    def allows(self, ours: float, theirs: float) -> bool:
+        if math.isnan(theirs) or math.isinf(theirs):
+            return math.isnan(ours) or ours == theirs
+        unit = 0.0 if self.bits >= 23 else 3 * 2.0**-self.bits
+        return abs(ours - theirs) <= FP32_TOLERANCE * (1 + abs(theirs)) + unit * max(abs(theirs), 2.0**-3)
+
+
+BITS = {"float32": 23, "float16": 10, "bfloat16": 7, "mixed": 7}
+
+
+def judge(
+    ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]], dtype: str, may_refuse: bool
+) -> Outcome:
+    """Compares the ranks of one phase.
+
+    Args:
+        ours: by rank, what `run_our_rank` returned; None for a rank that did not end in time.
+        theirs: by rank, of `run_reference`.
+        dtype: of the model.
+        may_refuse: whether the program contains something that an error of ours may answer.
+    """
+    faults = [rank["end"] for rank in theirs if rank["end"].startswith("Traceback")]
+    if faults:
+        return Outcome("failed", f"the reference itself raised:\n{faults[0]}")
+    ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
+    must_refuse = any(rank["end"] != "finished" for rank in theirs)
+    if ended == ["refused"]:
+        difference = _differences(ours, theirs, dtype, prefix=True)
+        if difference:
+            return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
+        text = f"{ours[0]['class']}: {ours[0]['text']}"  # type: ignore[index]
+        if not may_refuse and not must_refuse:
+            return Outcome("failed", f"refused though it promises to work: {text}")
+        return Outcome("refused", text)
+    if ended != ["finished"]:
+        return Outcome("failed", f"ranks ended as {ended}\n{_ends(ours)}")
+    if must_refuse:
+        return Outcome("failed", f"finished, where the reference {theirs[0]['end']}")
+    difference = _differences(ours, theirs, dtype)
+    return Outcome("failed", difference) if difference else Outcome("equal", is_exact=_is_exact(ours, theirs))
+
+
+def _ends(ours: Sequence[dict[str, Any] | None]) -> str:
+    lines = []
+    for rank, given in enumerate(ours):
+        result = given or {"end": "stuck", "text": "did not end in time"}
+        lines.append(f"rank {rank} {result['end']}: {result.get('class', '')} {result.get('text', '')}")
+    return "\n".join(lines)
+
+
+def _differences(ours: Sequence[Any], theirs: Sequence[Any], dtype: str, prefix: bool = False) -> str:
+    """The first value that differs, in words; empty where none does."""
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for place, ((label, value), (wanted_label, wanted)) in enumerate(
+            zip(mine["seen"], other["seen"], strict=False)
+        ):
+            if label != wanted_label:
+                return f"rank {rank} recorded {label!r} as number {place} where {wanted_label!r} was expected"
+            found = difference(value, wanted, Tolerance(BITS[dtype]))
+            if found:
+                return f"rank {rank}, {label}: {found}"
+        if not prefix and len(mine["seen"]) != len(other["seen"]):
+            return f"rank {rank} recorded {len(mine['seen'])} values, the reference {len(other['seen'])}"
+    return ""
+
+
+def difference(ours: Any, theirs: Any, tolerance: Tolerance) -> str:
+    """How a recorded value differs; empty where it does not."""
+    if isinstance(theirs, dict):
+        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
+            return f"got {ours!r}, expected the keys {sorted(theirs)}"
+        found = ((key, difference(ours[key], theirs[key], tolerance)) for key in theirs)
+        return next((f"{key}: {text}" for key, text in found if text), "")
+    if isinstance(theirs, list):
+        if not isinstance(ours, list) or len(ours) != len(theirs):
+            return f"got {ours!r}, expected {theirs!r}"
+        found_in = (difference(*pair, tolerance) for pair in zip(ours, theirs, strict=True))
+        return next((f"[{place}]: {text}" for place, text in enumerate(found_in) if text), "")
+    if isinstance(theirs, torch.Tensor):
+        return _tensor_difference(ours, theirs, tolerance)
+    if isinstance(theirs, float) and isinstance(ours, float):
+        return "" if tolerance.allows(ours, theirs) else f"got {ours}, expected {theirs}"
+    return "" if ours == theirs else f"got {ours!r}, expected {theirs!r}"
+
+
+def _tensor_difference(ours: Any, theirs: torch.Tensor, tolerance: Tolerance) -> str:
+    if not isinstance(ours, torch.Tensor) or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return f"got {ours!r}, expected {theirs!r}"
+    pairs = list(zip(ours.double().flatten().tolist(), theirs.double().flatten().tolist(), strict=True))
+    wrong = [pair for pair in pairs if not tolerance.allows(*pair)]
+    if not wrong:
+        return ""
+    worst = max(wrong, key=lambda pair: abs(pair[0] - pair[1]) if math.isfinite(pair[0]) else math.inf)
+    return f"{len(wrong)} of {len(pairs)} elements differ, most {worst[0]:.8g} where {worst[1]:.8g} is expected"
+
+
+def _is_exact(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return all(
+        len(mine["seen"]) == len(other["seen"])
+        and all(_same(value, wanted) for (_, value), (_, wanted) in zip(mine["seen"], other["seen"], strict=True))
+        for mine, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, dict):
+        return all(_same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return all(_same(*pair) for pair in zip(ours, theirs, strict=True))
+    return torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else bool(ours == theirs)

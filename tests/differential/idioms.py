@@ -1,0 +1,403 @@
+"""What training scripts do between the calls of a training loop: the alphabet of the programs.
+
+Each idiom is a few lines of plain torch. They use `model`, `optimizer`, `rank`, `size`, `world`, and `{n}`, a small
+number of the program that tells which param, rank or value is meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["IDIOMS", "Idiom", "Place", "Refusable"]
+
+
+class Place(Enum):
+    """Where in a program an idiom may stand."""
+
+    #: Before `distribute`, behind the optimizer.
+    START = "start"
+    #: Right behind `distribute`.
+    READY = "ready"
+    #: Before the forward passes of an iteration.
+    WEIGHTS = "weights"
+    #: Between backward and step.
+    GRADS = "grads"
+    #: Behind the step.
+    AFTER = "after"
+
+
+class Refusable(Enum):
+    """Where an error of ours is as good as the right result."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    #: On more than one rank, where `p.grad` is not the average.
+    SEVERAL_RANKS = "several ranks"
+    #: With `overlap_grad_reduce`, where communication of the gradient has begun.
+    OVERLAP = "overlap"
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """Lines of a program.
+
+    Args:
+        places: where they may stand.
+        text: of the lines.
+        refusable: see `Refusable`.
+        kinds: the models that have what the lines need; all where empty.
+        dtypes: the dtypes of models for which the lines are right; all where empty.
+        needs: further requirements on the program: "one phase", "one group", "betas", "no loss scale",
+            "not drawn" for those that other idioms cannot stand beside.
+    """
+
+    places: tuple[Place, ...]
+    text: str
+    refusable: Refusable = Refusable.NEVER
+    kinds: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+_START, _WEIGHTS, _GRADS, _AFTER = (Place.START,), (Place.READY, Place.WEIGHTS), (Place.GRADS,), (Place.AFTER,)
+_ANY = (*_WEIGHTS, *_AFTER)
+_UNIFORM = ("float32", "bfloat16")
+_FIXED, _SEVERAL, _OVERLAP = Refusable.ALWAYS, Refusable.SEVERAL_RANKS, Refusable.OVERLAP
+
+_CHANGED_WEIGHTS = {
+    "load_state_dict": Idiom(
+        _ANY,
+        """
+        state = model.state_dict()
+        state.update({{name: noise(p.shape, {n}, 1).to(p.dtype) / 2 for name, p in model.named_parameters()}})
+        model.load_state_dict(state)
+        """,
+    ),
+    "load_one_weight": Idiom(
+        _ANY,
+        """
+        name, p = list(model.named_parameters())[{n} % len(list(model.parameters()))]
+        model.load_state_dict({{name: noise(p.shape, {n}, 2).to(p.dtype)}}, strict=False)
+        """,
+    ),
+    "init": Idiom(
+        _ANY,
+        "torch.nn.init.uniform_(pick(model, {n}), -0.5, 0.5, generator=torch.Generator().manual_seed({n}))",
+        # torch has no uniform_ for fp16 on every CPU.
+        dtypes=("float32", "bfloat16", "mixed"),
+    ),
+    "data_copy": Idiom(_ANY, "pick(model, {n}).data.copy_(noise(pick(model, {n}).shape, {n}, 3))"),
+    "data_clamp": Idiom(_ANY, "for p in model.parameters():\n    p.data.clamp_(-0.2, 0.2)"),
+    "data_fill_before": Idiom(_START, "pick(model, {n}).data.fill_(0.25)"),
+    "new_data": Idiom(_ANY, "p = pick(model, {n})\np.data = noise(p.shape, {n}, 4).to(p.dtype)"),
+    "new_data_same_values": Idiom(_ANY, "for p in model.parameters():\n    p.data = p.data.clone()"),
+    "vector_to_parameters": Idiom(
+        _ANY,
+        """
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+        """,
+        kinds=("Perceptron", "Tied", "Convolution", "Branching", "OwnParams", "PartlyFrozen"),
+        dtypes=_UNIFORM,
+    ),
+    "round_trip": Idiom(
+        _ANY,
+        """
+        dtype = next(model.parameters()).dtype
+        model.bfloat16().to(dtype) if dtype == torch.float32 else model.float().to(dtype)
+        """,
+        # torch converts gradients that are there as well; here they are not to be touched.
+        _SEVERAL,
+        kinds=("Perceptron", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
+        dtypes=("float32", "bfloat16", "float16"),
+    ),
+    "one_element": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).view(-1)[0] = 0.25"),
+    "all_times": Idiom(_ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"),
+    "add_to_weight": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).add_(0.125)"),
+    "foreach_weights": Idiom(_ANY, "with torch.no_grad():\n    torch._foreach_mul_(list(model.parameters()), 0.5)"),
+    "rewind": Idiom(
+        _ANY,
+        """
+        if kept is not None:
+            model.load_state_dict(kept)
+        kept = {{key: value.clone() for key, value in model.state_dict().items()}}
+        """,
+    ),
+}
+
+_CHANGED_MODULES = {
+    "load_state_dict_assign": Idiom(
+        _WEIGHTS,
+        """
+        state = {{key: value.clone() for key, value in model.state_dict().items()}}
+        model.load_state_dict(state, assign=True)
+        """,
+        _FIXED,
+    ),
+    "replaced_parameter": Idiom(
+        _WEIGHTS,
+        "model.last.layer.weight = torch.nn.Parameter(model.last.layer.weight.detach().clone())",
+        _FIXED,
+        kinds=("Perceptron", "Normed", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
+    ),
+    "tied_by_data": Idiom(
+        _WEIGHTS, "model.side.layer.weight.data = model.middle[1].layer.weight.data", _FIXED, kinds=("Branching",)
+    ),
+    "untied": Idiom(
+        _WEIGHTS,
+        "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())",
+        _FIXED,
+        kinds=("Tied",),
+    ),
+    "parametrization_removed": Idiom(
+        (Place.WEIGHTS,),
+        """
+        if torch.nn.utils.parametrize.is_parametrized(model.last):
+            torch.nn.utils.parametrize.remove_parametrizations(model.last, "weight")
+        """,
+        _FIXED,
+        kinds=("WeightNormed",),
+    ),
+    "other_dtype": Idiom(_WEIGHTS, "model.to(torch.float64)", _FIXED, dtypes=("float32",)),
+    "other_module_buffers": Idiom(_START, 'model.register_buffer("extra", torch.zeros(2 + rank))', _FIXED),
+    "other_frozen_params": Idiom(
+        _START,
+        'model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2 + rank), requires_grad=False))',
+        _FIXED,
+    ),
+    "lazy_layer": Idiom(_START, "model.lazy = torch.nn.LazyLinear(3)", _FIXED),
+    "integer_param": Idiom(
+        _START, "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)", needs=("not drawn",)
+    ),
+    "freeze": Idiom(
+        _ANY,
+        # The first param stays: a loss that depends on no trained param has no backward.
+        "others = list(model.parameters())[1:]\nothers[{n} % len(others)].requires_grad_(False)",
+    ),
+    "freeze_before": Idiom(
+        _START,
+        # The first param stays: a loss that depends on no trained param has no backward.
+        "others = list(model.parameters())[1:]\nothers[{n} % len(others)].requires_grad_(False)",
+    ),
+    "unfreeze": Idiom(_ANY, "for p in model.parameters():\n    p.requires_grad_(True)"),
+    "side_on": Idiom(_ANY, "model.branch = True", kinds=("Branching",)),
+    "side_off": Idiom(_ANY, "model.branch = False", kinds=("Branching",)),
+    "side_on_one_rank": Idiom(_ANY, "model.branch = rank == {n} % size", kinds=("Branching",)),
+}
+
+_AS_AN_OPTIMIZER = {
+    "lr": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["lr"] *= 0.5'),
+    "lr_of_last_group": Idiom(_ANY, 'optimizer.param_groups[-1]["lr"] = 0.005'),
+    "weight_decay": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["weight_decay"] = 0.2'),
+    "betas": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["betas"] = (0.5, 0.75)', needs=("betas",)),
+    "add_param_group_frozen": Idiom(
+        (Place.WEIGHTS,),
+        """
+        if not any(p is model.side.layer.weight for group in optimizer.param_groups for p in group["params"]):
+            model.side.requires_grad_(True)
+            optimizer.add_param_group({{"params": list(model.side.parameters()), "lr": 0.01}})
+        """,
+        kinds=("PartlyFrozen",),
+        needs=("one phase", "only trained"),
+    ),
+    "add_param_group_new": Idiom(
+        (Place.WEIGHTS,),
+        """
+        torch.manual_seed({n} + rank)
+        added = Cast(torch.nn.Linear(HIDDEN, HIDDEN)).to(next(model.parameters()).dtype)
+        model.middle.append(added)
+        optimizer.add_param_group({{"params": list(added.parameters())}})
+        """,
+        kinds=("Perceptron", "Tied", "Branching"),
+        needs=("one phase", "not compiled"),
+    ),
+    "param_groups_params": Idiom(
+        _ANY,
+        """
+        names = {{p: name for name, p in model.named_parameters()}}
+        world.see("groups", [[names[p] for p in group["params"]] for group in optimizer.param_groups])
+        """,
+    ),
+    "state_dict_back": Idiom(_ANY, "optimizer.load_state_dict(optimizer.state_dict())"),
+    "local_state_dict_back": Idiom(_ANY, "optimizer.load_local_state_dict(optimizer.local_state_dict())"),
+    "state_dict_saved": Idiom(
+        _ANY,
+        """
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file))
+        """,
+        _SEVERAL,
+    ),
+    "optimizer_deepcopy": Idiom(_ANY, "copy.deepcopy(optimizer)", _FIXED),
+    "optimizer_pickle": Idiom(_ANY, "pickle.dumps(optimizer)", _FIXED),
+    "step_hooks": Idiom(
+        _WEIGHTS,
+        """
+        optimizer.register_step_pre_hook(Note(counted, "before the step"))
+        optimizer.register_step_post_hook(Note(counted, "after the step"))
+        """,
+    ),
+    "state_dict_hooks": Idiom(
+        _WEIGHTS,
+        """
+        optimizer.register_state_dict_pre_hook(Note(counted, "before the state dict"))
+        optimizer.state_dict()
+        """,
+    ),
+    "repr": Idiom(_ANY, 'world.see("repr", type(repr(optimizer)).__name__)'),
+    "last_step": Idiom(_AFTER, 'world.see("updated", bool(optimizer.last_step.updated))', needs=("stepped",)),
+}
+
+_COPIES_AND_READS = {
+    "model_deepcopy": Idiom(
+        _ANY,
+        """
+        twin = copy.deepcopy(model)
+        twin(batch(rank, 50, {n})).backward()
+        world.see("twin", list(twin.state_dict().values()))
+        """,
+    ),
+    "model_pickle": Idiom(
+        _ANY,
+        """
+        twin = pickle.loads(pickle.dumps(model))
+        world.see("twin", twin(batch(rank, 51, {n})))
+        """,
+        kinds=("Perceptron", "Normed", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "Strided"),
+    ),
+    "evaluate": Idiom(
+        _ANY,
+        """
+        model.eval()
+        with torch.no_grad():
+            world.see("evaluated", model(batch(rank, 52, {n})))
+        model.train()
+        """,
+    ),
+    "evaluate_loss": Idiom(
+        _ANY, 'with torch.inference_mode():\n    world.see("evaluated", model.loss(batch(7, 53, {n})))'
+    ),
+    "see_weights": Idiom(_ANY, 'world.see("weights", list(model.parameters()))'),
+    "see_state_dict": Idiom(_ANY, 'world.see("weights", model.state_dict())'),
+    "ema": Idiom(
+        _AFTER,
+        """
+        for name, p in model.named_parameters():
+            ema[name] = ema.get(name, torch.zeros(p.shape)) * 0.5 + p.detach().float() * 0.5
+        """,
+    ),
+    "one_param_saved": Idiom(
+        _ANY,
+        """
+        file = io.BytesIO()
+        torch.save(pick(model, {n}), file)
+        world.see("saved alone", file.tell() < 3000 + 4 * pick(model, {n}).numel())
+        """,
+    ),
+    "weight_norm": Idiom(_ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'),
+}
+
+_GRADIENTS = {
+    "grad_before": Idiom(_START, "for p in model.parameters():\n    p.grad = torch.full_like(p, 0.125)"),
+    "backward_before": Idiom(_START, "model(batch(rank, 54, {n})).backward()", needs=("no loss scale",)),
+    "zero_grad": Idiom(_WEIGHTS, "optimizer.zero_grad()"),
+    "clip_grad_norm": Idiom(_GRADS, 'world.see("norm", optimizer.clip_grad_norm_(0.25))', needs=("no loss scale",)),
+    "clip_grad_norm_of_torch": Idiom(
+        _GRADS,
+        """
+        world.average_now()
+        world.see("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        """,
+        _SEVERAL,
+        needs=("no loss scale",),
+    ),
+    "clip_grad_value": Idiom(
+        _GRADS,
+        "world.average_now()\ntorch.nn.utils.clip_grad_value_(model.parameters(), 0.0625)",
+        _SEVERAL,
+        needs=("no loss scale",),
+    ),
+    "grad_written": Idiom(
+        _GRADS, "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
+    ),
+    "grad_written_all": Idiom(
+        _GRADS,
+        "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)",
+        _OVERLAP,
+        needs=("no loss scale",),
+    ),
+    "grad_by_autograd": Idiom(
+        _GRADS,
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(model(batch(rank, 55, {n})), trained, allow_unused=True)
+        for p, grad in zip(trained, found):
+            p.grad = None if grad is None else grad.to(getattr(p, "grad_dtype", None) or p.dtype)
+        """,
+        _OVERLAP,
+        needs=("no loss scale",),
+    ),
+    "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
+    "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
+    "grads_scaled": Idiom(
+        _GRADS,
+        """
+        world.average_now()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        """,
+        _SEVERAL,
+    ),
+    "grads_read": Idiom(
+        _GRADS,
+        """
+        world.average_now()
+        world.see("grads", [None if p.grad is None else p.grad.float() for p in model.parameters()])
+        """,
+        _SEVERAL,
+    ),
+    "grad_is_none": Idiom((*_GRADS, *_AFTER), 'world.see("no grad", [p.grad is None for p in model.parameters()])'),
+    "full_grad": Idiom((*_GRADS,), 'world.see("grad", optimizer.full_grad(pick(model, {n})))'),
+    "param_hook": Idiom(_ANY, "pick(model, {n}).register_hook(lambda grad: grad * 2)", needs=("not compiled",)),
+    "param_hook_before": Idiom(_START, "pick(model, {n}).register_hook(lambda grad: grad * 2)"),
+    "accumulated_hook": Idiom(
+        (*_START, *_WEIGHTS),
+        'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))',
+    ),
+    "accumulated_hook_edits": Idiom(
+        (*_START, *_WEIGHTS),
+        "pick(model, {n}).register_post_accumulate_grad_hook(halve_grad)",
+        _SEVERAL,
+        needs=("no overlap",),
+    ),
+    "grad_of_part": Idiom(
+        _GRADS,
+        """
+        (trained := pick(model, {n})).grad = None
+        model(batch(rank, 56, {n})).backward(inputs=[trained])
+        """,
+        _OVERLAP,
+        needs=("no loss scale",),
+    ),
+    "module_hooks": Idiom(
+        (*_START, *_WEIGHTS),
+        """
+        model.register_forward_hook(Note(counted, "forward"))
+        model.register_full_backward_hook(Note(counted, "backward"))
+        """,
+        needs=("not compiled",),
+    ),
+}
+
+#: By name.
+IDIOMS: dict[str, Idiom] = {
+    **_CHANGED_WEIGHTS,
+    **_CHANGED_MODULES,
+    **_AS_AN_OPTIMIZER,
+    **_COPIES_AND_READS,
+    **_GRADIENTS,
+}

@@ -1,0 +1,221 @@
+"""One program for each thing that training scripts do, so that none depends on what is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.differential.pool import Pool
+from tests.differential.programs import Action, Iteration, Microbatch, Phase, Program
+
+_OVERLAP = (("overlap_grad_reduce", True), ("bucket_numel", 32))
+_PARAM_OVERLAP = (("overlap_param_gather", True), ("bucket_numel", 32))
+_DYNAMIC = (("loss_scale", "dynamic"), ("initial_loss_scale", 64.0))
+
+
+def program(
+    *changed: str | Iteration,
+    ranks: int = 2,
+    before: Sequence[str] = (),
+    grads: Sequence[str] = (),
+    after: Sequence[str] = (),
+    **others: Any,
+) -> Program:
+    """Two iterations, one that does what is named in front of its forward pass, and three more.
+
+    Args:
+        changed: names of idioms, or whole iterations.
+        ranks: of the only phase.
+        before: idioms between the optimizer and `distribute`.
+        grads, after: idioms of the changed iteration behind backward, and behind its step.
+        others: fields of `Program`.
+    """
+    names = [each for each in changed if isinstance(each, str)]
+    whole = [each for each in changed if isinstance(each, Iteration)]
+    middle = Iteration(weights=_all(names), grads=_all(grads), after=_all(after))
+    iterations = (Iteration(), Iteration(), *(whole or [middle]), Iteration(), Iteration(), Iteration())
+    return Program(start=_all(before), phases=(Phase(ranks, iterations),), **others)
+
+
+def _all(names: Sequence[str]) -> tuple[Action, ...]:
+    return tuple(Action(name, 1) for name in names)
+
+
+def _each(**fields: Any) -> Phase:
+    """Five iterations alike on two ranks."""
+    return Phase(2, (Iteration(**fields),) * 5)
+
+
+_TWO = (Microbatch(), Microbatch())
+_THEN_BFLOAT16 = {"dtype": "bfloat16"}
+
+EQUAL = {
+    "bf16 weights loaded midway": program("load_state_dict", **_THEN_BFLOAT16),
+    "one bf16 weight loaded midway": program("load_one_weight", **_THEN_BFLOAT16),
+    "bf16 weights initialised midway": program("init", **_THEN_BFLOAT16),
+    "bf16 weights copied midway": program("data_copy", **_THEN_BFLOAT16),
+    "bf16 weights clamped midway": program("data_clamp", **_THEN_BFLOAT16),
+    "one bf16 element set": program("one_element", **_THEN_BFLOAT16),
+    "bf16 weights changed behind the step": program(after=["all_times"], **_THEN_BFLOAT16),
+    "fp16 weights loaded midway": program("load_state_dict", dtype="float16", options=_DYNAMIC),
+    "mixed weights loaded midway": program("load_state_dict", dtype="mixed"),
+    "weights loaded midway with param overlap": program("load_state_dict", options=_PARAM_OVERLAP, **_THEN_BFLOAT16),
+    "to bf16 and back": program("round_trip"),
+    "to fp32 and back": program("round_trip", **_THEN_BFLOAT16),
+    "another tensor as data": program("new_data"),
+    "another tensor as data of a bf16 param": program("new_data", **_THEN_BFLOAT16),
+    "data cloned": program("new_data_same_values"),
+    "vector_to_parameters": program("vector_to_parameters"),
+    "frozen midway": program("freeze", optimizer="SGD momentum"),
+    "frozen midway with overlap": program("freeze", options=_OVERLAP),
+    "frozen before, unfrozen midway": program("unfreeze", before=["freeze_before"]),
+    "frozen layer unfrozen midway": program("unfreeze", kind="PartlyFrozen"),
+    "frozen layer unfrozen midway with overlap": program("unfreeze", kind="PartlyFrozen", options=_OVERLAP),
+    "model.zero_grad": Program(phases=(_each(zero="model"),)),
+    "model.zero_grad with overlap": Program(phases=(_each(zero="model"),), options=_OVERLAP),
+    "p.grad = None": Program(phases=(_each(zero="None for each"),)),
+    "gradients zeroed in place": Program(phases=(_each(zero="zero_ of each"),), kind="Branching"),
+    "zero_grad not to None": Program(phases=(_each(zero="optimizer, not to None"),), kind="Branching"),
+    "gradients kept": Program(phases=(_each(zero="kept"),)),
+    "gradients kept with overlap": Program(phases=(_each(zero="kept"),), options=_OVERLAP),
+    "two steps from one backward": program(Iteration(step="twice")),
+    "gradients from before": program(before=["grad_before"]),
+    "gradients from before, then zero_grad": program(
+        before=["grad_before"], ready=(Action("zero_grad"),), options=_OVERLAP
+    ),
+    "backward before": program(before=["backward_before"]),
+    "optimizer.clip_grad_norm_": program(grads=["clip_grad_norm"]),
+    "optimizer.clip_grad_norm_ with overlap": program(grads=["clip_grad_norm"], options=_OVERLAP),
+    "torch's clip_grad_norm_ on one rank": program(grads=["clip_grad_norm_of_torch"], ranks=1),
+    "a gradient written by hand": program(grads=["grad_written"]),
+    "all gradients written by hand": program(grads=["grad_written_all"]),
+    "gradients of torch.autograd.grad": program(grads=["grad_by_autograd"]),
+    "full_grad": program(grads=["full_grad"]),
+    "clip_grad": program(options=(("clip_grad", 0.125),)),
+    "a branch used from the third step on": dataclasses.replace(
+        program("side_on", kind="Branching"), ready=(Action("side_off"),)
+    ),
+    "a branch used from the third step on, overlap": dataclasses.replace(
+        program("side_on", kind="Branching", options=_OVERLAP), ready=(Action("side_off"),)
+    ),
+    "a branch left midway": program("side_off", kind="Branching", optimizer="SGD momentum"),
+    "a branch on one rank": program("side_on_one_rank", kind="Branching"),
+    "a branch on one rank with overlap": program("side_on_one_rank", kind="Branching", options=_OVERLAP),
+    "a rank without data": program(Iteration(microbatches=(Microbatch(idle=1),)), options=_OVERLAP),
+    "compiled before, with param overlap": program(compiled="before", options=_PARAM_OVERLAP),
+    "compiled afterwards, with param overlap": program(compiled="after", options=_PARAM_OVERLAP),
+    "model.compile, with param overlap": program(compiled="method", options=_PARAM_OVERLAP),
+    "model.loss with param overlap": program(
+        Iteration(microbatches=(Microbatch(entry="loss"),)), kind="OwnParams", options=_PARAM_OVERLAP
+    ),
+    "model.forward with param overlap": program(
+        Iteration(microbatches=(Microbatch(entry="forward"),)), kind="OwnParams", options=_PARAM_OVERLAP
+    ),
+    "weights averaged with param overlap": Program(phases=(_each(after=_all(["ema"])),), options=_PARAM_OVERLAP),
+    "activation checkpointing with overlaps": program(recompute="reentrant", options=_OVERLAP + _PARAM_OVERLAP[:1]),
+    "module buffers that are strided": program(kind="Strided", other_seeds=True),
+    "BatchNorm's statistics": program("evaluate", kind="Normed"),
+    "step hooks": program("step_hooks"),
+    "step hooks of another class": program("step_hooks", optimizer="RMSprop"),
+    "state-dict hooks": program("state_dict_hooks"),
+    "a closure": program(Iteration(step="closure")),
+    "a closure with overlap": program(Iteration(step="closure"), options=_OVERLAP),
+    "add_param_group of frozen params": program("add_param_group_frozen", kind="PartlyFrozen", groups="trained"),
+    "add_param_group of new params": program("add_param_group_new"),
+    "lr edited": program("lr", groups="two"),
+    "betas edited": program("betas"),
+    "a scheduler": program(scheduler="OneCycleLR"),
+    "accumulation": program(Iteration(microbatches=_TWO, no_sync=False)),
+    "accumulation in no_sync with overlap": program(Iteration(microbatches=_TWO), options=_OVERLAP),
+    "accumulation over two iterations": program(Iteration(step="none", zero="kept")),
+    "a skipped step": program(
+        Iteration(microbatches=(Microbatch(infinite=1),), after=_all(["last_step"])), options=(("nonfinite", "skip"),)
+    ),
+    "a step skipped by a dynamic loss scale": program(
+        Iteration(microbatches=(Microbatch(infinite=1),)), dtype="float16", options=_DYNAMIC
+    ),
+    "state dict back": program("state_dict_back"),
+    "state dict saved on one rank": program("state_dict_saved", ranks=1),
+    "saved at two ranks and loaded at three": Program(
+        phases=(_each(), Phase(3, (Iteration(),) * 3)), groups="two", scheduler="StepLR"
+    ),
+    "saved at four ranks and loaded at one, in bf16": Program(
+        phases=(Phase(4, (Iteration(),) * 3), Phase(1, (Iteration(),) * 3)), dtype="bfloat16"
+    ),
+    "lr edited between step and save": Program(
+        phases=(Phase(2, (Iteration(after=_all(["lr"])),)), Phase(2, (Iteration(), Iteration())))
+    ),
+    "saved after a step without some gradient": Program(
+        phases=(_each(grads=_all(["grad_dropped"])), Phase(3, (Iteration(),) * 3)), dtype="mixed"
+    ),
+    "other data, then the state dict back": program("new_data", "state_dict_back"),
+    "other data, then the local state dict back": program("new_data", "local_state_dict_back"),
+    "full_grad where a rank had no data": program(
+        Iteration(zero="None for each"), Iteration(microbatches=(Microbatch(idle=0),), grads=_all(["full_grad"]))
+    ),
+    "gradients kept, clipped by the option": Program(phases=(_each(zero="kept"),), options=(("clip_grad", 0.125),)),
+    "a copy of the model": program("model_deepcopy"),
+    "a copy of the model with overlaps": program("model_deepcopy", options=_OVERLAP + _PARAM_OVERLAP[:1]),
+    "a pickled model": program("model_pickle"),
+    "a pickled model with overlaps": program("model_pickle", options=_OVERLAP + _PARAM_OVERLAP[:1]),
+    "one param saved": program("one_param_saved"),
+    "ranks start from different weights": program(other_seeds=True),
+    "a frozen integer param": program(before=["integer_param"]),
+}
+#: With the class of the error and words of its remedy.
+REFUSED = {
+    "load_state_dict with assign": (program("load_state_dict_assign"), "LayoutError"),
+    "a replaced Parameter": (program("replaced_parameter"), "LayoutError"),
+    "params tied by their data": (program("tied_by_data", kind="Branching"), "LayoutError"),
+    "a tie that was cut": (program("untied", kind="Tied"), "LayoutError"),
+    "another dtype": (program("other_dtype"), "LayoutError"),
+    "torch's clip_grad_norm_ on two ranks": (program(grads=["clip_grad_norm_of_torch"]), "AccessError"),
+    "gradients read on two ranks": (program(grads=["grads_read"]), "AccessError"),
+    "gradients scaled on two ranks": (program(grads=["grads_scaled"]), "AccessError"),
+    "a rank that leaves out a step": (program(Iteration(step="not on one rank")), "RanksDisagreeError"),
+    "module buffers of other shapes": (program(before=["other_module_buffers"]), "RanksDisagreeError"),
+    "frozen params of other shapes": (program(before=["other_frozen_params"]), "RanksDisagreeError"),
+    "a lazy layer": (program(before=["lazy_layer"]), "LayoutError"),
+    "an infinite gradient": (program(Iteration(microbatches=(Microbatch(infinite=1),))), "NonFiniteGradError"),
+    "a dynamic loss scale without scale_loss": (
+        program(Iteration(microbatches=(Microbatch(is_scaled=False),)), dtype="float16", options=_DYNAMIC),
+        "",
+    ),
+    "a copy of the optimizer": (program("optimizer_deepcopy"), ""),
+    "a pickled optimizer": (program("optimizer_pickle"), ""),
+}
+
+
+@pytest.mark.parametrize("words", EQUAL)
+def test_idiom_when_it_is_served_then_equal_to_torch(running: Pool, words: str) -> None:
+    outcome = running.run(EQUAL[words])
+    assert outcome.kind == "equal", f"{outcome.text}\n{EQUAL[words]!r}"
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_idiom_when_it_cannot_be_served_then_refused_on_all_ranks(running: Pool, words: str) -> None:
+    refused, error = REFUSED[words]
+    outcome = running.run(refused)
+    assert outcome.kind == "refused" and outcome.text.startswith(error), f"{outcome.text}\n{refused!r}"
+
+
+#: torch goes on with a param that nothing computes with any more, or from a scale of its own: either will do.
+EITHER = {
+    "GradScaler": program(grad_scaler=True),
+    "a gradient written after clipping": program(grads=["clip_grad_norm", "grad_written_all"]),
+    "a backward after clipping": program(grads=["clip_grad_norm", "grad_of_part"]),
+    "converted while gradients are there": program(
+        Iteration(zero="zero_ of each"), Iteration(weights=_all(["round_trip"]))
+    ),
+    "a rank that leaves out a step, with overlap": program(Iteration(step="not on one rank"), options=_OVERLAP),
+    "a parametrization removed": program("parametrization_removed", kind="WeightNormed"),
+}
+
+
+@pytest.mark.parametrize("words", EITHER)
+def test_idiom_when_torch_does_little_with_it_then_equal_or_refused(running: Pool, words: str) -> None:
+    outcome = running.run(EITHER[words])
+    assert outcome.kind in ("equal", "refused"), f"{outcome.text}\n{EITHER[words]!r}"

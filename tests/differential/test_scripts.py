@@ -1,0 +1,103 @@
+"""The script that a failing program is printed as."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_distopt
+from tests.differential.compare import Outcome, Tolerance, difference, judge
+from tests.differential.programs import Action, Iteration, Phase, Program
+from tests.differential.reference import run_reference
+from tests.differential.scripts import namespace_of, program_text, stand_alone
+
+SAMPLE = Program(
+    options=(("clip_grad", 0.25),), phases=(Phase(2, (Iteration(weights=(Action("lr"),)),)), Phase(1, (Iteration(),)))
+)
+
+
+def run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Outside of the repository, which is on the path for the package only."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environ = {**os.environ, "PYTHONPATH": str(Path(megatron_distopt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, script], check=False, env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_script_when_run_by_itself_then_it_says_how_each_phase_went(tmp_path: Path) -> None:
+    text = stand_alone(SAMPLE, 'phase 0: nothing """ special \\ in it')
+    assert "tests.differential" not in text.partition('__name__ == "__main__"')[0].replace('"tests.differential', "")
+    done = run_script(tmp_path, text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "phase 0 on 2 ranks: equal" in done.stdout
+    assert "phase 1 on 1 ranks: equal" in done.stdout
+
+
+def test_script_when_the_program_fails_then_it_says_what_differs(tmp_path: Path) -> None:
+    text = stand_alone(SAMPLE, "").replace('group["lr"] *= 0.5', 'group["lr"] *= 0.5 if world.size == 2 else 1')
+    spoiled = text.replace('group["lr"] *= 0.5 if', 'group["lr"] *= 0.25 if type(world) is OurWorld else 0.5 if')
+    done = run_script(tmp_path, spoiled)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed rank 0, model: first.layer.weight" in done.stdout
+
+
+def test_reference_when_a_rank_leaves_out_a_step_then_it_must_be_refused(tmp_path: Path) -> None:
+    left_out = Program(phases=(Phase(2, (Iteration(step="not on one rank"), Iteration())),))
+    phase = namespace_of(program_text(left_out))["phase_0"]
+    ends = [rank["end"] for rank in run_reference(phase, 2, tmp_path)]
+    assert any(end.startswith("must be refused: ranks [") for end in ends), ends
+
+
+def _ranks(end: str, value: float = 1.0) -> list[dict[str, object]]:
+    return [{"seen": [("x", torch.tensor([value]))], "end": end, "class": "LayoutError", "text": "words"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "may_refuse", "expected"),
+    [
+        (_ranks("finished"), _ranks("finished"), False, Outcome("equal", is_exact=True)),
+        (_ranks("refused"), _ranks("finished"), True, Outcome("refused", "LayoutError: words")),
+        (
+            _ranks("refused"),
+            _ranks("finished"),
+            False,
+            Outcome("failed", "refused though it promises to work: LayoutError: words"),
+        ),
+    ],
+)
+def test_judge_when_ranks_agree_then_equal_or_refused(
+    ours: list[dict[str, object]], theirs: list[dict[str, object]], may_refuse: bool, expected: Outcome
+) -> None:
+    assert judge(ours, theirs, "float32", may_refuse) == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (_ranks("finished", 1.001), "1 of 1 elements differ"),
+        (_ranks("refused", 1.001), "after it was wrong already"),
+        ([_ranks("refused")[0], _ranks("finished")[0]], "ranks ended as ['finished', 'refused']"),
+        ([_ranks("finished")[0], None], "ranks ended as ['finished', 'stuck']"),
+        (_ranks("raised"), "ranks ended as ['raised']"),
+    ],
+)
+def test_judge_when_anything_else_happened_then_failed(ours: list[dict[str, object] | None], words: str) -> None:
+    outcome = judge(ours, _ranks("finished"), "float32", may_refuse=True)
+    assert outcome.kind == "failed" and words in outcome.text
+
+
+def test_judge_when_the_reference_could_not_go_on_then_finishing_is_a_failure() -> None:
+    outcome = judge(_ranks("finished"), _ranks("must be refused: a gradient is not finite"), "float32", True)
+    assert outcome == Outcome("failed", "finished, where the reference must be refused: a gradient is not finite")
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], {"a": 1}, None, "text", torch.ones(2), torch.ones(3).double()])
+def test_difference_when_it_is_another_kind_of_value_then_in_words(value: object) -> None:
+    assert difference(value, torch.ones(3), Tolerance(23)).startswith(("got", "3 of"))
