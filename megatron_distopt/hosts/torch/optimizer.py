@@ -41,6 +41,7 @@ from megatron_distopt.optimizer import (
     measure_together,
 )
 from megatron_distopt.optimizer.graph import Record
+from megatron_distopt.optimizer.torch_optimizers import IMPLEMENTATION
 
 __all__ = ["TorchDistributedOptimizer", "owner_of"]
 
@@ -443,7 +444,7 @@ class TorchDistributedOptimizer(Optimizer):
     def _after_load(self) -> None:
         self._consolidated = None
         for theirs, ours in zip(self.param_groups, self.sharded.inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in ours.items() if key in theirs and key != "params"})
+            theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
         self._model.gather.gather_now()
         self._model.params.forget()
 

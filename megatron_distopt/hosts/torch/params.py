@@ -34,23 +34,21 @@ class TrainedParam:
         homes: where modules hold it: the dict of the module, and the key.
     """
 
-    __slots__ = ("__weakref__", "_address", "_aliases", "_version", "homes", "name", "param", "view")
+    __slots__ = ("__weakref__", "_address", "_aliases", "_version", "homes", "is_doubtful", "name", "param", "view")
 
     def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         self.name, self.param, self.homes = name, param, tuple(homes)
         self.view: Tensor = _data.__get__(param)
         self._address = self.view.data_ptr()
         self._aliases: list[ReferenceType[Tensor]] = []
+        #: Whether its values have to be compared before the next step, whoever changed what.
+        self.is_doubtful = False
         self.forget()
 
     def forget(self) -> None:
         """What was done to its values by now is known. An alias that somebody keeps may be written to later."""
         self._version = self.param._version
         self._aliases = [alias for alias in self._aliases if alias() is not None]
-
-    def doubt(self) -> None:
-        """Its values are compared before the next step."""
-        self._version = -1
 
     def keep(self, alias: Tensor) -> None:
         """Somebody may change the values through an alias."""
@@ -180,9 +178,16 @@ class Params:
             each.forget()
 
     def doubt(self) -> None:
-        """Any value may have changed: main params were loaded, and the model perhaps not, or not yet."""
+        """Main params were loaded, and the model perhaps not, or not yet: all are compared before the next step."""
         for each in self._short:
-            each.doubt()
+            each.is_doubtful = True
+
+    def take_doubtful(self) -> frozenset[str]:
+        """Names of those that are to be compared; they no longer are."""
+        names = frozenset(each.name for each in self._short if each.is_doubtful)
+        for each in self._short:
+            each.is_doubtful = False
+        return names
 
     def _check_moved(self, moved: Sequence[TrainedParam]) -> None:
         names_at: dict[int, str] = {}

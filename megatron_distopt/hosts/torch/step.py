@@ -87,7 +87,7 @@ class Stepper:
         except LayoutError as error:
             model.grads.complaints.append(error)
         else:
-            model.follow(changed)
+            model.follow(changed | model.params.take_doubtful())
 
     def take_options(self) -> None:
         """The inner optimizer has the options that the user has written into the param groups."""
