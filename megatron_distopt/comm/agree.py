@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
 __all__ = ["Field", "compare", "exchange", "exchange_together", "meet", "raise_together"]
@@ -84,7 +84,8 @@ def exchange(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     received: list[Any] = [None] * group.size
-    dist.all_gather_object(received, (_TAG, value), group=group.handle)
+    with named_losses():
+        dist.all_gather_object(received, (_TAG, value), group=group.handle)
     for rank, record in enumerate(received):
         if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
             rule, remedy = f"run it on all {group.size} ranks", "Start every rank with the same flags and variables"

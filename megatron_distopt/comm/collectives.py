@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import pairwise
-from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.comm.pending import BetweenPairs, Done, Pending, begin_in_thread, in_turn
 from megatron_distopt.comm.wire import begin_sum, sum_over_pairs
 
@@ -233,6 +233,11 @@ def scatter_from_first(whole: Tensor | None, part: Tensor, group: Group) -> None
 
 
 def sum_over(tensor: Tensor, group: Group) -> None:
-    """Collective: sums a small tensor over the group, in place."""
+    """Collective: sums a small tensor over the group, in place.
+
+    Raises:
+        RanksDisagreeError: another rank ended, or did not come within the group's time limit.
+    """
     if group.size > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)
+        with named_losses():
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_distopt.errors import ConfigError, InvariantError, refusal
+from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError, refusal
 
-__all__ = ["Group", "ProcessGroup", "is_initialized"]
+__all__ = ["Group", "ProcessGroup", "is_initialized", "named_losses"]
 
 
 def is_initialized() -> bool:
@@ -63,3 +65,14 @@ class Group:
     def backend(self) -> str:
         """ "gloo", "nccl" or what else carries the group."""
         return str(dist.get_backend(self.handle))
+
+
+@contextmanager
+def named_losses() -> Iterator[None]:
+    """Meanwhile a backend's own error, about a rank that ended or did not come, is one of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        rule, remedy = "be called by every rank of its group", "Look for the rank whose error is the first one"
+        raise RanksDisagreeError(refusal("collective", f"lost ({reason})", rule, remedy)) from error

@@ -66,11 +66,16 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
     return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults)
 
 
+_REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+
+
 def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:
     """A copy with every attribute of the user's object. Some classes fill their state only in the constructor."""
     fresh = rebuild(groups)
     kept: Optimizer = object.__new__(type(instance))
-    vars(kept).update({key: value for key, value in vars(instance).items() if key != "step"})  # a scheduler's wrapper
+    # Not hooks, which the outer optimizer calls, and not the methods that a scheduler or we have replaced.
+    own = {key: value for key, value in vars(instance).items() if not key.startswith("_optimizer_")}
+    vars(kept).update({**vars(fresh), **{key: value for key, value in own.items() if key not in _REPLACED}})
     kept.param_groups, kept.state = fresh.param_groups, fresh.state
     return kept
 

@@ -156,6 +156,8 @@ def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVe
     """Sends the numbers of `measure_late` to the CPU; every optimizer looks at them at its next step."""
     runs = [run for optimizer in optimizers for run in optimizer.runs]
     late = LateVerdict(numbers, runs, counts_zeros=optimizers[0].config.count_zeros)
+    if optimizers[0].config.policy is NonFinitePolicy.RAISE:
+        late.report_unless_settled()
     for optimizer in optimizers:
         optimizer.expect(late)
     return late

@@ -155,7 +155,8 @@ class ShardedOptimizer:
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        self._num_skipped, self._late = value, None
+        self._num_skipped = value
+        self.forget_verdict()
 
     def _skips_late(self) -> bool:
         if self._late is None or self.config.policy is not NonFinitePolicy.SKIP:
@@ -174,6 +175,8 @@ class ShardedOptimizer:
 
     def forget_verdict(self) -> None:
         """After loading: a verdict that is still open was on a state that is gone."""
+        if self._late is not None:
+            self._late.settled()
         self._late = None
 
     @torch.no_grad()

@@ -66,6 +66,8 @@ class Grads:
         self._handles: list[RemovableHandle] = []
         self._owned: dict[str, Span] = {}
         self._is_paused = self._is_scaled = self._has_arrived = False
+        #: Whether the gradients of this round were asked for before the step; the same on all ranks.
+        self._was_reduced = False
         #: In the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
@@ -146,6 +148,8 @@ class Grads:
             got, rule = f"of {slot.name!r} by a loss that is not scaled", "come from optimizer.scale_loss(loss)"
             remedy = "Write optimizer.scale_loss(loss).backward(), or leave loss_scale out"
             raise ConfigError(refusal("gradient", got, rule, remedy))
+        if self.phase is Phase.REDUCED and not any(self.present):
+            self.phase = Phase.LOCAL  # they were cleared without our knowledge, and a new round begins
         if self.phase is Phase.REDUCED:
             got, rule = "called after clip_grad_norm_ or full_grad and before the step", "be over by then"
             raise LayoutError(refusal("backward", got, rule, "Call it before, or optimizer.zero_grad() in between"))
@@ -209,14 +213,33 @@ class Grads:
             divisor: what they have to be divided by.
             for_step: whether the step follows at once, and nobody changes gradients before it.
         """
-        if self.phase is Phase.REDUCED:
+        if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
             return CommTime(0.0, 0.0)
-        if self.phase is Phase.STEPPED:
-            try:
+        return self._reduce(divisor, for_step=for_step)
+
+    @torch.no_grad()
+    def reduce_ahead(self, divisor: float) -> None:
+        """Collective: the same before the step is made, for whoever asks for gradients.
+
+        Args:
+            divisor: as of `reduce`.
+        """
+        if self._is_local_somewhere():
+            self._reduce(divisor, for_step=False)
+        self._was_reduced = True
+        flags = torch.tensor(self.present, dtype=torch.float32, device=self.slots[0].view.device)
+        sum_over(flags, self._data)
+        self.settle([flag > 0 for flag in flags.tolist()])
+
+    def _reduce(self, divisor: float, *, for_step: bool) -> CommTime:
+        try:
+            if self.phase is Phase.STEPPED:
                 self._reopen()
-            except ConfigError as error:
-                self.complaints.append(error)
+            if self.phase is Phase.REDUCED and any(self.present):
+                self.complaints.append(_kept())
+        except ConfigError as error:
+            self.complaints.append(error)
         self.complaints += self._ddp.complaints()
         for slot in self.slots:
             self._contribute(slot, for_step=for_step)
@@ -224,13 +247,19 @@ class Grads:
         self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
         return time
 
-    def is_local_somewhere(self) -> bool:
-        """Collective: whether any rank has contributions that are not reduced."""
-        if self.phase is Phase.REDUCED:  # on all ranks, after a collective of this round
-            return False
-        local = torch.tensor([float(self.phase is Phase.LOCAL)], device=self.slots[0].view.device)
-        sum_over(local, self._data)
-        return bool(local > 0)
+    def _is_local_somewhere(self) -> bool:
+        """Collective: whether any rank has contributions that are not reduced.
+
+        Where none has, all have to have cleared as many gradients since: a sum cannot be made anew without one of them.
+        """
+        num_cleared = self.present.count(False) if self.phase is Phase.REDUCED else 0
+        numbers = [float(self.phase is Phase.LOCAL), float(num_cleared), float(num_cleared**2)]
+        sums = torch.tensor(numbers, device=self.slots[0].view.device)
+        sum_over(sums, self._data)
+        local, total, squares = sums.tolist()
+        if not local and self._data.size * squares != total**2:
+            self.complaints.append(_cleared_somewhere())
+        return bool(local)
 
     @property
     def divisor(self) -> float | Tensor:
@@ -298,7 +327,7 @@ class Grads:
     def end_round(self) -> None:
         """A step was made of the gradients, or was skipped."""
         self.num_rounds += 1
-        self.phase = Phase.STEPPED
+        self.phase, self._was_reduced = Phase.STEPPED, False
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -324,7 +353,7 @@ class Grads:
             elif not slot.is_missing:
                 slot.take()
                 slot.view.zero_()
-        self.phase = Phase.LOCAL
+        self.phase, self._was_reduced = Phase.LOCAL, False
 
     def _drop_round(self) -> None:
         if self._overlap is not None and self._overlap.has_arrived:
@@ -332,6 +361,19 @@ class Grads:
             self.on_drop()
         self.num_rounds += 1
         self._forget_backward()
+
+
+def _kept() -> LayoutError:
+    got, rule = (
+        "kept after clip_grad_norm_ or full_grad where another rank has begun a new backward",
+        "be cleared there",
+    )
+    return LayoutError(refusal("gradients", got, rule, "Call optimizer.zero_grad() on all ranks alike"))
+
+
+def _cleared_somewhere() -> LayoutError:
+    got, rule = "cleared on some ranks after clip_grad_norm_ or full_grad", "be cleared on all of them"
+    return LayoutError(refusal("gradients", got, rule, "Clear gradients before, or on all ranks alike"))
 
 
 def _assigned(name: str) -> LayoutError:

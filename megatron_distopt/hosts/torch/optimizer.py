@@ -311,7 +311,7 @@ class TorchDistributedOptimizer(Optimizer):
         if not float(max_norm) > 0:
             raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
         model = self._model
-        model.grads.reduce(model.sharded.divisor)
+        model.grads.reduce_ahead(model.sharded.divisor)
         stats = measure_together([model.sharded], model.ranks.stats)
         model.sharded.release_grads()
         norm = stats.norm(float(model.grads.divisor))
@@ -335,8 +335,7 @@ class TorchDistributedOptimizer(Optimizer):
         """
         slot = self._slot_of(param)
         model = self._model
-        if model.grads.is_local_somewhere():
-            model.grads.reduce(model.sharded.divisor)
+        model.grads.reduce_ahead(model.sharded.divisor)
         whole = model.grads.averaged(slot)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole.view(-1), present])
