@@ -38,7 +38,7 @@ VARIABLES = (
     "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
     "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, "
     "MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, MEGATRON_DISTOPT_WIRE_DTYPE, "
-    "MEGATRON_DISTOPT_SHARED_MEMORY"
+    "MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG"
 )
 
 NO_BUCKET = "Invalid bucket_numel: {}. Must be at least 1 element. Write bucket_numel=None for one bucket."
@@ -267,6 +267,7 @@ OTHER_VALUES: dict[str, Any] = {
     "log_communication": 10,
     "wire_dtype": "bfloat16",
     "shared_memory": False,
+    "debug": True,
 }
 
 
@@ -302,6 +303,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_LOG_COMMUNICATION": "10",
         "MEGATRON_DISTOPT_WIRE_DTYPE": "none",
         "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
+        "MEGATRON_DISTOPT_DEBUG": "yes",
         "MEGATRON_DISTOPT": "require",
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
@@ -325,6 +327,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         bucket_numel=1_000_000,
         log_communication=10,
         shared_memory=False,
+        debug=True,
     )
     assert config == expected
 

@@ -394,7 +394,7 @@ _FLAGS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
     "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
     "--distopt-keep-last, --distopt-overlap-grad-reduce, --distopt-overlap-param-gather, --distopt-bucket-size, "
-    "--distopt-log-communication, --distopt-wire-dtype, --distopt-shared-memory"
+    "--distopt-log-communication, --distopt-wire-dtype, --distopt-shared-memory, --distopt-debug"
 )
 _ADMA = f"Must be one of {_FLAGS}. Write --distopt-adam."
 _LISTED = "Use a Megatron that docs/hosts.md lists."
