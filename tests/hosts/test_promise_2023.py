@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from megatron_distopt.comm import pairwise
 from tests.hosts import promises
 from tests.hosts.promises import COMMON, OTHER, STEPS, Act, NoEffect, Outcome, Program, Refused, Result
 from tests.support.mini_fork import MiniFork, core_folder
@@ -21,6 +24,12 @@ from tests.support.spawn import run_ranks
 BF16: tuple[str, ...] = ("--bf16",)
 FP32: tuple[str, ...] = ()
 FP16: tuple[str, ...] = ("--fp16", "--initial-loss-scale", "4096")
+#: With the flags that the fork's own optimizer has not.
+OVERLAPPED = (*BF16, "overlapped")
+OURS_ALONE = (
+    *("--distopt-overlap-grad-reduce", "yes", "--distopt-overlap-param-gather"),
+    *("--distopt-bucket-size", "700"),
+)
 FROZEN = (*BF16, "--frozen-param")
 ALWAYS = ("--use-distributed-optimizer", "--clip-grad", "1e9", "--weight-decay", "0.1", "--micro-batch-size", "1")
 LAYER = "language_model.encoder.layers.{}.mlp.dense_h_to_4h.bias"
@@ -79,6 +88,24 @@ def forget_the_scale(user: User) -> None:
     user.optimizer.scale_loss = lambda loss: loss
 
 
+def read(user: User) -> None:
+    """What an average of the weights would read between two steps."""
+    values = {name: param.detach().clone() for name, param in user.params.items()}
+    getattr(user.optimizer, "finish_param_gather", bool)()
+    user.noted["current"] = all(torch.equal(param, values[name]) for name, param in user.params.items())
+
+
+def call_methods(user: User) -> None:
+    """`module.forward(...)` in place of `module(...)`, for all modules."""
+    for module in user.bare.modules():
+        module._call_impl = module.forward
+
+
+def compile_it(user: User) -> None:
+    encoder = user.bare.get_submodule("language_model.encoder")
+    encoder.forward = torch.compile(encoder.forward, backend="eager")
+
+
 class Amsgrad(torch.optim.AdamW):
     def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad=True)
@@ -130,6 +157,14 @@ PROGRAMS: dict[str, Program] = {
     "grads_kept_in_fp16": Program(promises.keep_grads, _refused(*USED), setting=FP16),
     "grads_kept_on_one_rank": Program(promises.keep_grads_on_one_rank, _refused(*USED, first=OTHER), setting=BF16),
     "loss_not_scaled": Program(forget_the_scale, at=0, setting=FP16),
+    "nothing overlapped": Program(expect=NoEffect(), setting=OVERLAPPED),
+    "weights_read_overlapped": Program(read, NoEffect(), setting=OVERLAPPED, notes={"current": True}),
+    "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
+    "data_replaced_overlapped": Program(promises.move, setting=OVERLAPPED),
+    "frozen_overlapped": Program(promises.freeze, setting=OVERLAPPED),
+    "methods_called_overlapped": Program(call_methods, NoEffect(), setting=OVERLAPPED),
+    "compiled_overlapped": Program(compile_it, NoEffect(), setting=OVERLAPPED),
+    "compiled_at_first_overlapped": Program(compile_it, NoEffect(), at=0, setting=OVERLAPPED),
     "closure": Program(
         promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "HostError: Invalid step: a closure"}
     ),
@@ -191,7 +226,9 @@ def _train(fork: MiniFork, program: Program, ours: bool) -> Outcome:
                 fork.training.train_step(forward_step, iterator, model, optimizer, scheduler)
         return []
 
-    words = (*program.setting, *ALWAYS)
+    words = (*(word for word in program.setting if word != "overlapped"), *ALWAYS)
+    if ours and "overlapped" in program.setting:
+        words = (*words, *OURS_ALONE)
     if ours and program.base is torch.optim.AdamW:
         words = (*words, "--distopt-adam", "torch_foreach")
     try:
@@ -219,8 +256,20 @@ def _hooked(user: User, within: Act | None) -> Iterator[None]:
         del user.optimizer.reduce_model_grads
 
 
+def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
+    """Whoever does not wait for a gather in the background has old values."""
+
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        gather(*args)
+
+    return slow
+
+
 def _collect(rank: int, size: int) -> dict[str, Result]:
     fork = MiniFork.imported(era="a2", adam="torch")
+    pairwise.all_gather = _slowly(pairwise.all_gather)
     return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
 
 

@@ -15,7 +15,8 @@ from megatron_distopt.hosts.era_a.buffers import GradBuffer, main_grads
 from megatron_distopt.hosts.era_a.overlap import num_microbatches_of
 from megatron_distopt.hosts.era_a.start import Start
 from megatron_distopt.hosts.overlap import GradSync, behind_the_hosts_hook
-from megatron_distopt.hosts.param_overlap import OverlappedParamSync, ParamSync
+from megatron_distopt.hosts.torch.gather import OverlappedGather
+from megatron_distopt.hosts.torch.model import Gather
 from megatron_distopt.hosts.watch import Watch
 
 __all__ = ["Communication"]
@@ -48,9 +49,10 @@ class Communication:
             self._nodes = behind_the_hosts_hook(trained, self._grads.arrived)
             self._watch = Watch(main_grads(trained), self._grads.overlap.defer, writes_only=True)
         params = [each for buffer in dense for each in buffer.sharded]
-        self._params = ParamSync(params, start.data)
+        self._params: Gather | OverlappedGather = Gather(start.data)
         if start.overlap.params:
-            self._params = OverlappedParamSync(params, start.data, models, self._named)
+            self._params = OverlappedGather(start.data, models)
+        self._params.add(self._named, params)
         self._access = self._watch_accesses(trained) if start.plan.config.debug else None
         self._log = CommLog(start.plan.config.log_communication, is_first=everyone.rank == 0)
 
@@ -58,7 +60,7 @@ class Communication:
         params, overlap = self._params, self._grads.overlap
         return AccessWatch(
             {name: param.detach() for name, param in self._named.items()},
-            params.overlap.is_under_way if isinstance(params, OverlappedParamSync) else lambda name: False,
+            params.is_under_way if isinstance(params, OverlappedGather) else lambda name: False,
             main_grads(trained),
             overlap.is_begun if overlap is not None else lambda name: False,
         )
