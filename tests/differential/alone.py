@@ -25,7 +25,7 @@ def one_rank(results: Any, number: int, rank: int, size: int, folder: Path) -> N
     results.put((rank, pickle.dumps(run_our_rank(phase, rank, size, folder, number))))
 
 
-def all_ranks(number: int, size: int, folder: Path, seconds: float = 60.0) -> list[Any]:
+def all_ranks(number: int, size: int, folder: Path, seconds: float = 180.0) -> list[Any]:
     """What the ranks of one phase saw, by rank; None for one that did not end."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -110,7 +110,7 @@ def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
     return Iteration(
         weights=draw(_actions(program, Place.WEIGHTS, daring)),
         microbatches=tuple(draw(st.lists(_microbatch(program, daring), min_size=1, max_size=3))),
-        no_sync=not draw(_sometimes(6)),
+        no_sync=not ((daring or not program.option.get("overlap_grad_reduce")) and draw(_sometimes(4))),
         grads=draw(_actions(program, Place.GRADS, daring)),
         step=draw(st.sampled_from(steps)),
         after=draw(_actions(program, Place.AFTER, daring)),

@@ -166,7 +166,7 @@ class Program(_Short):
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
-            or (bool(self.option.get("overlap_grad_reduce")) and any(each.step == "none" for each in self.iterations))
+            or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
         )
 
@@ -182,6 +182,11 @@ class Program(_Short):
         """
         unknown = ("kept", "zero_ of each", "model, not to None")
         return any(each.zero in unknown or each.step == "twice" for each in self.iterations)
+
+    @property
+    def _reduces_twice(self) -> bool:
+        """With overlap, whether a backward outside of `no_sync` is not the last of its step."""
+        return any((len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations)
 
 
 def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:

@@ -42,7 +42,7 @@ def first_words(text: str) -> str:
     """A message without what differs from program to program.
 
     >>> first_words("LayoutError: Invalid param 'first.layer.weight': frozen on rank 2. Unfreeze it.")
-    'LayoutError: Invalid param '…': frozen on rank #.'
+    "LayoutError: Invalid param '…': frozen on rank #."
     """
     text = re.sub(r"'[^']*'", "'…'", text.partition("\n")[0])
     text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)
