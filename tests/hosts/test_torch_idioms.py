@@ -102,6 +102,9 @@ class Side:
     def clip(self, max_norm: float) -> float:
         raise NotImplementedError
 
+    def look(self) -> None:
+        """At a gradient, which changes nothing."""
+
 
 class Ours(Side):
     is_ours = True
@@ -118,6 +121,9 @@ class Ours(Side):
 
     def clip(self, max_norm: float) -> float:
         return float(self.optimizer.clip_grad_norm_(max_norm))
+
+    def look(self) -> None:
+        self.optimizer.full_grad(self.model.scale)
 
 
 class Reference(Side):
@@ -363,6 +369,31 @@ def clipped(side: Side) -> None:
         side.backward()
         norm = side.clip(0.01)
         side.trace.append(torch.tensor([norm]))
+        side.step()
+
+
+@idiom
+def gradients_looked_at(side: Side) -> None:
+    side.start()
+    for number in range(4):
+        side.optimizer.zero_grad()
+        tokens = side.tokens()
+        if number % 2 == 0 or dist.get_rank() != 1:
+            side.model(tokens).backward()
+        side.look()
+        side.step()
+        side.look()
+
+
+@idiom
+def gradients_looked_at_and_dropped(side: Side) -> None:
+    side.start()
+    for _ in range(3):
+        side.model.zero_grad()
+        side.backward()
+        side.look()
+        side.model.zero_grad()
+        side.backward()
         side.step()
 
 

@@ -240,6 +240,23 @@ def backward_after_clipping() -> None:
     _backward(model)
 
 
+def cleared_on_one_rank_after_clipping() -> None:
+    model, optimizer = _built()
+    _backward(model)
+    optimizer.clip_grad_norm_(1.0)
+    if dist.get_rank() == 1:
+        model[0].weight.grad = None
+    optimizer.step()
+
+
+def assigned_after_clipping() -> None:
+    model, optimizer = _built()
+    _backward(model)
+    optimizer.clip_grad_norm_(1.0)
+    model[0].weight.grad = torch.ones(8, 6)
+    optimizer.step()
+
+
 def second_backward_with_overlap() -> None:
     model, optimizer = _built(overlap_grad_reduce=True)
     for _ in range(2):
@@ -289,6 +306,8 @@ CASES: dict[Callable[[], None], tuple[type[Exception], type[Exception], tuple[st
     foreign_params_in_optimizer: (LayoutError, LayoutError, ("4 params", "distribute([model, other_module], ...)")),
     same_params_twice: (LayoutError, LayoutError, ("release()",)),
     backward_after_clipping: (LayoutError, LayoutError, ("optimizer.zero_grad()",)),
+    cleared_on_one_rank_after_clipping: (LayoutError, LayoutError, ("clip_grad_norm_",)),
+    assigned_after_clipping: (LayoutError, LayoutError, ("'0.weight'", "optimizer.zero_grad()")),
     second_backward_with_overlap: (LayoutError, LayoutError, ("no_sync()",)),
     other_norm: (ConfigError, ConfigError, ("norm_type",)),
 }
