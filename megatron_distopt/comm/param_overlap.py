@@ -94,12 +94,14 @@ class ParamOverlap:
         whoever reads it on another stream waits as well.
         """
         for number in sorted(set(numbers) & self._pending.keys(), key=self._order.index):
-            self.time += waited({f"wait for all-gather {number}": self._pending[number]})
+            pending = self._pending[number]
+            self.time += waited({f"wait for all-gather {number}": pending})
             if number not in self._met:
                 self._met.append(number)
                 self._publish(number)
-            if _has_ended(self._pending[number]):
-                del self._pending[number]  # not before it is there: what went wrong in it is raised again
+            if _has_ended(pending):
+                # Not before it is there: what went wrong in it is raised again. Publishing may have waited for it, too.
+                self._pending.pop(number, None)
 
     def _publish(self, number: int) -> None:
         buffer = self._units[number].buffer

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BF16 = Case("distopt", dp=2, precision="bf16", clip_grad=1e9, num_microbatches=1)
 FP32 = BF16.of(precision="fp32")
 FP16 = BF16.of(precision="fp16")
+OVERLAPPED = BF16.of(overlap_grad_reduce=True, overlap_param_gather=True)
 FROZEN = BF16.of(frozen=("final_layernorm",))
 BIAS = "0.decoder.layers.{}.mlp.linear_fc1.bias"
 
@@ -81,6 +82,8 @@ PROGRAMS: dict[str, Program] = {
     **{name: replace(program, setting=BF16) for name, program in COMMON.items()},
     "weights_changed_at_first": Program(promises.halve, at=0, setting=BF16),
     "weights_changed_in_fp32": Program(promises.halve, setting=FP32),
+    "nothing overlapped": Program(expect=NoEffect(), setting=OVERLAPPED),
+    "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
     "data_replaced": Program(promises.move, Refused(BOTH, MOVED), setting=BF16),
     "data_replaced_in_fp32": Program(promises.move, Refused(BOTH, MOVED), setting=FP32),
     "data_replaced_on_one_rank": Program(
