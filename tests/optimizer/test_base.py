@@ -472,16 +472,30 @@ def test_choose_inner_when_a_class_cannot_be_used_then_refused(optimizer: str, t
     assert refused("cpu", optimizer=optimizer) == text
 
 
-def test_adopt_instance_when_new_then_the_same_object_with_main_params_in_its_groups() -> None:
-    instance = Adam([param_with([1.0])], lr=0.5, betas=(0.25, 0.5))
+def test_adopt_instance_when_new_then_one_like_it_has_main_params_in_its_groups() -> None:
+    param = param_with([1.0])
+    instance: Any = Adam([param], lr=0.5, betas=(0.25, 0.5))
+    instance.note = "the user's"
     main = param_with([2.0, 3.0])
     choice = adopt_instance(instance)
     inner = choice.build([{"params": [main], "weight_decay": 0.125}, {"params": []}])
     assert (choice.name, choice.why) == ("Adam", ("an instance was given",))
-    assert inner is instance
+    assert (type(inner), vars(inner)["note"], inner.defaults) == (Adam, "the user's", instance.defaults)
     assert [[id(param) for param in group["params"]] for group in inner.param_groups] == [[id(main)], []]
+    # The user's groups stay those of model params.
+    assert [[id(param) for param in group["params"]] for group in instance.param_groups] == [[id(param)]]
     assert (inner.param_groups[0]["lr"], inner.param_groups[0]["betas"]) == (0.5, (0.25, 0.5))
     assert [group["weight_decay"] for group in inner.param_groups] == [0.125, 0]
+
+
+def test_adopt_instance_when_its_methods_were_replaced_and_it_has_hooks_then_its_copy_has_neither() -> None:
+    instance, main, called = SGD([param_with([1.0])], lr=0.5), param_with([2.0]), list[str]()
+    instance.register_step_pre_hook(lambda *_: called.append("hook"))
+    instance.step = lambda closure=None: called.append("replaced")  # type: ignore[method-assign]
+    inner = adopt_instance(instance).build([{"params": [main]}])
+    main.grad = torch.ones(1)
+    inner.step()
+    assert (main.tolist(), called) == ([1.5], [])
 
 
 def test_adopt_instance_when_it_has_state_then_refused() -> None:
@@ -677,7 +691,6 @@ def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_sta
     main = param_with([2.0, 3.0])
     instance = Adagrad([param_with([1.0])], lr=0.5, initial_accumulator_value=0.25)
     inner = adopt_instance(instance).build([{"params": [main]}])
-    assert inner is instance
     assert list(inner.state) == [main]
     assert inner.state[main]["sum"].tolist() == [0.25, 0.25]
 
@@ -692,5 +705,5 @@ class TakesAnyKeyword(torch.optim.SGD):
 def test_adopt_instance_when_its_constructor_takes_any_keyword_then_its_defaults_are_kept() -> None:
     instance = TakesAnyKeyword([torch.zeros(2)], lr=0.5, momentum=0.25)
     built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
-    assert built is instance
+    assert type(built) is TakesAnyKeyword
     assert [(group["lr"], group["momentum"]) for group in built.param_groups] == [(0.5, 0.25)]
