@@ -92,8 +92,15 @@ def _forward_backward(forward_step: Any, iterator: Any, model: Any, optimizer: A
 
 
 def _storages(tensors: Any) -> dict[int, int]:
-    """Bytes by address of the allocation."""
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Bytes by address of the allocation; storages that overlap or adjoin are one, as those of params in a buffer."""
+    starts = {(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors}
+    found: dict[int, int] = {}
+    last = -1
+    for start, nbytes in sorted(starts):
+        if last < 0 or start > last + found[last]:
+            last = start
+        found[last] = max(found.get(last, 0), start - last + nbytes)
+    return found
 
 
 def memory(fork: MiniFork) -> Facts:
@@ -105,11 +112,15 @@ def memory(fork: MiniFork) -> Facts:
         def look(step: int, model: Any, optimizer: Any, name: str = name, made: list[Tensor] = made) -> None:
             grad = next(iter(model[0]._grad_buffers.values())).data
             params = list(model[0].parameters())
-            by_dtype = {dtype: _storages(p for p in params if p.dtype is dtype) for dtype in {p.dtype for p in params}}
+            buffer = optimizer.sharded.buffers[0].param
+            by_dtype = {
+                dtype: _storages(each for each in (*params, buffer) if each.dtype is dtype)
+                for dtype in {param.dtype for param in params}
+            }
             made.append(grad)
             facts[name] = {
                 "params": {str(dtype): sorted(found.values()) for dtype, found in by_dtype.items()},
-                "views in order": _are_views_in_order(model[0], torch.float32 if name == "fp32" else torch.bfloat16),
+                "views in order": _are_views_in_order(params, buffer),
                 "grad": grad.untyped_storage().nbytes(),
                 "grad stays": made[0] is grad,
                 "main grads": {p.main_grad.untyped_storage().data_ptr() for p in params}
@@ -138,10 +149,14 @@ def _large() -> list[int]:
     return sorted(nbytes for nbytes in alive.values() if nbytes >= NUMEL * 2)
 
 
-def _are_views_in_order(model: Any, dtype: torch.dtype) -> bool:
-    """Whether params of that dtype lie in their buffer where their grads lie in the grad buffer."""
-    params = [param for param in model.parameters() if param.dtype is dtype]
-    return all(param.storage_offset() == param.main_grad.storage_offset() for param in params)
+def _are_views_in_order(params: Any, buffer: Tensor) -> bool:
+    """Whether params of its dtype lie in the buffer where their grads lie in the grad buffer."""
+    offsets = [
+        (param.data_ptr() - buffer.data_ptr(), param.main_grad.storage_offset() * buffer.element_size())
+        for param in params
+        if param.dtype is buffer.dtype
+    ]
+    return all(found == wanted for found, wanted in offsets) and bool(offsets)
 
 
 def types(fork: MiniFork) -> Facts:
