@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import megatron_distopt
 from megatron_distopt.errors import AccessError, refusal
 from megatron_distopt.hosts.watch import Watch
 
 __all__ = ["AccessWatch"]
 
-_OURS = (str(Path(megatron_distopt.__file__).parent), str(Path(torch.__file__).parent))
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class AccessWatch:
