@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import AccessError, LayoutError, refusal
+from megatron_distopt.hosts.watch import addresses_of
 
 __all__ = ["GroupMembers", "PlacedParam", "PlacedParams", "check_own_memory", "not_copied"]
 
@@ -31,16 +32,12 @@ def check_own_memory(named: Mapping[str, Parameter]) -> None:
     Raises:
         LayoutError
     """
-    extents = sorted((*_extent(param), name) for name, param in named.items() if param.numel() and not param.is_meta)
+    extents = sorted(
+        (*addresses_of(param), name) for name, param in named.items() if param.numel() and not param.is_meta
+    )
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:
             raise _tied(second, f"in the same memory as {first!r}")
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte to behind the last one."""
-    numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + numel * tensor.element_size()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +91,8 @@ class PlacedParams:
         if left:
             for each in left:
                 _check_alike(each)
-            extents = sorted((*_extent(each.view), each.name) for each in self._params if each.view.numel())
-            extents += [(*_extent(each.param), each.name) for each in left]
+            extents = sorted((*addresses_of(each.view), each.name) for each in self._params if each.view.numel())
+            extents += [(*addresses_of(each.param), each.name) for each in left]
             _check_apart(sorted(extents))
         return left
 

@@ -27,7 +27,7 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["GradSync", "as_it_arrives", "behind_the_hosts_hook", "check_bucket", "wire_of"]
+__all__ = ["GradSync", "behind_the_hosts_hook", "check_bucket", "wire_of"]
 
 #: The hook that tells of a param's gradient; beside the param and not in it, because a model may be pickled.
 _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
@@ -127,14 +127,8 @@ class GradSync:
             buffer.grad.zero_()
 
 
-def as_it_arrives(named: Mapping[str, Parameter], arrived: Arrived) -> None:
-    """Tells of every gradient, behind the hook that adds it to its buffer, which is of the same kind."""
-    for name, param in named.items():
-        param.register_post_accumulate_grad_hook(partial(_tell, arrived, name))  # type: ignore[no-untyped-call]
-
-
 def behind_the_hosts_hook(named: Mapping[str, Parameter], arrived: Arrived) -> list[object]:
-    """The same behind a hook on the node of autograd that accumulates the gradient.
+    """Tells of every gradient, behind a hook on the node of autograd that accumulates the gradient.
 
     Returns:
         The nodes: hooks live as long as these.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "addresses_of"]
 
 #: Operators that write to all tensors that they get, whatever their schema says.
 _COLLECTIVES = "c10d"
@@ -29,7 +29,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def __init__(self, tensors: Mapping[str, Tensor], seen: Callable[[str], None], *, writes_only: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self._places = sorted((*_addresses(tensor), name) for name, tensor in tensors.items())
+        self._places = sorted((*addresses_of(tensor), name) for name, tensor in tensors.items())
         self._starts = [start for start, _, _ in self._places]
         self._seen, self._writes_only = seen, writes_only
 
@@ -45,7 +45,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def _names_in(self, tensor: Tensor) -> list[str]:
         if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return []
-        start, stop = _addresses(tensor)
+        start, stop = addresses_of(tensor)
         number = max(bisect_right(self._starts, start) - 1, 0)
         names = []
         while number < len(self._places) and self._places[number][0] < stop:
@@ -55,7 +55,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         return names
 
 
-def _addresses(tensor: Tensor) -> tuple[int, int]:
+def addresses_of(tensor: Tensor) -> tuple[int, int]:
     """From the first byte to behind the last one."""
     extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()

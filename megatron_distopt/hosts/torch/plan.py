@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_params, spec_of
 from megatron_distopt.hosts.overlap import check_bucket, wire_of
+from megatron_distopt.hosts.watch import addresses_of
 from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
@@ -179,18 +179,14 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
 
 def _check_memory(named: Mapping[str, Parameter]) -> None:
     """Refuses two Parameters over the same memory: torch would update it twice."""
-    extents = sorted((*_extent(param), name) for name, param in named.items() if param.numel() and not param.is_meta)
+    extents = sorted(
+        (*addresses_of(param), name) for name, param in named.items() if param.numel() and not param.is_meta
+    )
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:
             got, rule = f"in the same memory as {first!r}", "have memory of its own"
             remedy = "Tie them as one Parameter (b.weight = a.weight), or write b.weight.data = a.weight.data.clone()"
             raise LayoutError(refusal(f"param {second!r}", got, rule, remedy))
-
-
-def _extent(param: Tensor) -> tuple[int, int]:
-    """From the first byte to behind the last one."""
-    numel = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-    return param.data_ptr(), param.data_ptr() + numel * param.element_size()
 
 
 def _check_backend(group: Group, device: torch.device) -> None:
