@@ -28,7 +28,7 @@ from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
 from megatron_distopt.layout import Span
 from tests.support.cases import Case, Step
-from tests.support.spawn import run_ranks
+from tests.support.spawn import forget_groups, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -398,6 +398,7 @@ def _patch_experts(gpt: Any, patch: pytest.MonkeyPatch, ep: int, etp: int) -> No
 
     def enter_layout(case: Case) -> None:
         parallel_state.destroy_model_parallel()
+        forget_groups()
         sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         parallel_state.initialize_model_parallel(case.tp, case.pp, **sizes)
 

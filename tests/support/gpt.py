@@ -30,6 +30,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from tests.support.cases import Case, Curve, Step
+from tests.support.spawn import forget_groups
 
 megatron_on_cpu.install()
 
@@ -156,6 +157,7 @@ def enter_layout(case: Case) -> None:
         if _current_layout() == (case.tp, case.pp, case.vp):
             return
         parallel_state.destroy_model_parallel()
+        forget_groups()
     parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp if case.vp > 1 else None)
 
 

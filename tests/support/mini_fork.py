@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import megatron_distopt
+from tests.support.spawn import forget_groups
 
 FOLDER = Path(__file__).parent.parent / "hosts" / "mini_fork"
 SCRIPT = FOLDER / "pretrain.py"
@@ -152,6 +153,7 @@ class MiniFork:
         mpu = import_module("megatron.core").mpu
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
+        forget_groups()
         for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
             for what in ("group", "rank", "world_size"):
                 vars(mpu).pop(f"get_{name}_{what}", None)

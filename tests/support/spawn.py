@@ -9,9 +9,9 @@ holds that mapping and pytest parametrizes over the cases:
     def results() -> list[dict[str, float]]:
         return run_ranks(cases, 2)                                 # results()[rank][case]
 
-[Note: two ways to start] Importing torch takes longer than most cases. So all ranks but the first are forked from a
-process that has imported nothing but torch. The first is a process of its own: its strings have other hashes, so that
-whatever goes by the order of a set goes wrong here and not at a user's.
+[Note: two servers] Importing torch takes longer than most cases, so ranks are forked from processes that have imported
+it, with what most cases need of it. The first rank comes from another such process than the others: its strings have
+other hashes, so that whatever goes by the order of a set goes wrong here and not at a user's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -92,9 +94,7 @@ def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder, _environment_of_ranks():
         task = _Task(folder, size, seconds, dict(os.environ), pickle.dumps((function, args)))
-        processes = [_process(task, rank) for rank in range(size)]
-        for process in processes:
-            process.start()
+        processes = [_start(task, rank) for rank in range(size)]
         try:
             late = _wait(processes, deadline=time.monotonic() + seconds)
         finally:
@@ -102,6 +102,13 @@ def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds
         outcomes = [_read(Path(folder), rank) for rank in range(size)]
         _raise_failures(outcomes, processes, late, f"{function.__module__}.{function.__qualname__}", seconds)
         return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def forget_groups() -> None:
+    """Ends all process groups but the world's: gloo's threads of one wake a hundred times a second while it lives."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -123,13 +130,17 @@ def _environment_of_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _process(task: _Task, rank: int) -> BaseProcess:
-    """See [Note: two ways to start]."""
-    if rank == 0:
-        return multiprocessing.get_context("spawn").Process(target=_run_rank, args=(task, rank), daemon=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    return context.Process(target=_run_rank, args=(task, rank), daemon=True)
+_SERVERS = (ForkServer(), ForkServer())
+
+
+def _start(task: _Task, rank: int) -> BaseProcess:
+    """See [Note: two servers]. The standard library knows one server, so the call that asks it for a process is led."""
+    server = _SERVERS[min(rank, 1)]
+    server.set_forkserver_preload(["tests.support.preloaded"])
+    process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(task, rank), daemon=True)
+    with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
+        process.start()
+    return process
 
 
 def _run_rank(task: _Task, rank: int) -> None:
