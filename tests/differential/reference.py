@@ -334,10 +334,8 @@ class AveragingOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _in_place_of_grads(self, grads: dict[nn.Parameter, Tensor]) -> Iterator[None]:
-        """The inner optimizer's groups say what the program's groups say; its grads are `grads`."""
-        if self.inner.param_groups is not self.param_groups:
-            for theirs, group in zip(self.inner.param_groups, self.param_groups, strict=True):
-                theirs.update({key: value for key, value in group.items() if key != "params"})
+        """The grads of the inner optimizer are `grads`."""
+        self._follow_groups()
         kept = {param: param.grad for param in self._params()}
         for param in kept:
             into = self.mains.get(param, param)
@@ -347,6 +345,12 @@ class AveragingOptimizer(Optimizer):
             if param in self.mains:
                 self.mains[param].grad = None
             param.grad = grad
+
+    def _follow_groups(self) -> None:
+        """The inner optimizer's groups say what the program's groups say."""
+        if self.inner.param_groups is not self.param_groups:
+            for theirs, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+                theirs.update({key: value for key, value in group.items() if key != "params"})
 
     def follow_model(self) -> None:
         """An element of a 16-bit param that was changed since it was rounded is its main param's new value."""
@@ -363,6 +367,7 @@ class AveragingOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._follow_groups()
         return {"inner": self.inner.state_dict(), "scale": self.scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,43 +6,37 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
 
-from tests.differential.drawing import programs
+from tests.differential.compare import Outcome
 from tests.differential.pool import Pool
 from tests.differential.programs import Program
 from tests.differential.scripts import stand_alone
+from tests.differential.survey import draw, reduce
 from tests.differential.tally import Tally
 
-
-def check(running: Pool, tally: Tally, program: Program) -> None:
-    """Fails with a script that shows it by itself."""
-    outcome = running.run(program)
-    tally.add(program, outcome)
-    if outcome.kind == "failed":
-        script = Path(tempfile.gettempdir()) / "failing_program.py"
-        text = stand_alone(program, outcome.text)
-        script.write_text(text, encoding="utf-8")
-        pytest.fail(f"{outcome.text}\n{program!r}\nRun: python {script}\n{text}", pytrace=False)
+#: Draws of one seed resemble each other, so a few are taken of each.
+OF_EACH_SEED = 10
 
 
-def check_programs(running: Pool, tally: Tally, start: int, number: int) -> None:
-    """Many draws of a few: those of one hypothesis test resemble each other."""
+def check_programs(running: Pool, tally: Tally, start: int) -> None:
+    """Runs the programs of one seed. Stops at the first that fails, with a script of a smaller one."""
+    for program in draw(OF_EACH_SEED, start, is_calm=False):
+        outcome = running.run(program)
+        tally.add(program, outcome)
+        if outcome.kind == "failed":
+            report(*reduce(running, program, outcome))
 
-    @seed(start)
-    @settings(
-        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(programs())
-    def equal_or_refused(program: Program) -> None:
-        check(running, tally, program)
 
-    equal_or_refused()
+def report(program: Program, outcome: Outcome) -> None:
+    """Fails with the script that shows it by itself."""
+    script = Path(tempfile.gettempdir()) / "failing_program.py"
+    script.write_text(stand_alone(program, outcome.text), encoding="utf-8")
+    pytest.fail(f"{outcome.text}\n{program!r}\nRun: python {script}\n{script.read_text()}", pytrace=False)
 
 
 @pytest.mark.parametrize("start", range(4))
 def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, tally: Tally, start: int) -> None:
-    check_programs(running, tally, start, 10)
+    check_programs(running, tally, start)
     # Refusals are not a way out: three quarters of the programs hold nothing that may be refused.
     assert tally.num_equal > tally.outcomes.total() / 2
 
@@ -50,4 +44,4 @@ def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, tall
 @pytest.mark.long
 @pytest.mark.parametrize("start", range(100, 200))
 def test_programs_when_many_are_drawn_then_equal_or_refused(running: Pool, tally: Tally, start: int) -> None:
-    check_programs(running, tally, start, 10)
+    check_programs(running, tally, start)
