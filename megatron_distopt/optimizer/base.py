@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -102,6 +103,7 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
 def _user_class(config: DistOptConfig, device_type: str) -> Build:
     chosen = _import_optimizer(config.optimizer)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
+    options = _with_own_pairs(chosen, options)
     build = _checked(partial(chosen, **options), repr(config.optimizer))
     if chosen not in _ELEMENTWISE:
         check_elementwise(build, chosen.__name__, device=usable_device(device_type))
@@ -113,6 +115,17 @@ def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, 
     parameters = inspect.signature(chosen).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
+
+
+def _with_own_pairs(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without numbers of ours that are pairs in that class, such as `eps` of Adafactor: the class's default holds."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(chosen).parameters.items()}
+    ours = {each.name: each.default for each in fields(DistOptConfig)}
+    return {
+        name: value
+        for name, value in options.items()
+        if isinstance(defaults.get(name), tuple) == isinstance(value, tuple) or value != ours[name]
+    }
 
 
 def _import_optimizer(name: str) -> type[Optimizer]:

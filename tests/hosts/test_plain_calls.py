@@ -366,7 +366,7 @@ def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
 
 IN_ITS_PAIR = ("param shapes", "rank 3 has bias[3]", "rank 2 has bias[2]", "Start rank(s) 3 with the code and options")
 GROUPS = ("list of dicts with 'params'", "Write [{'params': [...], 'weight_decay': 0.0}, ...]")
-ELEMENTWISE = ("update each element by itself", "Use an element-wise one, such as torch.optim:Adagrad")
+ELEMENTWISE = ("Use an element-wise one, such as torch.optim:Adagrad",)
 
 BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "bare list": (_bare_list, everyone(LayoutError, "a list with a Parameter", *GROUPS)),
