@@ -146,7 +146,8 @@ class GradSlot:
         name: of the param.
         param: whose gradient it is.
         view: of the grad buffer, in the param's shape.
-        shown: what `param.grad` is while there is a gradient: `view`, or a `LocalGrad` of it.
+        shown: what `param.grad` is while there is a gradient: another tensor in the memory of `view`, because
+            module.to(...) gives `param.grad` other memory. A `LocalGrad` where it may not be read.
     """
 
     __slots__ = ("_address", "_dtype", "name", "param", "shown", "view")
@@ -213,7 +214,7 @@ def allocate_grads(
     params: Mapping[str, Parameter],
     layout: BufferLayout,
     dtype: torch.dtype,
-    show: Callable[[str, Tensor], Tensor] = lambda name, view: view,
+    show: Callable[[str, Tensor], Tensor] = lambda name, view: view.detach(),
 ) -> tuple[Tensor, tuple[GradSlot, ...]]:
     """Allocates the buffer. A gradient that a param has already stays where it is until it is taken.
 

@@ -167,7 +167,7 @@ class ShardedModel:
 
     def _shown(self, name: str, view: Tensor) -> Tensor:
         """On one rank `param.grad` is the gradient; see [Note: param.grad] in buffers/grads.py."""
-        return view if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.check_open)
+        return view.detach() if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.check_open)
 
     def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
         for each, buffer in zip(sets, buffers, strict=True):
