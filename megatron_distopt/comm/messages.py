@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.errors import InvariantError, refusal
 
 __all__ = ["others", "receive", "send", "swap", "wait"]
@@ -47,6 +47,11 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def wait(works: Sequence[dist.Work]) -> None:
-    """Until all have ended."""
-    for work in works:
-        work.wait()
+    """Until all have ended.
+
+    Raises:
+        RanksDisagreeError: another rank ended, or did not come within the group's time limit.
+    """
+    with named_losses():
+        for work in works:
+            work.wait()

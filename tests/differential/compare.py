@@ -70,11 +70,12 @@ def judge(
         return Outcome("failed", f"the reference itself raised:\n{faults[0]}")
     ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
     must_refuse = any(rank["end"] != "finished" for rank in theirs)
-    if ended == ["refused"]:
+    if ended == ["refused"] or _only_waited_for(ours, theirs):
         difference = _differences(ours, theirs, dtype, prefix=True)
         if difference:
             return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
-        text = f"{ours[0]['class']}: {ours[0]['text']}"  # type: ignore[index]
+        first = next(rank for rank in ours if rank and rank["end"] == "refused")
+        text = f"{first['class']}: {first['text']}"
         if not may_refuse and not must_refuse:
             return Outcome("failed", f"refused though it promises to work: {text}")
         return Outcome("refused", text)
@@ -84,6 +85,13 @@ def judge(
         return Outcome("failed", f"finished, where the reference {theirs[0]['end']}")
     difference = _differences(ours, theirs, dtype)
     return Outcome("failed", difference) if difference else Outcome("equal", is_exact=_is_exact(ours, theirs))
+
+
+def _only_waited_for(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:
+    """Whether the ranks that were not refused had ended before others waited for them, as in the reference."""
+    ends = [(rank or {"end": "stuck"})["end"] for rank in ours]
+    pairs = list(zip(ends, (rank["end"] for rank in theirs), strict=True))
+    return "refused" in ends and all(mine == "refused" or mine == other == "finished" for mine, other in pairs)
 
 
 def _ends(ours: Sequence[dict[str, Any] | None]) -> str:

@@ -361,7 +361,13 @@ _GRADIENTS = {
         _SEVERAL,
     ),
     "grad_is_none": Idiom((*_GRADS, *_AFTER), 'world.see("no grad", [p.grad is None for p in model.parameters()])'),
-    "full_grad": Idiom((*_GRADS,), 'world.see("grad", optimizer.full_grad(pick(model, {n})))'),
+    "full_grad": Idiom(
+        (*_GRADS,),
+        """
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        world.see("grad", optimizer.full_grad(trained[{n} % len(trained)]))
+        """,
+    ),
     "param_hook": Idiom(_ANY, "pick(model, {n}).register_hook(lambda grad: grad * 2)", needs=("not compiled",)),
     "param_hook_before": Idiom(_START, "pick(model, {n}).register_hook(lambda grad: grad * 2)"),
     "accumulated_hook": Idiom(

@@ -357,6 +357,7 @@ class AveragingOptimizer(Optimizer):
         for param, main in self.mains.items():
             changed = param.detach() != self.rounded[param]
             main.copy_(torch.where(changed, param.detach().float(), main))
+            self.rounded[param] = param.detach().clone()
 
     def _share_module_buffers(self) -> None:
         buffers = list(self.model.buffers())

@@ -317,7 +317,7 @@ OVERLAPPED_IN_A1 = ("bf16", "fp16 that overflows", "accumulation")
 
 
 def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path) -> dict[str, Any]:
-    fork = MiniFork.imported(era="a1", adam=adam)
+    fork = MiniFork.imported(goes_back=True, era="a1", adam=adam)
     if size == 3:
         resplit: Any = import_module("megatron_distopt.hosts.era_a.resplit")  # here, because it imports the fork
         resplit.PIECE_NUMEL = 1000

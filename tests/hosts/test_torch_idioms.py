@@ -386,6 +386,20 @@ def gradients_looked_at(side: Side) -> None:
 
 
 @idiom
+def gradients_looked_at_between_microbatches(side: Side) -> None:
+    side.start()
+    for number in range(3):
+        side.optimizer.zero_grad()
+        side.backward()
+        side.look()
+        tokens = side.tokens()
+        if number % 2 == 0 or dist.get_rank() != 1:
+            side.model(tokens).backward()
+        side.look()
+        side.step()
+
+
+@idiom
 def gradients_looked_at_and_dropped(side: Side) -> None:
     side.start()
     for _ in range(3):

@@ -233,11 +233,14 @@ def same_params_twice() -> None:
     distribute(model, torch.optim.AdamW(model.parameters()))
 
 
-def backward_after_clipping() -> None:
+def begun_anew_on_one_rank_after_clipping() -> None:
     model, optimizer = _built()
     _backward(model)
     optimizer.clip_grad_norm_(1.0)
+    if dist.get_rank() == 1:
+        optimizer.zero_grad()
     _backward(model)
+    optimizer.step()
 
 
 def cleared_on_one_rank_after_clipping() -> None:
@@ -246,6 +249,16 @@ def cleared_on_one_rank_after_clipping() -> None:
     optimizer.clip_grad_norm_(1.0)
     if dist.get_rank() == 1:
         model[0].weight.grad = None
+    optimizer.step()
+
+
+def cleared_on_one_rank_after_the_step() -> None:
+    model, optimizer = _built()
+    _backward(model)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model.zero_grad()
+    _backward(model)
     optimizer.step()
 
 
@@ -305,8 +318,9 @@ CASES: dict[Callable[[], None], tuple[type[Exception], type[Exception], tuple[st
     module_buffers_differ: (RanksDisagreeError, RanksDisagreeError, ("mask", "[3]", "[4]")),
     foreign_params_in_optimizer: (LayoutError, LayoutError, ("4 params", "distribute([model, other_module], ...)")),
     same_params_twice: (LayoutError, LayoutError, ("release()",)),
-    backward_after_clipping: (LayoutError, LayoutError, ("optimizer.zero_grad()",)),
+    begun_anew_on_one_rank_after_clipping: (RanksDisagreeError, RanksDisagreeError, ("on all ranks",)),
     cleared_on_one_rank_after_clipping: (LayoutError, LayoutError, ("clip_grad_norm_",)),
+    cleared_on_one_rank_after_the_step: (RanksDisagreeError, RanksDisagreeError, ("optimizer.zero_grad()",)),
     assigned_after_clipping: (LayoutError, LayoutError, ("'0.weight'", "optimizer.zero_grad()")),
     second_backward_with_overlap: (LayoutError, LayoutError, ("no_sync()",)),
     other_norm: (ConfigError, ConfigError, ("norm_type",)),

@@ -90,20 +90,26 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class MiniFork:
-    """The fork, imported in this process with some switches."""
+    """The fork, imported in this process with some switches.
+
+    Args:
+        training, script: its modules.
+        goes_back: whether optimizers of earlier trainings are used again, with their process groups.
+    """
 
     training: Any
     script: Any
+    goes_back: bool = False
 
     @classmethod
-    def imported(cls, **switches: str) -> MiniFork:
+    def imported(cls, *, goes_back: bool = False, **switches: str) -> MiniFork:
         """Imports the fork; `switches` are its MINI_FORK_* variables in lower case, MINI_FORK_NATIVE defaults to 1."""
         os.environ.setdefault("MINI_FORK_NATIVE", "1")
         os.environ["MINI_FORK_CORE"] = str(core_folder())
         os.environ.update({f"MINI_FORK_{name.upper()}": value for name, value in switches.items()})
         sys.path.insert(0, str(FOLDER))
         script = import_module("pretrain")
-        return cls(import_module("megatron.training"), script)
+        return cls(import_module("megatron.training"), script, goes_back)
 
     def train(
         self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
@@ -153,7 +159,8 @@ class MiniFork:
         mpu = import_module("megatron.core").mpu
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
-        forget_groups()
+        if not self.goes_back:
+            forget_groups()
         for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
             for what in ("group", "rank", "world_size"):
                 vars(mpu).pop(f"get_{name}_{what}", None)

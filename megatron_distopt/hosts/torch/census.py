@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["HEAD_NUMEL", "Census", "CensusSums", "active_params"]
+__all__ = ["COMMON_NUMEL", "HEAD_NUMEL", "Census", "CensusSums", "active_params", "mark_of"]
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
 _MODULUS = 64
-#: Numbers in front of the flags.
-HEAD_NUMEL = 5
+#: Numbers that all ranks sum; and with those that the ranks with the same params sum, as they do the flags behind them.
+COMMON_NUMEL, HEAD_NUMEL = 5, 7
+
+
+def mark_of(is_kept: Sequence[bool]) -> int:
+    """A number below 64 that says which gradients were kept: 0 for none, and seldom the same for others."""
+    return 1 + zlib.crc32(bytes(is_kept)) % (_MODULUS - 1) if any(is_kept) else 0
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Census:
         complaints: things that have to be raised on all ranks.
         newcomers: params that were frozen or new, and have a gradient now.
         begun: modules whose buffers have begun to change.
+        kept: which gradients of the round before it began with, see `mark_of`.
         present: by param, whether this rank has a gradient of it.
         is_dropped: whether the round ends without a step.
     """
@@ -33,13 +40,14 @@ class Census:
     complaints: int
     newcomers: int
     begun: int
+    kept: int
     present: Sequence[bool]
     is_dropped: bool = False
 
     def packed(self, like: Tensor) -> Tensor:
         """1-D, of the dtype and device of `like`; to be summed over ranks."""
         number = (2 * self.round + self.is_dropped) % _MODULUS
-        head = [number, number**2, self.complaints, self.newcomers, self.begun]
+        head = [number, number**2, self.complaints, self.newcomers, self.begun, self.kept, self.kept**2]
         packed = torch.ones(HEAD_NUMEL + len(self.present), dtype=like.dtype, device=like.device)
         packed[:HEAD_NUMEL].copy_(torch.tensor(head, dtype=like.dtype), non_blocking=True)
         if not all(self.present):
@@ -53,17 +61,22 @@ class CensusSums:
     Args:
         head: the first `HEAD_NUMEL` sums of what `Census.packed` returned.
         num_ranks: that said it.
+        num_sharing: of these that have the same params.
     """
 
-    def __init__(self, head: Sequence[float], num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, head: Sequence[float], num_ranks: int, num_sharing: int) -> None:
+        self.num_ranks, self.num_sharing = num_ranks, num_sharing
         self._head = [int(value) for value in head]
 
     @property
     def is_one_round(self) -> bool:
-        """Whether all ranks are in the same one: a mean of squares that is the square of the mean."""
-        total, squares = self._head[:2]
-        return self.num_ranks * squares == total**2
+        """Whether all ranks are in the same one."""
+        return _is_same(self._head[:2], self.num_ranks)
+
+    @property
+    def keeps_the_same(self) -> bool:
+        """Whether all ranks have kept the same gradients."""
+        return _is_same(self._head[COMMON_NUMEL:], self.num_sharing)
 
     @property
     def complaints(self) -> int:
@@ -83,7 +96,13 @@ class CensusSums:
     @property
     def is_usual(self) -> bool:
         """Whether there is nothing to be done beside the step."""
-        return self.is_one_round and not any(self._head[2:])
+        return self.is_one_round and self.keeps_the_same and not any(self._head[2:COMMON_NUMEL])
+
+
+def _is_same(sums: Sequence[int], number: int) -> bool:
+    """Whether ranks have summed equal numbers, and their squares: a mean of squares is the square of the mean."""
+    total, squares = sums
+    return number * squares == total**2
 
 
 def active_params(sums: Tensor) -> list[bool]:

@@ -3,7 +3,8 @@
 [Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its own shards hold the
 sum over ranks, and the rest of the buffer nothing of meaning. After the step `param.grad` stays, as in torch, until
 somebody clears it. If nobody does, the next backward adds to that gradient, as in torch: before it does, what is not
-owned is zeroed, and the sum is brought back to what the rank has to contribute for it (`_reopen`).
+owned is zeroed, and the sum is brought back to what the rank has to contribute for it (`_reopen`). The same holds for
+a backward behind `clip_grad_norm_` or `full_grad`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_distopt.comm import (
     waited_since,
 )
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+from megatron_distopt.hosts.torch.census import mark_of
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 
@@ -68,6 +70,8 @@ class Grads:
         self._is_paused = self._is_scaled = self._has_arrived = False
         #: Whether the gradients of this round were asked for before the step; the same on all ranks.
         self._was_reduced = False
+        #: Which gradients of the round before this one began with, see `mark_of`.
+        self.kept = 0
         #: In the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
@@ -148,12 +152,7 @@ class Grads:
             got, rule = f"of {slot.name!r} by a loss that is not scaled", "come from optimizer.scale_loss(loss)"
             remedy = "Write optimizer.scale_loss(loss).backward(), or leave loss_scale out"
             raise ConfigError(refusal("gradient", got, rule, remedy))
-        if self.phase is Phase.REDUCED and not any(self.present):
-            self.phase = Phase.LOCAL  # they were cleared without our knowledge, and a new round begins
-        if self.phase is Phase.REDUCED:
-            got, rule = "called after clip_grad_norm_ or full_grad and before the step", "be over by then"
-            raise LayoutError(refusal("backward", got, rule, "Call it before, or optimizer.zero_grad() in between"))
-        if self.phase is Phase.STEPPED:
+        if self.phase is not Phase.LOCAL:
             self._reopen()
         if self._overlap is not None and self._overlap.is_begun(slot.name):
             if not slot.is_missing:
@@ -181,9 +180,12 @@ class Grads:
         Raises:
             ConfigError: there is a loss scale, which may be another one now.
         """
+        self.kept = mark_of(self._shown)
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
-        if self._needs_scaling and (
-            kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots)
+        if (
+            self.phase is Phase.STEPPED
+            and self._needs_scaling
+            and (kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots))
         ):
             got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
             raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
@@ -234,10 +236,8 @@ class Grads:
 
     def _reduce(self, divisor: float, *, for_step: bool) -> CommTime:
         try:
-            if self.phase is Phase.STEPPED:
+            if self.phase is not Phase.LOCAL:
                 self._reopen()
-            if self.phase is Phase.REDUCED and any(self.present):
-                self.complaints.append(_kept())
         except ConfigError as error:
             self.complaints.append(error)
         self.complaints += self._ddp.complaints()
@@ -250,14 +250,14 @@ class Grads:
     def _is_local_somewhere(self) -> bool:
         """Collective: whether any rank has contributions that are not reduced.
 
-        Where none has, all have to have cleared as many gradients since: a sum cannot be made anew without one of them.
+        All have to have cleared the same gradients since: a sum cannot be made anew without one of them.
         """
-        num_cleared = self.present.count(False) if self.phase is Phase.REDUCED else 0
-        numbers = [float(self.phase is Phase.LOCAL), float(num_cleared), float(num_cleared**2)]
+        kept = mark_of(self._shown) if self.phase is Phase.REDUCED else self.kept
+        numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
         local, total, squares = sums.tolist()
-        if not local and self._data.size * squares != total**2:
+        if self._was_reduced and self._data.size * squares != total**2:
             self.complaints.append(_cleared_somewhere())
         return bool(local)
 
@@ -303,6 +303,11 @@ class Grads:
     def present(self) -> list[bool]:
         """By slot, whether this rank has a gradient of it."""
         return [slot.param.grad is not None for slot in self.slots]
+
+    @property
+    def _shown(self) -> list[bool]:
+        """By slot, whether `param.grad` is what the buffer holds."""
+        return [slot.param.grad is slot.shown for slot in self.slots]
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """After all ranks know which params have a gradient: it is there on every one of them.
@@ -353,7 +358,7 @@ class Grads:
             elif not slot.is_missing:
                 slot.take()
                 slot.view.zero_()
-        self.phase, self._was_reduced = Phase.LOCAL, False
+        self.phase, self.kept = Phase.LOCAL, 0
 
     def _drop_round(self) -> None:
         if self._overlap is not None and self._overlap.has_arrived:
@@ -361,14 +366,6 @@ class Grads:
             self.on_drop()
         self.num_rounds += 1
         self._forget_backward()
-
-
-def _kept() -> LayoutError:
-    got, rule = (
-        "kept after clip_grad_norm_ or full_grad where another rank has begun a new backward",
-        "be cleared there",
-    )
-    return LayoutError(refusal("gradients", got, rule, "Call optimizer.zero_grad() on all ranks alike"))
 
 
 def _cleared_somewhere() -> LayoutError:

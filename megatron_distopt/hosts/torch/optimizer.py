@@ -346,8 +346,8 @@ class TorchDistributedOptimizer(Optimizer):
         for slot in self._model.grads.slots:
             if slot.param is param:
                 return slot
-        remedy = "Give a param of the model that was distributed, which is not frozen"
-        raise LayoutError(refusal("param", "one without a gradient here", "be trained by this optimizer", remedy))
+        remedy = "Unfreeze it and call optimizer.add_param_group({'params': [param]}), or name another one"
+        raise LayoutError(refusal("param", "one that this optimizer does not update", "be in a param group", remedy))
 
     def capture_step(self, record: Record | None = None) -> None:
         """From the second step after this on, all between reduce-scatter and all-gather is one launch of a graph.

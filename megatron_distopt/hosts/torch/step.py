@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, exchange, profiled, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.comm_log import CommLog
-from megatron_distopt.hosts.torch.census import HEAD_NUMEL, Census, CensusSums, active_params
+from megatron_distopt.hosts.torch.census import COMMON_NUMEL, HEAD_NUMEL, Census, CensusSums, active_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer import (
     CapturedStep,
@@ -104,7 +104,7 @@ class Stepper:
         if self._is_deferred:
             return self._decide_deferred()
         stats, packed = self._measure()
-        sums = CensusSums(packed[:HEAD_NUMEL].tolist(), stats_group.size)
+        sums = self._said(packed[:HEAD_NUMEL].tolist())
         if not sums.is_usual:
             self._act_on(sums)
             if sums.newcomers:
@@ -143,7 +143,7 @@ class Stepper:
         """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model."""
         model, packed = self._model, self._census().packed(self._numbers())
         ranks = model.ranks
-        extra = packed if ranks.are_one else packed[:HEAD_NUMEL]
+        extra = packed if ranks.are_one else packed[:COMMON_NUMEL]
         with profiled("measure gradients"):
             stats = measure_together([model.sharded], ranks.stats, extra=extra)
             if not ranks.are_one:
@@ -162,10 +162,10 @@ class Stepper:
             RanksDisagreeError: on all ranks.
         """
         ranks, packed = self._model.ranks, self._census(is_dropped=True).packed(self._numbers())
-        sum_with(packed.new_zeros(3), packed if ranks.are_one else packed[:HEAD_NUMEL], ranks.stats)
+        sum_with(packed.new_zeros(3), packed if ranks.are_one else packed[:COMMON_NUMEL], ranks.stats)
         if not ranks.are_one:
             _sum_flags(packed, ranks.data)
-        if not CensusSums(packed[:HEAD_NUMEL].tolist(), ranks.stats.size).is_one_round:
+        if not self._said(packed[:HEAD_NUMEL].tolist()).is_one_round:
             raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
 
     def _census(self, *, is_dropped: bool = False) -> Census:
@@ -175,15 +175,21 @@ class Stepper:
             complaints=len(model.grads.complaints),
             newcomers=len(model.newcomers()),
             begun=len(model.module_buffers.begun()),
+            kept=model.grads.kept,
             present=model.grads.present,
             is_dropped=is_dropped,
         )
+
+    def _said(self, head: Sequence[float]) -> CensusSums:
+        return CensusSums(head, self._model.ranks.stats.size, self._model.ranks.data.size)
 
     def _act_on(self, sums: CensusSums) -> None:
         """Collective: what is not as in every other step."""
         model, stats_group = self._model, self._model.ranks.stats
         if not sums.is_one_round:
             raise _in_different_rounds(model.grads.num_rounds, stats_group)
+        if not sums.keeps_the_same:
+            raise _kept_on_some(model.grads.kept, model.ranks.data)
         if sums.complaints:
             self._raise_complaints()
         if sums.begun:
@@ -213,7 +219,7 @@ class Stepper:
             return self._replay(self._captured, packed)
         ranks = model.ranks
         with profiled("measure gradients"):
-            numbers = measure_late([sharded], ranks.stats, packed if ranks.are_one else packed[:HEAD_NUMEL])
+            numbers = measure_late([sharded], ranks.stats, packed if ranks.are_one else packed[:COMMON_NUMEL])
             if not ranks.are_one:
                 _sum_flags(packed, ranks.data)
         self._open_census = HostCopy(packed[:HEAD_NUMEL])
@@ -239,16 +245,16 @@ class Stepper:
         """Collective where ranks said something unusual in the last step and nobody has looked at it."""
         census, self._open_census = self._open_census, None
         if census is not None:
-            sums = CensusSums(census.values, self._model.ranks.stats.size)
+            sums = self._said(census.values)
             if not sums.is_usual:
                 self._act_on(sums)
 
 
 def _sum_flags(packed: Tensor, data: Group) -> None:
     """Collective: ranks of other data-parallel groups have other params."""
-    flags = packed[HEAD_NUMEL:].clone()
+    flags = packed[COMMON_NUMEL:].clone()
     sum_over(flags, data)
-    packed[HEAD_NUMEL:] = flags
+    packed[COMMON_NUMEL:] = flags
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
@@ -266,3 +272,16 @@ def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) ->
     got = f"rank {one} is in round {rounds[odd] + 1} of gradients where rank {other} is in {usual + 1}"
     rule, remedy = "be in the same one on all ranks", "Call step() on all ranks after each backward, or on none"
     return RanksDisagreeError(refusal("step", got, rule, remedy))
+
+
+def _kept_on_some(own: int, group: Group) -> RanksDisagreeError:
+    """Collective: the error that says which rank went on with other gradients."""
+    kept = exchange(own, group)
+    usual = max(set(kept), key=kept.count)
+    odd = next(rank for rank, each in enumerate(kept) if each != usual)
+    one, other = group.global_rank(odd), group.global_rank(kept.index(usual))
+    got, rule = (
+        f"cleared on rank {one} otherwise than on rank {other} after they were summed",
+        "be cleared on all alike",
+    )
+    return RanksDisagreeError(refusal("gradients", got, rule, "Call optimizer.zero_grad() on all ranks, or on none"))
