@@ -82,6 +82,16 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     _take_states(params, checked[0])
 
 
+def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
+    """Params of which a state dict has a state; none where its form is one that a load refuses."""
+    try:
+        _check_form(params, state_dict)
+    except CheckpointError:
+        return []
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return [name for name, number in zip(params.numbered, numbers, strict=True) if state_dict["state"].get(number)]
+
+
 def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _Given]:
     """What is given for each param of the sharded step, by name; nothing for those that it does not have."""
     _check_form(params, state_dict)

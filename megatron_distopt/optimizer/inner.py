@@ -98,6 +98,11 @@ def step_divided(
         found_inf: fp32 0-D on their device; where it is 1 nothing is changed, not even the count of updates. Only for
             an optimizer that `skips_by_itself`.
     """
+    if _has_some_momentum(inner):
+        with _not_fused(inner):
+            torch._foreach_div_(list(grads), divisor)
+            inner.step()
+        return
     given: dict[str, Tensor] = {} if found_inf is None else {"found_inf": found_inf}
     if grads and not (isinstance(divisor, float) and divisor == 1.0):
         if _divides_itself(inner):
@@ -106,6 +111,30 @@ def step_divided(
             torch._foreach_div_(list(grads), divisor)
     with _given(inner, given):
         inner.step()
+
+
+def _has_some_momentum(inner: Optimizer) -> bool:
+    """Whether torch's fused SGD would fail: it takes params that all have momentum, or none of them."""
+    if not isinstance(inner, torch.optim.SGD) or not _divides_itself(inner):
+        return False
+    kinds = [
+        {bool(inner.state.get(param)) for param in group["params"] if param.grad is not None}
+        for group in inner.param_groups
+        if group["momentum"]
+    ]
+    return any(len(kind) > 1 for kind in kinds)
+
+
+@contextmanager
+def _not_fused(inner: Optimizer) -> Iterator[None]:
+    """Meanwhile every group has torch's own choice of kernel."""
+    for group in inner.param_groups:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in inner.param_groups:
+            group["fused"] = True
 
 
 def divides_in_place(inner: Optimizer) -> bool:

@@ -48,8 +48,8 @@ class Idiom:
         refusable: see `Refusable`.
         kinds: the models that have what the lines need; all where empty.
         dtypes: the dtypes of models for which the lines are right; all where empty.
-        needs: further requirements on the program: "one phase", "one group", "betas", "no loss scale",
-            "not drawn" for those that other idioms cannot stand beside.
+        needs: further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler" (torch's own
+            fail where a group is added), "not drawn" for those that other idioms cannot stand beside.
     """
 
     places: tuple[Place, ...]
@@ -199,7 +199,7 @@ _AS_AN_OPTIMIZER = {
             optimizer.add_param_group({{"params": list(model.side.parameters()), "lr": 0.01}})
         """,
         kinds=("PartlyFrozen",),
-        needs=("one phase", "only trained"),
+        needs=("one phase", "only trained", "no scheduler"),
     ),
     "add_param_group_new": Idiom(
         (Place.WEIGHTS,),
@@ -210,7 +210,7 @@ _AS_AN_OPTIMIZER = {
         optimizer.add_param_group({{"params": list(added.parameters())}})
         """,
         kinds=("Perceptron", "Tied", "Branching"),
-        needs=("one phase", "not compiled"),
+        needs=("one phase", "not compiled", "no scheduler"),
     ),
     "param_groups_params": Idiom(
         _ANY,

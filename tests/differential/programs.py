@@ -165,6 +165,7 @@ class Program(_Short):
             or self.grad_scaler
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
+            or any(_drops_without_data(each) for each in self.iterations)
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
@@ -196,6 +197,11 @@ def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
     return names[:1] in (["clip_grad_norm"], ["full_grad"]) and bool(written)
 
 
+def _drops_without_data(iteration: Iteration) -> bool:
+    """Whether gradients are cleared without a step where a rank may have none: it looks as if it left out a step."""
+    return iteration.step == "none" and any(micro.idle is not None for micro in iteration.microbatches)
+
+
 def _refusable(action: Action, program: Program) -> bool:
     return {
         Refusable.NEVER: False,
@@ -215,6 +221,7 @@ def allowed(name: str, program: Program, place: Place) -> bool:
         "no loss scale": not program.option.get("loss_scale") and not program.grad_scaler,
         "no overlap": not program.option.get("overlap_grad_reduce"),
         "not compiled": program.compiled is None,
+        "no scheduler": program.scheduler is None,
         "stepped": True,
         "not drawn": False,
     }

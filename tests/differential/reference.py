@@ -368,6 +368,9 @@ class AveragingOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
         self._follow_groups()
         return {"inner": self.inner.state_dict(), "scale": self.scale.state_dict()}
 
@@ -388,7 +391,7 @@ class AveragingOptimizer(Optimizer):
         params = [plain(self.mains.get(param, param.data)) for param in self._params()]
         if self.world.rank == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            torch.save({"params": params, "state": self.state_dict()}, Path(folder) / "reference.pt")
+            torch.save({"params": params, "state": self._whole_state()}, Path(folder) / "reference.pt")
         self.world.all_ranks("saved", None)
 
     def finish_saving(self) -> None:

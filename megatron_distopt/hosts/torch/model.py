@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, allocate_grads, dtype_name, move_into_buffer
+from megatron_distopt.checkpoint.whole_model import without_wrappers
 from megatron_distopt.comm import (
     CommTime,
     Field,
@@ -215,12 +216,22 @@ class ShardedModel:
 
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
+        return {name: param for name, param in self._waiting().items() if param.grad is not None}
+
+    def _waiting(self) -> dict[str, Parameter]:
+        """Params in a group that have no state."""
         known = {slot.param for slot in self.grads.slots}
         waiting = {param for group in self._torch_groups for param in group["params"]} - known
-        if not any(param.grad is not None for param in waiting):
-            return {}
-        names = named_params(self.chunks)
-        return {name: param for name, param in names.items() if param in waiting and param.grad is not None}
+        return {name: param for name, param in named_params(self.chunks).items() if param in waiting} if waiting else {}
+
+    def grow_to(self, saved: Iterable[str]) -> None:
+        """Collective: a frozen param whose state is going to be loaded has one, for when it is unfrozen.
+
+        Args:
+            saved: names of params that have one.
+        """
+        names = {without_wrappers(name) for name in saved}
+        self.grow({n: p for n, p in self._waiting().items() if without_wrappers(n) in names and p.numel()})
 
     def grow(self, named: Mapping[str, Parameter]) -> None:
         """Collective: trains further params from now on, wherever one rank has named them.

@@ -22,9 +22,10 @@ from megatron_distopt.checkpoint import (
     load_local_state_dict,
     local_state_dict,
 )
+from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.full_state import full_state_dict
 from megatron_distopt.checkpoint.load_any import load_any
-from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict
+from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, torch_state_dict
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
@@ -235,6 +236,8 @@ class TorchDistributedOptimizer(Optimizer):
             state_dict = hook(self, dict(state_dict)) or state_dict
         self._before_state()
         self._consolidated = None
+        if self._model.may_grow:
+            self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -437,6 +440,9 @@ class TorchDistributedOptimizer(Optimizer):
         """
         self.finish_saving()
         self._before_state()
+        if self._model.may_grow and is_checkpoint(Path(folder)):
+            manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.ranks.stats, "load")
+            self._model.grow_to(manifest.names)
         load_any(Path(folder), self._whole_model(), self._model.ranks.stats)
         self._after_load()
 
