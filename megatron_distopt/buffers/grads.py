@@ -72,19 +72,19 @@ class LocalGrad(Tensor):
     """
 
     param_name: str
-    #: Called before it is zeroed.
-    check_open: Callable[[str], None]
+    #: Called with the name before it is zeroed.
+    on_zero: Callable[[str], None]
 
     @classmethod
-    def of(cls, view: Tensor, name: str, check_open: Callable[[str], None]) -> LocalGrad:
+    def of(cls, view: Tensor, name: str, on_zero: Callable[[str], None]) -> LocalGrad:
         """
         Args:
             view: of the grad buffer.
             name: of the param.
-            check_open: raises where the values are under way.
+            on_zero: called before it is zeroed; raises where the values are under way.
         """
         grad: LocalGrad = torch.Tensor._make_subclass(cls, view)
-        grad.param_name, grad.check_open = name, check_open
+        grad.param_name, grad.on_zero = name, on_zero
         return grad
 
     @classmethod
@@ -95,11 +95,11 @@ class LocalGrad(Tensor):
         if func in _DESCRIBING:
             return _unguarded(func, args, kwargs)
         if first is not None and func in _MOVING:
-            return cls.of(_unguarded(func, args, kwargs), first.param_name, first.check_open)
+            return cls.of(_unguarded(func, args, kwargs), first.param_name, first.on_zero)
         if first is not None and func == _SET_DATA:
             return _unguarded(func, args, kwargs)
         if first is not None and func is torch.Tensor.zero_:
-            first.check_open(first.param_name)
+            first.on_zero(first.param_name)
             _unguarded(func, args, kwargs)
             return first
         raise _unreadable(_first_name(args, kwargs), func)
@@ -167,13 +167,19 @@ class GradSlot:
         grad = self.param.grad
         if grad is None or (grad is self.shown and grad.data_ptr() == self._address):
             return
-        if grad is self.shown:  # it was given other memory: grad.data = ..., as module.to(...) does
+        if grad is self.shown:
             with torch._C.DisableTorchFunctionSubclass():
-                grad, self.shown.data = grad.detach(), self.view
+                grad = grad.detach()
         if not self._fits(grad):
             return  # the param was converted, which is refused in the step
         self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
-        self.param.grad = self.shown
+        self.show()
+
+    def _bring_back(self) -> None:
+        """`shown` may have been given other memory: grad.data = ..., as module.to(...) does."""
+        if self.shown.data_ptr() != self._address:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.shown.data = self.view
 
     def _fits(self, grad: Tensor) -> bool:
         is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
@@ -194,6 +200,7 @@ class GradSlot:
 
     def show(self) -> None:
         """From now on there is a gradient, and it is what the buffer holds."""
+        self._bring_back()
         self.param.grad = self.shown
 
 

@@ -272,16 +272,19 @@ class AveragingOptimizer(Optimizer):
             present = [grad for grad in grads if grad is not None]
             if present:
                 total = torch.stack([grad.float() for grad in present]).sum(0) / self.world.size
-                param.grad = total.to(present[0].dtype)
+                param.grad = total.to(getattr(param, "grad_dtype", None) or present[0].dtype)
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Collective: the averaged gradient. This rank's own stays in `param.grad`."""
+        """Collective: the averaged gradient. This rank's own stays in `param.grad`; where it has none it gave zeros."""
         mine = self._params()
         kept = [each.grad for each in mine]
         self.average_grads()
         grad = None if param.grad is None else param.grad.float() / self.scale.value
         for each, before in zip(mine, kept, strict=True):
-            each.grad = before
+            if before is not None:
+                each.grad = before
+            elif each.grad is not None:
+                each.grad.zero_()
         return grad
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -34,6 +34,33 @@ FOUND = {
     "model converted while it has gradients": Program(
         phases=(Phase(1, (Iteration(zero="optimizer, not to None"), Iteration(weights=(Action("round_trip"),)))),),
     ),
+    "model converted and its gradients dropped": Program(
+        phases=(
+            Phase(
+                1,
+                (
+                    Iteration(after=(Action("round_trip"),), zero="None for each"),
+                    Iteration(microbatches=(Microbatch(), Microbatch())),
+                ),
+            ),
+        ),
+    ),
+    "norm with a param that was unfrozen": Program(
+        start=(Action("freeze_before"),),
+        ready=(Action("unfreeze"),),
+        phases=(Phase(2, (Iteration(grads=(Action("clip_grad_norm"),)), _PLAIN)),),
+    ),
+    "zeroed gradients that one rank dropped": Program(
+        phases=(
+            Phase(
+                2,
+                (
+                    Iteration(zero="model, not to None"),
+                    Iteration(microbatches=(Microbatch(idle=1),), grads=(Action("grad_dropped_on_one_rank", 1),)),
+                ),
+            ),
+        ),
+    ),
     "weights brought back after a step that was skipped": Program(
         dtype="bfloat16",
         options=(("nonfinite", "skip"),),

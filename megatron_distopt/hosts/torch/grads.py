@@ -72,6 +72,8 @@ class Grads:
         self._was_reduced = False
         #: Which gradients of the round before this one began with, see `mark_of`.
         self.kept = 0
+        #: Of these, those that have been zeroed since they were summed.
+        self._zeroed: set[str] = set()
         #: In the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
@@ -124,14 +126,16 @@ class Grads:
         """Whether the bucket of a gradient is being reduced."""
         return self._overlap is not None and self._overlap.is_begun(name)
 
-    def check_open(self, name: str) -> None:
-        """Whether a gradient may be changed.
+    def zeroing(self, name: str) -> None:
+        """A gradient is about to be zeroed in place, as `model.zero_grad(set_to_none=False)` does.
 
         Raises:
             LayoutError: its bucket is under way.
         """
         if self._overlap is not None:
             self._overlap.check_open(name)
+        if self.phase is not Phase.LOCAL:
+            self._zeroed.add(name)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The same loss, whose backward is known to be scaled."""
@@ -245,6 +249,7 @@ class Grads:
             self._contribute(slot, for_step=for_step)
         time = self._reduce_all()
         self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
+        self._zeroed.clear()
         return time
 
     def _is_local_somewhere(self) -> bool:
@@ -306,8 +311,8 @@ class Grads:
 
     @property
     def _shown(self) -> list[bool]:
-        """By slot, whether `param.grad` is what the buffer holds."""
-        return [slot.param.grad is slot.shown for slot in self.slots]
+        """By slot, whether `param.grad` is what the buffer holds, and not zeroed."""
+        return [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """After all ranks know which params have a gradient: it is there on every one of them.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -20,6 +21,7 @@ from megatron_distopt.comm import (
     gather_params,
     raise_together,
     share_initial,
+    sum_over,
     waited_since,
 )
 from megatron_distopt.errors import LayoutError, refusal
@@ -168,7 +170,7 @@ class ShardedModel:
 
     def _shown(self, name: str, view: Tensor) -> Tensor:
         """On one rank `param.grad` is the gradient; see [Note: param.grad] in buffers/grads.py."""
-        return view.detach() if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.check_open)
+        return view.detach() if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.zeroing)
 
     def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
         for each, buffer in zip(sets, buffers, strict=True):
@@ -223,6 +225,15 @@ class ShardedModel:
         known = {slot.param for slot in self.grads.slots}
         waiting = {param for group in self._torch_groups for param in group["params"]} - known
         return {name: param for name, param in named_params(self.chunks).items() if param in waiting} if waiting else {}
+
+    def admit(self) -> None:
+        """Collective: newcomers of any rank train from now on."""
+        if not self.may_grow:
+            return
+        number = torch.tensor([float(len(self.newcomers()))], device=self.device)
+        sum_over(number, self.ranks.stats)
+        if number.item():
+            self.grow(self.newcomers())
 
     def grow_to(self, saved: Iterable[str]) -> None:
         """Collective: a frozen param whose state is going to be loaded has one, for when it is unfrozen.

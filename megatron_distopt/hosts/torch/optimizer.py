@@ -314,6 +314,7 @@ class TorchDistributedOptimizer(Optimizer):
         if not float(max_norm) > 0:
             raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
         model = self._model
+        model.admit()
         model.grads.reduce_ahead(model.sharded.divisor)
         stats = measure_together([model.sharded], model.ranks.stats)
         model.sharded.release_grads()
@@ -336,8 +337,9 @@ class TorchDistributedOptimizer(Optimizer):
         Raises:
             LayoutError: it is no param of this optimizer.
         """
-        slot = self._slot_of(param)
         model = self._model
+        model.admit()
+        slot = self._slot_of(param)
         model.grads.reduce_ahead(model.sharded.divisor)
         whole = model.grads.averaged(slot)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
