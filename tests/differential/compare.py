@@ -90,8 +90,10 @@ def judge(
 def _only_waited_for(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:
     """Whether the ranks that were not refused had ended before others waited for them, as in the reference."""
     ends = [(rank or {"end": "stuck"})["end"] for rank in ours]
+    if not set(ends) <= {"refused", "finished"}:
+        return False
     pairs = list(zip(ends, (rank["end"] for rank in theirs), strict=True))
-    return "refused" in ends and all(mine == "refused" or mine == other == "finished" for mine, other in pairs)
+    return "refused" in ends and all((mine == "finished") is (other == "finished") for mine, other in pairs)
 
 
 def _ends(ours: Sequence[dict[str, Any] | None]) -> str:

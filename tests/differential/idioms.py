@@ -49,7 +49,8 @@ class Idiom:
         kinds: the models that have what the lines need; all where empty.
         dtypes: the dtypes of models for which the lines are right; all where empty.
         needs: further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler" (torch's own
-            fail where a group is added), "not drawn" for those that other idioms cannot stand beside.
+            fail where a group is added), "not reentrant" (torch refuses such a backward), "not drawn" for those that
+            other idioms cannot stand beside.
     """
 
     places: tuple[Place, ...]
@@ -338,7 +339,7 @@ _GRADIENTS = {
             p.grad = None if grad is None else grad.to(getattr(p, "grad_dtype", None) or p.dtype)
         """,
         _OVERLAP,
-        needs=("no loss scale",),
+        needs=("no loss scale", "not reentrant"),
     ),
     "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
     "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
@@ -387,7 +388,7 @@ _GRADIENTS = {
         model(batch(rank, 56, {n})).backward(inputs=[trained])
         """,
         _OVERLAP,
-        needs=("no loss scale",),
+        needs=("no loss scale", "not reentrant"),
     ),
     "module_hooks": Idiom(
         (*_START, *_WEIGHTS),

@@ -166,10 +166,15 @@ class Program(_Short):
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_drops_without_data(each) for each in self.iterations)
+            or (self._ranks > 1 and "grad_dropped_on_one_rank" in self._names and self._keeps_gradients)
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
         )
+
+    @property
+    def _names(self) -> set[str]:
+        return {action.name for action in self.actions}
 
     @property
     def _ranks(self) -> int:
@@ -221,6 +226,7 @@ def allowed(name: str, program: Program, place: Place) -> bool:
         "no loss scale": not program.option.get("loss_scale") and not program.grad_scaler,
         "no overlap": not program.option.get("overlap_grad_reduce"),
         "not compiled": program.compiled is None,
+        "not reentrant": program.recompute != "reentrant",
         "no scheduler": program.scheduler is None,
         "stepped": True,
         "not drawn": False,

@@ -61,6 +61,20 @@ FOUND = {
             ),
         ),
     ),
+    "gradient read after clipping": Program(
+        phases=(Phase(1, (Iteration(grads=(Action("clip_grad_norm"), Action("grads_read"))), _PLAIN)),),
+    ),
+    "kept gradients dropped where a rank has no data": Program(
+        phases=(
+            Phase(
+                2,
+                (
+                    Iteration(zero="kept"),
+                    Iteration(microbatches=(Microbatch(idle=0),), grads=(Action("grad_dropped"),)),
+                ),
+            ),
+        ),
+    ),
     "weights brought back after a step that was skipped": Program(
         dtype="bfloat16",
         options=(("nonfinite", "skip"),),

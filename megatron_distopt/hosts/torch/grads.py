@@ -70,7 +70,8 @@ class Grads:
         self._is_paused = self._is_scaled = self._has_arrived = False
         #: Whether the gradients of this round were asked for before the step; the same on all ranks.
         self._was_reduced = False
-        #: Which gradients of the round before this one began with, see `mark_of`.
+        #: Gradients of the round before that this one began with, and a mark of those that stayed; see `mark_of`.
+        self._kept: set[str] = set()
         self.kept = 0
         #: Of these, those that have been zeroed since they were summed.
         self._zeroed: set[str] = set()
@@ -170,6 +171,8 @@ class Grads:
             self._ddp.arrived(slot.param)
             self._has_arrived = True
             return
+        if slot.param.grad is not slot.shown:
+            self._kept.discard(slot.name)
         slot.take()
         if self._is_paused:
             return
@@ -184,7 +187,7 @@ class Grads:
         Raises:
             ConfigError: there is a loss scale, which may be another one now.
         """
-        self.kept = mark_of(self._shown)
+        self._kept = {slot.name for slot, is_shown in zip(self.slots, self._shown, strict=True) if is_shown}
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
         if (
             self.phase is Phase.STEPPED
@@ -244,6 +247,7 @@ class Grads:
                 self._reopen()
         except ConfigError as error:
             self.complaints.append(error)
+        self.kept = self._mark
         self.complaints += self._ddp.complaints()
         for slot in self.slots:
             self._contribute(slot, for_step=for_step)
@@ -257,7 +261,7 @@ class Grads:
 
         All have to have cleared the same gradients since: a sum cannot be made anew without one of them.
         """
-        kept = mark_of(self._shown) if self.phase is Phase.REDUCED else self.kept
+        kept = mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
@@ -272,7 +276,11 @@ class Grads:
         return self._divisors[0]
 
     def clip(self, divisor: float) -> None:
-        """The sums are to be divided by this as well."""
+        """The sums are to be divided by this as well; at once on one rank, where they can be read."""
+        if self._data.size == 1:
+            for buffer in self._buffers:
+                buffer.grad.div_(divisor)
+            return
         self._divisors = [each * divisor for each in self._divisors]
 
     def _check_reduced(self) -> None:
@@ -313,6 +321,10 @@ class Grads:
     def _shown(self) -> list[bool]:
         """By slot, whether `param.grad` is what the buffer holds, and not zeroed."""
         return [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
+
+    @property
+    def _mark(self) -> int:
+        return mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """After all ranks know which params have a gradient: it is there on every one of them.
@@ -363,7 +375,8 @@ class Grads:
             elif not slot.is_missing:
                 slot.take()
                 slot.view.zero_()
-        self.phase, self.kept = Phase.LOCAL, 0
+        self.phase = Phase.LOCAL
+        self._kept.clear()
 
     def _drop_round(self) -> None:
         if self._overlap is not None and self._overlap.has_arrived:
