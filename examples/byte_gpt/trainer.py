@@ -43,6 +43,14 @@ def training(settings: Settings, source: Source, text: Text, device: torch.devic
             yield _trainer(settings, text, device)
     finally:
         parallel_state.destroy_model_parallel()
+        _end_groups()
+
+
+def _end_groups() -> None:
+    """megatron-core only forgets its groups, whose threads would wake during the next training."""
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 def _trainer(settings: Settings, text: Text, device: torch.device) -> Trainer:

@@ -20,14 +20,14 @@ from tests.support.spawn import run_ranks
 
 PAIRS = (("distopt", "host-plain"), ("distopt", "host-distributed"), ("host-distributed", "host-plain"))
 LAYOUTS = {
-    "dp2": Case("host-plain", dp=2, steps=12),
-    "tp2": Case("host-plain", tp=2, steps=12),
-    "pp2": Case("host-plain", pp=2, steps=12),
-    "pp2-vp2": Case("host-plain", pp=2, vp=2, steps=12),
-    "tp2-pp2": Case("host-plain", tp=2, pp=2, steps=12),
-    "dp4": Case("host-plain", dp=4, steps=12),
-    "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=12),
-    "pp2-dp2": Case("host-plain", pp=2, dp=2, steps=12),
+    "dp2": Case("host-plain", dp=2, steps=9),
+    "tp2": Case("host-plain", tp=2, steps=9),
+    "pp2": Case("host-plain", pp=2, steps=9),
+    "pp2-vp2": Case("host-plain", pp=2, vp=2, steps=9),
+    "tp2-pp2": Case("host-plain", tp=2, pp=2, steps=9),
+    "dp4": Case("host-plain", dp=4, steps=9),
+    "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=9),
+    "pp2-dp2": Case("host-plain", pp=2, dp=2, steps=9),
 }
 PRECISIONS = ("fp32", "bf16")
 
@@ -83,7 +83,7 @@ FP16 = LONGER.of(precision="fp16", initial_loss_scale=2.0**20, loss_scale_window
 SGD = LONGER.of(optimizer_name="sgd", lr=0.03, weight_decay=0.01)
 FP32_NORMS = DP2.of(precision="bf16", fp32_norms=True)
 FROZEN = DP2.of(frozen=("position_embeddings", "layers.0.", "layers.1.mlp.linear_fc1"))
-FROZEN_STAGE = Case("host-plain", pp=2, steps=12, tied=False, frozen=("embedding", "layers."))
+FROZEN_STAGE = Case("host-plain", pp=2, steps=9, tied=False, frozen=("embedding", "layers."))
 # Without the query, key and value biases: whether rounding noise is zero or not would decide the count.
 ZEROS = DP2.of(steps=6, tied=False, log_num_zeros=True, frozen=("linear_qkv.bias",))
 ZEROS_TP2 = ZEROS.of(dp=1, tp=2)
@@ -190,7 +190,7 @@ def check_alike(ours: list[Curve], theirs: list[Curve], precision: str, record: 
 def check_curves(curves: Curves, name: str, pair: tuple[str, str], precision: str, record: Record) -> None:
     ours, theirs = (curves[f"{name}-{optimizer}"] for optimizer in pair)
     # Otherwise the curves could agree because nothing was trained: random tokens start at log(128) = 4.85.
-    assert ours[0].losses[-1] < ours[0].losses[0] - 0.2
+    assert ours[0].losses[-1] < ours[0].losses[0] - 0.1
     check_alike(ours, theirs, precision, record, " vs ".join(pair))
 
 
