@@ -10,6 +10,7 @@ from byte_gpt.settings import Precision, Settings
 
 TARGET_SECONDS = 180.0  # from the first line of scripts/quickstart.sh after the installation to its last
 END_SECONDS = 10.0  # of these for what nobody measures: drawing the plot, the end of the processes
+SUSTAINED = 0.8  # of the speed of the probe, over two minutes on a shared machine: 134 planned seconds took 170
 MOST_ITERATIONS = 480  # a fast machine stops here: what more would teach takes more than a few minutes
 ENOUGH_ITERATIONS = 240  # where fewer fit, half the batch teaches more in the same time
 # 150 iterations of one window end 0.9 bits a byte below the order-0 entropy, 100 only 0.5: slow machines take longer.
@@ -122,7 +123,8 @@ def seconds_to_train(probe: Probe, ranks: int) -> float:
     """What is left of `TARGET_SECONDS` after the start and before validation and the sample."""
     # The sample is written by one rank, a forward of half a window a byte.
     windows = Settings.validation_windows / ranks + Settings.sample_nbytes / 2
-    return TARGET_SECONDS - END_SECONDS - probe.seconds_before - windows * probe.window_seconds * FORWARD_SHARE
+    left = TARGET_SECONDS - END_SECONDS - probe.seconds_before
+    return left * SUSTAINED - windows * probe.window_seconds * FORWARD_SHARE
 
 
 def _why_precision(insisted: Insisted, precision: Precision, trials: Sequence[Trial]) -> str:
