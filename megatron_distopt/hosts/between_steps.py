@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import AccessError, LayoutError, refusal
-from megatron_distopt.hosts.watch import addresses_of
+from megatron_distopt.hosts.watch import addresses_of, in_one_memory, sharing_memory
 
 __all__ = ["GroupMembers", "PlacedParam", "PlacedParams", "check_own_memory", "not_copied"]
 
@@ -32,12 +31,9 @@ def check_own_memory(named: Mapping[str, Parameter]) -> None:
     Raises:
         LayoutError
     """
-    extents = sorted(
-        (*addresses_of(param), name) for name, param in named.items() if param.numel() and not param.is_meta
-    )
-    for (_, stop, first), (start, _, second) in pairwise(extents):
-        if start < stop:
-            raise _tied(second, f"in the same memory as {first!r}")
+    if tied := in_one_memory(named):
+        first, second = tied
+        raise _tied(second, f"in the same memory as {first!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +87,11 @@ class PlacedParams:
         if left:
             for each in left:
                 _check_alike(each)
-            extents = sorted((*addresses_of(each.view), each.name) for each in self._params if each.view.numel())
+            extents = [(*addresses_of(each.view), each.name) for each in self._params if each.view.numel()]
             extents += [(*addresses_of(each.param), each.name) for each in left]
-            _check_apart(sorted(extents))
+            if tied := sharing_memory(extents):
+                first, second = tied
+                raise _tied(second, f"given the memory of {first!r}")
         return left
 
 
@@ -103,12 +101,6 @@ def _check_alike(each: PlacedParam) -> None:
         got, rule = f"{after} where it was {before}", "keep its dtype, shape and device"
         remedy = "Convert the model before the optimizer is built"
         raise LayoutError(refusal(f"param {each.name!r}", got, rule, remedy))
-
-
-def _check_apart(extents: Sequence[tuple[int, int, str]]) -> None:
-    for (_, stop, first), (start, _, second) in pairwise(extents):
-        if start < stop:
-            raise _tied(second, f"given the memory of {first!r}")
 
 
 def _tied(name: str, got: str) -> LayoutError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Watch", "addresses_of"]
+__all__ = ["Watch", "addresses_of", "in_one_memory", "sharing_memory"]
 
 #: Operators that write to all tensors that they get, whatever their schema says.
 _COLLECTIVES = "c10d"
@@ -60,6 +62,24 @@ def addresses_of(tensor: Tensor) -> tuple[int, int]:
     extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + extent * tensor.element_size()
+
+
+def sharing_memory(extents: Iterable[tuple[int, int, str]]) -> tuple[str, str] | None:
+    """The names of the first two that overlap, in the order of their addresses.
+
+    Args:
+        extents: first byte, behind the last byte, name.
+    """
+    for (_, stop, first), (start, _, second) in pairwise(sorted(extents)):
+        if start < stop:
+            return first, second
+    return None
+
+
+def in_one_memory(named: Mapping[str, Parameter]) -> tuple[str, str] | None:
+    """The names of two Parameters over the same memory; None where each has its own."""
+    filled = {name: param for name, param in named.items() if param.numel() and not param.is_meta}
+    return sharing_memory((*addresses_of(param), name) for name, param in filled.items())
 
 
 def _tensors_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_only: bool) -> Iterator[Tensor]:

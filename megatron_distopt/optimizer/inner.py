@@ -99,9 +99,8 @@ def step_divided(
             an optimizer that `skips_by_itself`.
     """
     if _has_some_momentum(inner):
-        with _not_fused(inner):
-            torch._foreach_div_(list(grads), divisor)
-            inner.step()
+        with _not_fused(inner):  # once more, and from here on it does not divide by itself
+            step_divided(inner, grads, divisor)
         return
     given: dict[str, Tensor] = {} if found_inf is None else {"found_inf": found_inf}
     if grads and not (isinstance(divisor, float) and divisor == 1.0):

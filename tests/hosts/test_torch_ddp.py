@@ -128,8 +128,8 @@ def average(module: nn.Module) -> None:
         param.grad = grad / dist.get_world_size()
 
 
-def wrapped_first(loop: Loop) -> None:
-    model, optimizer = loop.wrap_then_distribute()
+def clipped_steps(loop: Loop, model: Any, optimizer: Any) -> None:
+    """What most scripts do."""
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(loop.batch(step))
@@ -137,6 +137,10 @@ def wrapped_first(loop: Loop) -> None:
         norm = clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         loop.note(loss, norm)
+
+
+def wrapped_first(loop: Loop) -> None:
+    clipped_steps(loop, *loop.wrap_then_distribute())
 
 
 def whole_wrapper(loop: Loop) -> None:
@@ -238,14 +242,7 @@ def wrapped_twice(loop: Loop) -> None:
     before, optimizer = loop.distribute_then_wrap()
     before(loop.batch(0)).backward()
     optimizer.step()
-    model = loop.wrap()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(loop.batch(step))
-        loss.backward()
-        norm = clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        loop.note(loss, norm)
+    clipped_steps(loop, loop.wrap(), optimizer)
 
 
 def scaled(loop: Loop) -> None:

@@ -187,8 +187,8 @@ class Grads:
         Raises:
             ConfigError: there is a loss scale, which may be another one now.
         """
-        self._kept = {slot.name for slot, is_shown in zip(self.slots, self._shown, strict=True) if is_shown}
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
+        self._kept = kept.keys() - self._zeroed
         if (
             self.phase is Phase.STEPPED
             and self._needs_scaling

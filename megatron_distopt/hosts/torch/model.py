@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -218,13 +218,16 @@ class ShardedModel:
 
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
-        return {name: param for name, param in self._waiting().items() if param.grad is not None}
+        return self._named({param for param in self._waiting() if param.grad is not None})
 
-    def _waiting(self) -> dict[str, Parameter]:
+    def _waiting(self) -> set[Parameter]:
         """Params in a group that have no state."""
         known = {slot.param for slot in self.grads.slots}
-        waiting = {param for group in self._torch_groups for param in group["params"]} - known
-        return {name: param for name, param in named_params(self.chunks).items() if param in waiting} if waiting else {}
+        return {param for group in self._torch_groups for param in group["params"]} - known
+
+    def _named(self, params: Set[Parameter]) -> dict[str, Parameter]:
+        """In the order of the model, which is walked through only where there are any: this is asked in every step."""
+        return {name: param for name, param in named_params(self.chunks).items() if param in params} if params else {}
 
     def admit(self) -> None:
         """Collective: newcomers of any rank train from now on."""
@@ -242,7 +245,8 @@ class ShardedModel:
             saved: names of params that have one.
         """
         names = {without_wrappers(name) for name in saved}
-        self.grow({n: p for n, p in self._waiting().items() if without_wrappers(n) in names and p.numel()})
+        waiting = self._named(self._waiting())
+        self.grow({name: p for name, p in waiting.items() if without_wrappers(name) in names and p.numel()})
 
     def grow(self, named: Mapping[str, Parameter]) -> None:
         """Collective: trains further params from now on, wherever one rank has named them.

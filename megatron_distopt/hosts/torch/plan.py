@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_params, spec_of
 from megatron_distopt.hosts.overlap import check_bucket, wire_of
-from megatron_distopt.hosts.watch import addresses_of
+from megatron_distopt.hosts.watch import in_one_memory
 from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
@@ -179,14 +178,11 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
 
 def _check_memory(named: Mapping[str, Parameter]) -> None:
     """Refuses two Parameters over the same memory: torch would update it twice."""
-    extents = sorted(
-        (*addresses_of(param), name) for name, param in named.items() if param.numel() and not param.is_meta
-    )
-    for (_, stop, first), (start, _, second) in pairwise(extents):
-        if start < stop:
-            got, rule = f"in the same memory as {first!r}", "have memory of its own"
-            remedy = "Tie them as one Parameter (b.weight = a.weight), or write b.weight.data = a.weight.data.clone()"
-            raise LayoutError(refusal(f"param {second!r}", got, rule, remedy))
+    if tied := in_one_memory(named):
+        first, second = tied
+        got, rule = f"in the same memory as {first!r}", "have memory of its own"
+        remedy = "Tie them as one Parameter (b.weight = a.weight), or write b.weight.data = a.weight.data.clone()"
+        raise LayoutError(refusal(f"param {second!r}", got, rule, remedy))
 
 
 def _check_backend(group: Group, device: torch.device) -> None:
