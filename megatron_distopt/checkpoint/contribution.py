@@ -91,7 +91,8 @@ def contribution_of(model: WholeModel) -> Contribution:
     )
     first = model.shares[0].optimizer
     groups = join_groups(group for share in model.shares for group in _groups_of(share))
-    check_groups(groups, "the optimizer")
+    resting = join_groups(group for share in model.shares for group in _resting_of(share))
+    check_groups((*groups, *resting), "the optimizer")
     head = Manifest(
         save_id="",
         files=(),
@@ -102,6 +103,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
         earlier=earlier_saves(model),
+        resting=resting,
     )
     check_counts(head, "the optimizer")  # a part that no reader takes would be waited for in vain
     return Contribution(head, tensors)
@@ -144,6 +146,12 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
                 names = dict.fromkeys(share.placements[shard.name].name for shard in run.run.shards)
                 scalars = scalars_of(optimizer, run)
                 yield GroupRecord(tuple(names), options, step_of(optimizer, group, run, scalars), scalars, unsaved)
+
+
+def _resting_of(share: Share) -> Iterator[GroupRecord]:
+    for number, names in share.resting.items():
+        options, unsaved = _options_of(share.optimizer.inner.param_groups[number])
+        yield GroupRecord(names, options, unsaved=unsaved)
 
 
 def step_of(

@@ -106,7 +106,7 @@ class LoadPlan:
     Args:
         manifest: of the checkpoint.
         reads: in the order of files and of the bytes in them.
-        groups: those that have a param on this rank.
+        groups: those that the checkpoint knows.
     """
 
     manifest: Manifest
@@ -182,6 +182,10 @@ class _Saved:
         for key, record in manifest.tensors.items():
             self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
         self._group_of = {name: group for group in manifest.groups for name in group.names}
+        resting = {name: group for group in manifest.resting for name in group.names}
+        by_canonical = {canonical: name for name, canonical in _canonical([*manifest.names, *resting], model).items()}
+        known = {**resting, **self._group_of}
+        self._settings = {each: known[name] for each, name in by_canonical.items() if name in known}
 
     def name_of(self, placement: Placement) -> str:
         """As the checkpoint spells it."""
@@ -201,6 +205,10 @@ class _Saved:
             )
         return self._group_of[name]
 
+    def resting_of(self, name: str) -> GroupRecord | None:
+        """In which a param without state here was; None where the checkpoint does not know it."""
+        return self._settings.get(self._canonical[name])
+
     def state_of(self, placement: Placement) -> SavedState:
         """What it says of the param beside values and options."""
         group, kinds = self.group_of(placement), self.kinds_of(placement)
@@ -215,20 +223,36 @@ class _Saved:
 def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
     for number, group in enumerate(share.optimizer.plan.groups):
         if not group.names:
+            yield from _match_resting(share, number, saved)
             continue
         placements = {name: share.placements[name] for name in group.names}
-        first = next(iter(placements.values()))
-        for placement in placements.values():
-            if saved.group_of(placement).options != saved.group_of(first).options:
-                rule = "have been in groups of equal options, because they are in one here"
-                got = f"{first.name!r} and {placement.name!r} in different groups"
-                remedy = "Build the optimizer with the param groups of the saved run"
-                raise CheckpointError(refusal(f"param groups in checkpoint {saved.where}", got, rule, remedy))
-        _check_options(share.optimizer, number, saved.group_of(first), saved.where)
+        options = {placement.name: saved.group_of(placement) for placement in placements.values()}
+        _check_one_group(share.optimizer, number, options, saved.where)
         states = {name: saved.state_of(placement) for name, placement in placements.items()}
         _check_kinds(share.optimizer, placements, states, saved)
         _check_counts(share.optimizer, placements, states, saved)
-        yield GroupMatch(share.optimizer, number, saved.group_of(first).options, states)
+        yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, states)
+
+
+def _match_resting(share: Share, number: int, saved: _Saved) -> Iterator[GroupMatch]:
+    """A group of frozen params has no state, but options, which count once one of them is unfrozen."""
+    found = {name: saved.resting_of(name) for name in share.resting.get(number, ())}
+    options = {name: group for name, group in found.items() if group is not None}
+    if options:
+        _check_one_group(share.optimizer, number, options, saved.where)
+        yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, {})
+
+
+def _check_one_group(optimizer: ShardedOptimizer, number: int, groups: Mapping[str, GroupRecord], where: str) -> None:
+    """Whether the options of params that are in one group here can be its options."""
+    first = next(iter(groups))
+    for name, group in groups.items():
+        if group.options != groups[first].options:
+            rule = "have been in groups of equal options, because they are in one here"
+            got = f"{first!r} and {name!r} in different groups"
+            remedy = "Build the optimizer with the param groups of the saved run"
+            raise CheckpointError(refusal(f"param groups in checkpoint {where}", got, rule, remedy))
+    _check_options(optimizer, number, groups[first], where)
 
 
 def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:

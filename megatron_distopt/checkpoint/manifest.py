@@ -127,6 +127,7 @@ class Manifest:
         files: all of them.
         tensors: by key, see `key_of`.
         groups: param groups.
+        resting: param groups of params that never trained; their options count once they are unfrozen.
         inner: name of the inner optimizer.
         loss_scale: numbers of the loss scale; empty where it never changes.
         num_skipped: steps that were skipped so far.
@@ -145,6 +146,7 @@ class Manifest:
     about: Mapping[str, str | int] = field(default_factory=dict)
     earlier: tuple[str, ...] = ()
     metadata: tuple[int, int] | None = None
+    resting: tuple[GroupRecord, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,7 +180,9 @@ def join(parts: Sequence[Manifest]) -> Manifest:
             tensors[key] = replace(known, chunks=known.chunks + moved)
         files += part.files
     groups = join_groups([group for part in parts for group in part.groups])
-    return replace(parts[0], files=tuple(files), tensors=dict(sorted(tensors.items())), groups=groups)
+    resting = join_groups([group for part in parts for group in part.resting])
+    joined = dict(sorted(tensors.items()))
+    return replace(parts[0], files=tuple(files), tensors=joined, groups=groups, resting=resting)
 
 
 def check_written(manifest: Manifest) -> None:
@@ -194,7 +198,7 @@ def check_written(manifest: Manifest) -> None:
     if missing:
         rule, remedy = "be written by one of the ranks that hold it", "Report this"
         raise CheckpointError(refusal(f"param {missing[0]!r}", "written by no rank", rule, remedy))
-    check_groups(manifest.groups, "the checkpoint that is being saved")
+    check_groups((*manifest.groups, *manifest.resting), "the checkpoint that is being saved")
 
 
 def _described(record: TensorRecord) -> str:
@@ -212,6 +216,7 @@ def to_text(manifest: Manifest) -> str:
         "loss_scale": dict(manifest.loss_scale),
         "num_skipped": manifest.num_skipped,
         "groups": [group_to_json(group) for group in manifest.groups],
+        "resting": [group_to_json(group) for group in manifest.resting],
         "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
         "tensors": {
             key: [list(record.shape), record.dtype, [_chunk_to_json(chunk) for chunk in record.chunks]]
@@ -260,7 +265,7 @@ def from_text(text: str, where: str) -> Manifest:
         raise CheckpointError(
             refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
         ) from None
-    check_groups(manifest.groups, what)
+    check_groups((*manifest.groups, *manifest.resting), what)
     check_counts(manifest, what)
     return manifest
 
@@ -297,6 +302,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         about=dict(body["about"]),
         earlier=tuple(map(str, body.get("earlier", ()))),
         metadata=_metadata_from_json(body.get("metadata")),
+        resting=tuple(map(group_from_json, body.get("resting", ()))),
     )
     _check_chunks(manifest)
     return manifest

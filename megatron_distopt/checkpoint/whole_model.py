@@ -40,11 +40,13 @@ class Share:
         placements: of its params, by their names in it.
         writes: whether this rank writes its shards of a param, by those names: False on all but one rank for what
             several hold beside data parallelism.
+        resting: names in the whole model of params without state, by the number of the param group that they are in.
     """
 
     optimizer: ShardedOptimizer
     placements: Mapping[str, Placement]
     writes: Callable[[str], bool] = lambda name: True
+    resting: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

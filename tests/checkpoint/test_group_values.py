@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_distopt import distribute
 from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.exchange import convert
 from megatron_distopt.checkpoint.load_any import load_any
@@ -174,3 +175,44 @@ def test_load_when_a_manifest_is_of_the_first_version_then_it_lacks_what_came_la
     world = World.of(MODEL, filled=False)
     world.load(tmp_path)
     assert {float(state["step"]) for state in world.ranks[0].optimizer.inner.state.values()} == {10.0}
+
+
+def _first_layer_frozen(lr: float) -> tuple[torch.nn.Sequential, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(True)
+    model[0].requires_grad_(False)
+    groups = [{"params": list(layer.parameters()), "lr": lr * (1 + number)} for number, layer in enumerate(model)]
+    return model, distribute(model, torch.optim.AdamW(groups))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("form", ["folder", "file of torch"])
+def test_load_when_a_group_is_frozen_then_it_has_the_options_that_were_saved(form: str, tmp_path: Path) -> None:
+    _, optimizer = _first_layer_frozen(0.5)
+    optimizer.save(tmp_path / "saved")
+    place = tmp_path / "saved"
+    if form == "file of torch":
+        place = tmp_path / "file.pt"
+        convert(tmp_path / "saved", place, "torch")
+    model, resumed = _first_layer_frozen(0.1)
+
+    resumed.load(place)
+
+    assert [group["lr"] for group in resumed.param_groups] == [0.5, 1.0], "options of the saved run"
+    assert not any(param in resumed.state for param in model[0].parameters()), "it has no state before it trains"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_load_when_frozen_params_of_one_group_were_in_several_then_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    params = [*model[0].parameters()]
+    groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "lr": 0.1}, {"params": model[1].parameters()}]
+    distribute(model, torch.optim.AdamW(groups)).save(tmp_path)
+    _, resumed = _first_layer_frozen(0.1)
+
+    with pytest.raises(CheckpointError) as caught:
+        resumed.load(tmp_path)
+
+    for part in ("'0.bias'", "'0.weight'", "different groups"):
+        assert part in str(caught.value), caught.value
+    assert resumed.param_groups[0]["lr"] == 0.1, "nothing is changed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,6 @@ def _same(left: Any, right: Any) -> bool:
 # One rank.
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 def _undistributed(state: dict[str, Any] | None = None) -> tuple[Params, torch.optim.AdamW]:
     """In fp32, so that torch's own AdamW does what ours does with main params."""
     model = Params()
@@ -97,7 +90,7 @@ def _weights(model: Params) -> list[Tensor]:
     return [param.detach().clone() for _, param in model.named()]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bit() -> None:
     model, optimizer = _ours_in_fp32(3)
     theirs, adamw = _undistributed()
@@ -112,7 +105,7 @@ def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bi
     assert _same(_weights(model), _weights(theirs))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bit() -> None:
     theirs, adamw = _undistributed()
     for step in range(3):
@@ -128,7 +121,7 @@ def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bi
     assert _same(_weights(model), _weights(theirs))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_it_is_compared_with_torchs_then_the_form_is_the_same() -> None:
     theirs, adamw = _undistributed()
     _train(theirs, adamw, 0)
@@ -140,7 +133,7 @@ def test_one_rank_when_it_is_compared_with_torchs_then_the_form_is_the_same() ->
     assert set(wanted["param_groups"][0]) <= set(ours["param_groups"][0]) | {"differentiable", "capturable"}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_load() -> None:
     model, optimizer = _made(steps=2)
     _separate(optimizer)
@@ -156,7 +149,7 @@ def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_loa
     assert [name for name, is_begun in begun.items() if not is_begun] == ["held.deep_weight"]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it() -> None:
     _, optimizer = _made(steps=2)
     state = copy.deepcopy(optimizer.state_dict())
@@ -166,7 +159,7 @@ def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it() -> None:
     assert _same(_weights(other_model), before)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(is_first: bool) -> None:
     model, optimizer = _made(steps=2)
@@ -184,7 +177,7 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
     assert _same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_other_weights_were_loaded_then_it_goes_on_from_them() -> None:
     _, optimizer = _made(steps=2)
     state = copy.deepcopy(optimizer.state_dict())
@@ -197,7 +190,7 @@ def test_one_rank_when_other_weights_were_loaded_then_it_goes_on_from_them() -> 
     assert torch.equal(model.held["wide_weight"], before)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("given", ["AdamW", "SGD", "RMSprop"])
 def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own(given: str) -> None:
     kind = getattr(torch.optim, given)
@@ -237,7 +230,7 @@ class Wordy(torch.optim.Optimizer):
             param.add_(state["main"], alpha=-0.125 / float(state["step"]))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
     model = Params()
     optimizer = distribute(model, Wordy(model.groups()))
@@ -256,7 +249,7 @@ def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
     assert _same(other.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> None:
     model, optimizer = _made(steps=1)
     param = dict(model.named())["wide.bias"]
@@ -289,7 +282,7 @@ def _put(state: dict[str, Any], key: str, value: object) -> None:
     state["state"][0][key] = value
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fault: str) -> None:
     change, named = FAULTS[fault]

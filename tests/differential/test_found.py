@@ -23,6 +23,17 @@ FOUND = {
         start=(Action("grad_before"),),
         phases=(Phase(2, (_PLAIN, _PLAIN)), Phase(3, (_PLAIN, Iteration(after=(Action("unfreeze"),)), _PLAIN))),
     ),
+    # Its scheduler goes on from the rate that it had.
+    "learning rate of a group that never trained": Program(
+        kind="PartlyFrozen",
+        groups="each",
+        scheduler="CosineAnnealingLR",
+        phases=(
+            Phase(2, (_PLAIN, _PLAIN)),
+            Phase(2, (_PLAIN, _PLAIN)),
+            Phase(1, (Iteration(after=(Action("unfreeze"),)), _PLAIN, _PLAIN)),
+        ),
+    ),
     # An average that was looked at is gone on with.
     "gradient looked at between microbatches": Program(
         phases=(Phase(2, (Iteration(grads=(Action("full_grad"),), step="none", zero="kept"), _PLAIN)),),

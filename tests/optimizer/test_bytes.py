@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,13 +57,6 @@ class ByteCounter(TorchDispatchMode):
         if not isinstance(leaf, Tensor) or leaf.numel() < self._least_numel:
             return 0
         return leaf.numel() * leaf.element_size()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, late: bool | None = None) -> dict[str, float]:

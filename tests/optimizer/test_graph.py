@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
@@ -67,13 +66,6 @@ def _tensors(sharded: ShardedOptimizer) -> list[Tensor]:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     """Nan is nan here: the gradient of the bad step is compared, too."""
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def _built(device: str = "cpu", **options: Any) -> tuple[Params, TorchDistributedOptimizer]:

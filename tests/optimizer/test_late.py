@@ -7,7 +7,6 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,13 +123,6 @@ def _flat(tensor: Tensor) -> Tensor:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[Outcome, Outcome]]]:
     return run_ranks(train_both, request.param)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("raise")])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
@@ -17,11 +14,7 @@ from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, c
 NUMEL = 3
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def optimizer_of(names: tuple[str, ...], dtype: torch.dtype, **options: object) -> ShardedOptimizer:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.optimizer import ShardedOptimizer
 from tests.support.models import Params, exact_grads
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _built(adam: str, dtype: torch.dtype) -> tuple[Params, ShardedOptimizer]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
@@ -89,13 +88,6 @@ def find_in_all(rank: int, size: int) -> dict[str, list[str]]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def found(request: pytest.FixtureRequest) -> list[dict[str, list[str]]]:
     return run_ranks(find_in_all, request.param)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -177,13 +175,6 @@ def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on(sav
     _close(moved, whole)
     assert count_updates(moved) == STEPS
     assert saved != loaded or all(map(torch.equal, _held(moved), _held(whole)))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def _distributed(adam: str, *, late: bool) -> tuple[Params, Any]:

@@ -46,7 +46,7 @@ def open_torch_file(path: Path) -> Source:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule, remedy = "hold what 'convert --to torch' writes", "Convert it again"
         raise CheckpointError(refusal(f"file {path}", f"{error!r} while reading it", rule, remedy)) from None
-    check_groups(head.groups, f"file {path}")
+    check_groups((*head.groups, *head.resting), f"file {path}")
     infos = {key: TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
     return Source(head, infos, lambda key: tensors[key])
 
@@ -58,10 +58,10 @@ def _tensor(value: object) -> Tensor:
 
 
 def _head(state: Mapping[str, Any]) -> Manifest:
-    groups = tuple(map(group_from_json, state["groups"]))
+    groups, resting = (tuple(map(group_from_json, state.get(key, ()))) for key in ("groups", "resting"))
     scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
     about = dict(state["about"])
-    return Manifest("", (), {}, groups, str(state["inner"]), scale, int(state["num_skipped"]), about)
+    return Manifest("", (), {}, groups, str(state["inner"]), scale, int(state["num_skipped"]), about, resting=resting)
 
 
 def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -79,6 +79,7 @@ def write_torch_file(path: Path, source: Source, progress: Callable[[int], None]
         "version": _VERSION,
         "tensors": tensors,
         "groups": [group_to_json(group) for group in head.groups],
+        "resting": [group_to_json(group) for group in head.resting],
         "inner": head.inner,
         "loss_scale": dict(head.loss_scale),
         "num_skipped": head.num_skipped,

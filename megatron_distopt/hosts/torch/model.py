@@ -216,6 +216,13 @@ class ShardedModel:
         """Names of params of the model that are not trained."""
         return frozenset(named_params(self.chunks)) - self.placements.keys()
 
+    def resting(self) -> dict[int, tuple[str, ...]]:
+        """Names of params in a group that have no state, by the number of the group."""
+        name_of = {param: name for name, param in self._named(self._waiting()).items()}
+        members = {number: group["params"] for number, group in enumerate(self._torch_groups)}
+        found = {number: [param for param in params if param in name_of] for number, params in members.items()}
+        return {number: tuple(name_of[param] for param in params) for number, params in found.items() if params}
+
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
         return self._named({param for param in self._waiting() if param.grad is not None})

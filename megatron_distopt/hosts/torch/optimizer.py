@@ -398,7 +398,8 @@ class TorchDistributedOptimizer(Optimizer):
         return WholeModel([self._share()], frozen=model.frozen, about=about)
 
     def _share(self) -> Share:
-        return Share(self.sharded, self._model.placements, self.sharded.plan.counted)
+        model = self._model
+        return Share(self.sharded, model.placements, self.sharded.plan.counted, model.resting())
 
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other data-parallel size.
