@@ -57,8 +57,7 @@ def apply(patches: Sequence[Patch]) -> Undo:
     originals = [patch.seam.find() for patch in patches]
     pairs = zip(patches, originals, strict=True)
     applied = [_Applied(patch.seam, patch.seam.stands, patch.replace(original)) for patch, original in pairs]
-    for each in applied:
-        _rebind(each.before, each.ours)
+    _rebind([(each.before, each.ours) for each in applied])
     return lambda: _undo(applied)
 
 
@@ -68,15 +67,16 @@ def _undo(applied: list[_Applied]) -> None:
         if home is not None and getattr(home, each.seam.attribute, None) is not each.ours:
             got, remedy = "replaced by somebody else since", "Undo that replacement first"
             raise SeamMismatchError(refusal(str(each.seam), got, "still be megatron_distopt's", remedy))
-    for each in reversed(applied):
-        _rebind(each.ours, each.before)
+    _rebind([(each.ours, each.before) for each in applied])
     applied.clear()  # a second call finds nothing to do
 
 
-def _rebind(old: Any, new: Any) -> None:
-    """In every loaded module, under whatever name it holds `old`."""
-    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
-    for module in modules:
-        names = [name for name, value in vars(module).items() if value is old]
-        for name in names:
-            setattr(module, name, new)
+def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """In every loaded module, under whatever name it holds the first of a pair, it holds the second from now on."""
+    new_of = {id(old): new for old, new in pairs}
+    for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
+        if new_of.keys().isdisjoint(map(id, vars(module).values())):
+            continue  # thousands of modules are loaded, and this is fast
+        for name, value in list(vars(module).items()):
+            if id(value) in new_of:
+                setattr(module, name, new_of[id(value)])

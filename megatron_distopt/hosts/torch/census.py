@@ -48,11 +48,7 @@ class Census:
         """1-D, of the dtype and device of `like`; to be summed over ranks."""
         number = (2 * self.round + self.is_dropped) % _MODULUS
         head = [number, number**2, self.complaints, self.newcomers, self.begun, self.kept, self.kept**2]
-        packed = torch.ones(HEAD_NUMEL + len(self.present), dtype=like.dtype, device=like.device)
-        packed[:HEAD_NUMEL].copy_(torch.tensor(head, dtype=like.dtype), non_blocking=True)
-        if not all(self.present):
-            packed[HEAD_NUMEL:].copy_(torch.tensor(self.present, dtype=like.dtype))
-        return packed
+        return torch.tensor([*head, *self.present], dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 class CensusSums:

@@ -324,7 +324,8 @@ class Grads:
 
     @property
     def _mark(self) -> int:
-        return mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
+        kept = self._kept
+        return mark_of([slot.name in kept and slot.param.grad is slot.shown for slot in self.slots]) if kept else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """After all ranks know which params have a gradient: it is there on every one of them.

@@ -225,7 +225,7 @@ class ShardedModel:
 
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
-        return self._named({param for param in self._waiting() if param.grad is not None})
+        return self._named({param for param in self._waiting() if param.grad is not None}) if self.may_grow else {}
 
     def _waiting(self) -> set[Parameter]:
         """Params in a group that have no state."""

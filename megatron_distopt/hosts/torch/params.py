@@ -34,12 +34,13 @@ class TrainedParam:
         homes: where modules hold it: the dict of the module, and the key.
     """
 
-    __slots__ = ("__weakref__", "_address", "_aliases", "_version", "homes", "is_doubtful", "name", "param", "view")
+    __slots__ = ("__weakref__", "_aliases", "_version", "address", "homes", "is_doubtful", "name", "param", "view")
 
     def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         self.name, self.param, self.homes = name, param, tuple(homes)
         self.view: Tensor = _data.__get__(param)
-        self._address = self.view.data_ptr()
+        #: `param.data_ptr()` as long as `param.data` is the view of the buffer.
+        self.address = self.view.data_ptr()
         self._aliases: list[ReferenceType[Tensor]] = []
         #: Whether its values have to be compared before the next step, whoever changed what.
         self.is_doubtful = False
@@ -59,11 +60,6 @@ class TrainedParam:
         """Whether anybody could have written to it since `forget`."""
         is_written = bool(self.param._version != self._version)
         return is_written or bool(self._aliases)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether `param.data` is no longer the view of the buffer."""
-        return bool(self.param.data_ptr() != self._address)
 
     @property
     def is_at_home(self) -> bool:
@@ -162,12 +158,12 @@ class Params:
         Raises:
             LayoutError: what was done to one of them cannot be followed.
         """
-        moved = [each for each in self._params if each.has_moved]
+        moved = [each for each in self._params if each.param.data_ptr() != each.address]
         if moved:
             self._check_moved(moved)
         for each in moved:
             each.bring_back()
-        if not all(each.is_at_home for each in self._params):
+        if any(held.get(key) is not each.param for each in self._params for held, key in each.homes):
             self._look_for_replaced()
         changed = {each.name for each in self._short if each.may_have_changed}
         return frozenset(changed.union(each.name for each in moved))
