@@ -46,7 +46,6 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32 norms": (2, ("--bf16", "--fp32-norms")),
     "fp32 norms in fp16": (2, (*FP16, "--fp32-norms", "--accumulate-allreduce-grads-in-fp32")),
     "sgd": (2, ("--bf16", "--optimizer", "sgd")),
-    "torch_fused": (2, ("--bf16", "--distopt-adam", "torch_fused")),
     "torch_foreach": (2, ("--bf16", "--distopt-adam", "torch_foreach")),
     "odd": (2, ("--bf16", "--fp32-norms", *ODD)),
     "experts on both ranks": (2, ("--bf16", "--experts")),
