@@ -71,7 +71,7 @@ def judge(
     ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
     must_refuse = any(rank["end"] != "finished" for rank in theirs)
     if ended == ["refused"] or _only_waited_for(ours, theirs):
-        difference = _differences(ours, theirs, dtype, prefix=True)
+        difference = _differences([_trained_on(rank) for rank in ours], theirs, dtype, prefix=True)
         if difference:
             return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
         first = next(rank for rank in ours if rank and rank["end"] == "refused")
@@ -85,6 +85,17 @@ def judge(
         return Outcome("failed", f"finished, where the reference {theirs[0]['end']}")
     difference = _differences(ours, theirs, dtype)
     return Outcome("failed", difference) if difference else Outcome("equal", is_exact=_is_exact(ours, theirs))
+
+
+def _trained_on(rank: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Of a rank that only heard of another's error: what it looked at behind its last step was trained on by nobody.
+
+    It may be a gradient that its own program has written, which it reads while the others are told not to.
+    """
+    if rank is None or rank.get("class") != "RanksDisagreeError":
+        return rank
+    steps = [number for number, (label, _) in enumerate(rank["seen"]) if label == "result of the step"]
+    return {**rank, "seen": rank["seen"][: steps[-1] + 1 if steps else 0]}
 
 
 def _only_waited_for(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:

@@ -249,7 +249,9 @@ _AS_AN_OPTIMIZER = {
         """,
     ),
     "repr": Idiom(_ANY, 'world.see("repr", type(repr(optimizer)).__name__)'),
-    "last_step": Idiom(_AFTER, 'world.see("updated", bool(optimizer.last_step.updated))', needs=("stepped",)),
+    "last_step": Idiom(
+        _AFTER, 'world.see("updated", bool(optimizer.last_step and optimizer.last_step.updated))', needs=("stepped",)
+    ),
 }
 
 _COPIES_AND_READS = {

@@ -209,7 +209,7 @@ class AveragingOptimizer(Optimizer):
         self.mains: dict[nn.Parameter, Tensor] = {}
         self.rounded: dict[nn.Parameter, Tensor] = {}
         self.inner = self._in_fp32(given)
-        self.last_step = SimpleNamespace(updated=True, grad_norm=0.0)
+        self.last_step: SimpleNamespace | None = None  # of no step yet
 
     def _in_fp32(self, given: Optimizer) -> Optimizer:
         """`given` itself where all params are fp32, else one of its class over fp32 copies of 16-bit params."""
