@@ -69,17 +69,18 @@ def _frames(draw: st.DrawFn, daring: bool) -> Program:
     dtype = draw(st.sampled_from(dtypes))
     sizes = st.sampled_from((2, 3, 1, 4, 2))
     groups = draw(st.sampled_from(tuple(GROUPS)))
+    optimizer = draw(st.sampled_from(tuple(OPTIMIZERS)))
     num_phases = st.sampled_from((1, 1, 1, 2))
     phases = [Phase(draw(sizes)) for _ in range(draw(num_phases))]
     scheduler = draw(_seldom(tuple(SCHEDULERS), 3))
     return Program(
         kind=kind,
         dtype=dtype,
-        optimizer=draw(st.sampled_from(tuple(OPTIMIZERS))),
+        optimizer=optimizer,
         groups=groups,
         scheduler=scheduler,
         scheduler_before=scheduler is not None and draw(_sometimes(4)),
-        options=draw(_options(dtype)),
+        options=draw(_options(dtype, optimizer)),
         compiled=draw(_seldom(("before", "after", "method"), 6)),
         recompute=draw(_seldom(("reentrant", "not reentrant"), 5)),
         grad_scaler=daring and dtype != "float16" and draw(_sometimes(6)),
@@ -89,7 +90,9 @@ def _frames(draw: st.DrawFn, daring: bool) -> Program:
 
 
 @st.composite
-def _options(draw: st.DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
+def _options(draw: st.DrawFn, dtype: str, optimizer: str) -> tuple[tuple[str, Any], ...]:
+    # Going uphill (maximize) makes of the rounding of a 16-bit gradient another curve within ten steps.
+    may_round = dtype != "float32" and optimizer != "Adam amsgrad"
     drawn: dict[str, Any] = {
         "overlap_grad_reduce": draw(_sometimes(3)) or None,
         "overlap_param_gather": draw(_sometimes(3)) or None,
@@ -99,7 +102,7 @@ def _options(draw: st.DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
         "shared_memory": draw(_seldom((False,), 4)),
         "async_save": draw(_sometimes(6)) or None,
         "wire_dtype": draw(_seldom(("bfloat16",), 12)) if dtype == "float32" else None,
-        "grads_in_fp32": draw(_seldom((False,), 3)) if dtype != "float32" else None,
+        "grads_in_fp32": draw(_seldom((False,), 3)) if may_round else None,
         # Without a loss scale fp16 is refused at the start.
         "loss_scale": draw(st.sampled_from((8.0, "dynamic")) if dtype == "float16" else _seldom((8.0, "dynamic"), 8)),
     }
