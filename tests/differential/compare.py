@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,8 @@ def judge(
         may_refuse: whether the program contains something that an error of ours may answer.
     """
     faults = [rank["end"] for rank in theirs if rank["end"].startswith("Traceback")]
+    if faults and all(rank is not None and _raised_as(rank, faults[0]) for rank in ours):
+        return Outcome("equal", "torch itself raised")
     if faults:
         return Outcome("failed", f"the reference itself raised:\n{faults[0]}")
     ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
@@ -74,7 +77,8 @@ def judge(
         difference = _differences([_trained_on(rank) for rank in ours], theirs, dtype, prefix=True)
         if difference:
             return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
-        first = next(rank for rank in ours if rank and rank["end"] == "refused")
+        refused = [rank for rank in ours if rank and rank["end"] == "refused"]
+        first = min(refused, key=lambda rank: rank["class"] == "RanksDisagreeError")  # rather the cause than who waited
         text = f"{first['class']}: {first['text']}"
         if not may_refuse and not must_refuse:
             return Outcome("failed", f"refused though it promises to work: {text}")
@@ -85,6 +89,14 @@ def judge(
         return Outcome("failed", f"finished, where the reference {theirs[0]['end']}")
     difference = _differences(ours, theirs, dtype)
     return Outcome("failed", difference) if difference else Outcome("equal", is_exact=_is_exact(ours, theirs))
+
+
+def _raised_as(rank: dict[str, Any], traceback: str) -> bool:
+    """Whether the program failed by the error that plain torch raises."""
+    found, wanted = (
+        re.sub("0x[0-9a-f]+", "", text.strip().splitlines()[-1]) for text in (rank.get("text", ""), traceback)
+    )
+    return rank["end"] == "raised" and found == wanted
 
 
 def _trained_on(rank: dict[str, Any] | None) -> dict[str, Any] | None:
