@@ -217,7 +217,7 @@ _AS_AN_OPTIMIZER = {
         _ANY,
         """
         names = {{p: name for name, p in model.named_parameters()}}
-        world.see("groups", [[names[p] for p in group["params"]] for group in optimizer.param_groups])
+        world.see("groups", [[names.get(p) for p in group["params"]] for group in optimizer.param_groups])
         """,
     ),
     "state_dict_back": Idiom(_ANY, "optimizer.load_state_dict(optimizer.state_dict())"),
