@@ -7,4 +7,4 @@ import os
 os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")
 
 # Collecting doctests imports a module, and these import megatron, which only spawned ranks should do.
-collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/era_a/*"]
+collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/megatron_2023/*"]

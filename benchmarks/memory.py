@@ -60,7 +60,7 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
     What imports leave is kept from the garbage collector, which would look through a million objects for each reading.
     """
     entries = pick(overlap_entries(args.ours), args.contestants)
-    setting = TrainSetting(args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_numel, rank, size)
+    setting = TrainSetting(args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_size, rank, size)
     for entry in entries:
         read(entry, replace(setting, layers=1, hidden=128))
         gc.freeze()

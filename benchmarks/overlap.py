@@ -39,7 +39,7 @@ from peers.train_contestants import FORWARD_BACKWARD
 from peers.trainers import TrainEntry
 
 PROBE_SECONDS = 0.4
-MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_numel")
+MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=128, help="tokens")
     parser.add_argument("--sequences", type=int, default=16, help="of a rank's microbatch")
-    parser.add_argument("--bucket-numel", type=int, default=1_000_000, help="for those that take it")
+    parser.add_argument("--bucket-size", type=int, default=1_000_000, help="for those that take it")
     args = parser.parse_args()
     for name, least in (("rates", 0), ("delay_us", 0), ("rounds", 1), ("blocks", 1), ("steps", 1)):
         given = getattr(args, name)

@@ -33,7 +33,7 @@ from megatron_distopt.plugin.commands.plan_choice import Choice, plan_choice, pl
 from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
 from megatron_distopt.plugin.commands.plan_timeline import Assumed, times_of
 
-BUCKET_NUMEL = 40_000_000
+BUCKET_SIZE = 40_000_000
 RANKS = (2, 8, 32, 128, 512, 2048, 8192)
 #: Layers and width of models of 10**6 to 10**12 elements.
 MODELS = ((4, 144), (8, 320), (12, 832), (24, 1856), (40, 4544), (80, 10240), (128, 25600))
@@ -131,7 +131,7 @@ def warm_up() -> None:
 
 def read(setting: Setting, number: int) -> Reading:
     """Plans and builds."""
-    choice = Choice(Cut(dp=setting.ranks), bucket_numel=BUCKET_NUMEL)
+    choice = Choice(Cut(dp=setting.ranks), bucket_size=BUCKET_SIZE)
     wall, start = time.perf_counter(), time.process_time()
     plan = plan_choice(setting.gpt, choice).fullest
     times_of(plan, Assumed(12.5e9, backward_seconds=1.0))

@@ -59,7 +59,7 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
         os.environ["MEGATRON_DISTOPT_SHARED_MEMORY"] = "no"
     entries = pick(overlap_entries(args.ours), args.contestants)
     setting = TrainSetting(
-        args.layers, args.hidden, args.vocabulary, args.sequence, args.sequences, args.bucket_numel, rank, size
+        args.layers, args.hidden, args.vocabulary, args.sequence, args.sequences, args.bucket_size, rank, size
     )
     pace = Pace(2, args.blocks, args.steps)
     for entry in (FORWARD_BACKWARD, *entries):

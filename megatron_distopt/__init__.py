@@ -13,7 +13,7 @@ from megatron_distopt.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.detect import get_megatron_optimizer
-    from megatron_distopt.hosts.era_a.optimizer import DistributedOptimizer
+    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
     from megatron_distopt.hosts.torch.distribute import distribute
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
     from megatron_distopt.plugin import Installation, add_arguments, config_from_arguments, install
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "DistributedOptimizer": "megatron_distopt.hosts.era_a.optimizer",
+    "DistributedOptimizer": "megatron_distopt.hosts.megatron_2023.optimizer",
     "Installation": "megatron_distopt.plugin",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",

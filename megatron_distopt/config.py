@@ -31,7 +31,6 @@ __all__ = [
     "config_from_environment",
     "config_from_namespace",
     "flag_of",
-    "option_word",
     "switch_from",
     "with_options",
 ]
@@ -60,14 +59,12 @@ FREE_OPTIONS = (
     "keep_last",
     "overlap_grad_reduce",
     "overlap_param_gather",
-    "bucket_numel",
+    "bucket_size",
     "log_communication",
-    "wire_dtype",
+    "reduce_dtype",
     "shared_memory",
     "debug",
 )
-#: Where a flag or a variable is not called like the option.
-_OTHER_WORDS = {"bucket_numel": "bucket_size"}
 
 
 class NonFinitePolicy(Enum):
@@ -111,7 +108,7 @@ class DistOptConfig:
         hysteresis: overflows until it is halved, counted from the last growth.
         nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
         grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
-        bucket_numel: elements of a bucket; None for one bucket a buffer, or for as many as suit the size of the model
+        bucket_size: elements of a bucket; None for one bucket a buffer, or for as many as suit the size of the model
             where buckets are reduced beside backward.
         checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
             host's own.
@@ -123,7 +120,7 @@ class DistOptConfig:
             all but the last backward of a step into `no_sync()`, and says True.
         overlap_param_gather: gather params beside the next forward pass, where the host leaves that to us. Code that
             reads params outside of a forward pass then calls the optimizer's `finish_param_gather()` before.
-        wire_dtype: "bfloat16" or "float16" for fp32 grads that travel in 16 bits and are added up in fp32, where the
+        reduce_dtype: "bfloat16" or "float16" for fp32 grads that travel in 16 bits and are added up in fp32, where the
             host leaves that to us; None for as they are.
         debug: every read of a param whose gather is pending, and every write to a gradient whose bucket is under way,
             is an error that names the param and the line; slow.
@@ -159,7 +156,7 @@ class DistOptConfig:
     hysteresis: int = 2
     nonfinite: str = "raise"
     grads_in_fp32: bool = True
-    bucket_numel: int | None = None
+    bucket_size: int | None = None
     checkpoint_format: str = "distopt"
     async_save: bool = False
     async_buffer_mb: int = 4096
@@ -167,7 +164,7 @@ class DistOptConfig:
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool = False
     log_communication: int | None = None
-    wire_dtype: str | None = None
+    reduce_dtype: str | None = None
     shared_memory: bool = True
     debug: bool = False
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
@@ -218,7 +215,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "nonfinite": tuple(policy.value for policy in NonFinitePolicy),
     "decay": ("decoupled", "l2"),
     "checkpoint_format": ("distopt", "native"),
-    "wire_dtype": ("None", "bfloat16", "float16"),
+    "reduce_dtype": ("None", "bfloat16", "float16"),
     "optimizer": ("adam", "sgd", "module:Class"),
 }
 #: The sentence that says what to type, for an option and a value.
@@ -319,7 +316,7 @@ _LEAST = {
     "resume_step": _Least(0, " updates", 1000, ", the updates that the checkpoint has seen"),
     "keep_last": _Least(1, " checkpoint", 2, ", or leave it out to keep all"),
     "log_communication": _Least(1, " step", 1, ", or leave it out"),
-    "bucket_numel": _Least(1, " element", None, " for one bucket"),
+    "bucket_size": _Least(1, " element", None, " for one bucket"),
 }
 
 
@@ -337,26 +334,17 @@ def _check_loss_scale(config: DistOptConfig) -> None:
         raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
 
 
-def option_word(name: str) -> str:
-    """How a free option is spelled in flags and variables.
-
-    >>> option_word("bucket_numel"), option_word("keep_last")
-    ('bucket_size', 'keep_last')
-    """
-    return _OTHER_WORDS.get(name, name)
-
-
 def flag_of(name: str) -> str:
-    """The same as a flag.
+    """How a free option is spelled as a flag.
 
-    >>> flag_of("bucket_numel")
+    >>> flag_of("bucket_size")
     '--distopt-bucket-size'
     """
-    return "--distopt-" + option_word(name).replace("_", "-")
+    return "--distopt-" + name.replace("_", "-")
 
 
 def _variable_of(name: str) -> str:
-    return _PREFIX + option_word(name).upper()
+    return _PREFIX + name.upper()
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
@@ -408,7 +396,7 @@ def config_from_namespace(args: object, config: DistOptConfig | None = None) -> 
     Raises:
         ConfigError: a value that the option does not take.
     """
-    given = {name: getattr(args, f"distopt_{option_word(name)}", None) for name in FREE_OPTIONS}
+    given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
     return _with_texts(config or DistOptConfig(), texts, _as_flag)
 

@@ -7,7 +7,7 @@
     ├── LayoutError (ValueError)             params, buffers and groups do not fit together
     ├── HostError                            the Megatron around us is not what we need
     │   ├── UnknownHostError                 no adapter recognises it
-    │   └── SeamMismatchError                an attribute that we replace looks different
+    │   └── HostMismatchError                an attribute that we replace looks different
     ├── AccessError (RuntimeError)           something is read or changed that this rank does not have, or not now
     ├── CheckpointError                      a checkpoint cannot be written or read
     ├── NonFiniteGradError (FloatingPointError)   a gradient is inf or nan and the policy is "raise"
@@ -27,11 +27,11 @@ __all__ = [
     "ConfigError",
     "DistOptError",
     "HostError",
+    "HostMismatchError",
     "InvariantError",
     "LayoutError",
     "NonFiniteGradError",
     "RanksDisagreeError",
-    "SeamMismatchError",
     "UnknownHostError",
     "refusal",
 ]
@@ -57,7 +57,7 @@ class UnknownHostError(HostError):
     """No adapter recognises the Megatron that is installed."""
 
 
-class SeamMismatchError(HostError):
+class HostMismatchError(HostError):
     """An attribute of the host that the package replaces is missing or looks different."""
 
 

@@ -25,7 +25,6 @@ from megatron_distopt.config import (
     Switch,
     config_from_environment,
     config_from_namespace,
-    option_word,
     switch_from,
     with_options,
 )
@@ -37,11 +36,11 @@ VARIABLES = (
     "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP, "
     "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
     "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, "
-    "MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, MEGATRON_DISTOPT_WIRE_DTYPE, "
+    "MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, MEGATRON_DISTOPT_REDUCE_DTYPE, "
     "MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG"
 )
 
-NO_BUCKET = "Invalid bucket_numel: {}. Must be at least 1 element. Write bucket_numel=None for one bucket."
+NO_BUCKET = "Invalid bucket_size: {}. Must be at least 1 element. Write bucket_size=None for one bucket."
 NO_STEPS = (
     "Invalid resume_step: {}. Must be at least 0 updates. Write {}1000, the updates that the checkpoint has seen."
 )
@@ -153,7 +152,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     *(({"checkpoint_format": name}, no_format(name)) for name in ("", "dcp", "Distopt")),
     *(({"keep_last": number}, no_keep_last(number)) for number in (0, -1)),
     (
-        {"bucket_numel": 0},
+        {"bucket_size": 0},
         NO_BUCKET.format(0),
     ),
     (
@@ -199,7 +198,7 @@ def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy
         *({"loss_scale": scale} for scale in (1024, 2**127, 2.0**127, 2.0**-126)),
         {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
         {"loss_scale": "dynamic", "min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1},
-        {"bucket_numel": 1, "growth_interval": 1},
+        {"bucket_size": 1, "growth_interval": 1},
         *({"decay": decay} for decay in ("decoupled", "l2")),
         *({"resume_step": step} for step in (None, 0, 1, 10**9)),
         {"checkpoint_format": "native", "async_save": True, "async_buffer_mb": 1, "keep_last": 1},
@@ -257,7 +256,7 @@ OTHER_VALUES: dict[str, Any] = {
     "hysteresis": 3,
     "nonfinite": "skip",
     "grads_in_fp32": False,
-    "bucket_numel": 100,
+    "bucket_size": 100,
     "checkpoint_format": "native",
     "async_save": True,
     "async_buffer_mb": 64,
@@ -265,7 +264,7 @@ OTHER_VALUES: dict[str, Any] = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "log_communication": 10,
-    "wire_dtype": "bfloat16",
+    "reduce_dtype": "bfloat16",
     "shared_memory": False,
     "debug": True,
 }
@@ -301,7 +300,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER": "yes",
         "MEGATRON_DISTOPT_BUCKET_SIZE": "1000000",
         "MEGATRON_DISTOPT_LOG_COMMUNICATION": "10",
-        "MEGATRON_DISTOPT_WIRE_DTYPE": "none",
+        "MEGATRON_DISTOPT_REDUCE_DTYPE": "none",
         "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
         "MEGATRON_DISTOPT_DEBUG": "yes",
         "MEGATRON_DISTOPT": "require",
@@ -324,7 +323,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         keep_last=3,
         overlap_grad_reduce=False,
         overlap_param_gather=True,
-        bucket_numel=1_000_000,
+        bucket_size=1_000_000,
         log_communication=10,
         shared_memory=False,
         debug=True,
@@ -367,7 +366,7 @@ def test_environment_when_nothing_is_set_then_the_config_as_it_is() -> None:
         ("MEGATRON_DISTOPT_ACCEL", "Write MEGATRON_DISTOPT_ACCELERATOR"),
         # Nothing like any of ours but for the prefix.
         ("MEGATRON_DISTOPT_LR", "Unset MEGATRON_DISTOPT_LR"),
-        ("MEGATRON_DISTOPT_BUCKET_NUMEL", "Write MEGATRON_DISTOPT_BUCKET_SIZE"),
+        ("MEGATRON_DISTOPT_BUCKET_SIZES", "Write MEGATRON_DISTOPT_BUCKET_SIZE"),
         ("MEGATRON_DISTOPT_", "Unset MEGATRON_DISTOPT_"),
         ("MEGATRON_DISTOPT_" + "Z" * 40, "Unset MEGATRON_DISTOPT_" + "Z" * 40),
     ],
@@ -403,7 +402,7 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
                 ("MEGATRON_DISTOPT_RESUME_STEP", "resume_step"),
                 ("MEGATRON_DISTOPT_ASYNC_BUFFER_MB", "async_buffer_mb"),
                 ("MEGATRON_DISTOPT_KEEP_LAST", "keep_last"),
-                ("MEGATRON_DISTOPT_BUCKET_SIZE", "bucket_numel"),
+                ("MEGATRON_DISTOPT_BUCKET_SIZE", "bucket_size"),
             )
             for value in ("", "ten", "1e3", "1.5", "40MB")
         ),
@@ -413,7 +412,7 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
         (
             "MEGATRON_DISTOPT_BUCKET_SIZE",
             "-1",
-            "Invalid bucket_numel: -1. Must be at least 1 element. Unset MEGATRON_DISTOPT_BUCKET_SIZE for one bucket.",
+            "Invalid bucket_size: -1. Must be at least 1 element. Unset MEGATRON_DISTOPT_BUCKET_SIZE for one bucket.",
         ),
         (
             "MEGATRON_DISTOPT_LOG_COMMUNICATION",
@@ -422,10 +421,10 @@ def test_environment_when_a_variable_is_unknown_then_refused_with_the_valid_ones
             "Write MEGATRON_DISTOPT_LOG_COMMUNICATION=1, or leave it out.",
         ),
         (
-            "MEGATRON_DISTOPT_WIRE_DTYPE",
+            "MEGATRON_DISTOPT_REDUCE_DTYPE",
             "bf16",
-            "Invalid wire_dtype: 'bf16'. Must be one of None, bfloat16, float16. "
-            "Write MEGATRON_DISTOPT_WIRE_DTYPE=bfloat16.",
+            "Invalid reduce_dtype: 'bf16'. Must be one of None, bfloat16, float16. "
+            "Write MEGATRON_DISTOPT_REDUCE_DTYPE=bfloat16.",
         ),
         (
             "MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE",
@@ -491,7 +490,7 @@ def test_namespace_when_the_number_is_one_already_then_taken() -> None:
         ({"distopt_checkpoint_format": "none"}, no_format("none", "--distopt-checkpoint-format distopt")),
         (
             {"distopt_bucket_size": "0"},
-            "Invalid bucket_numel: 0. Must be at least 1 element. Drop --distopt-bucket-size for one bucket.",
+            "Invalid bucket_size: 0. Must be at least 1 element. Drop --distopt-bucket-size for one bucket.",
         ),
     ],
 )
@@ -511,11 +510,11 @@ NOT_OF_THE_TYPE: list[tuple[dict[str, Any], str, str]] = [
     ({"growth_interval": 1.5}, "1.5 of type float", "a whole number. Write growth_interval=2."),
     ({"growth_interval": 1000.0}, "1000.0 of type float", "a whole number. Write growth_interval=1000."),
     ({"hysteresis": True}, "True of type bool", "a whole number. Write hysteresis=2."),
-    ({"bucket_numel": "4e7"}, "'4e7' of type str", "a whole number or None. Write bucket_numel=40000000."),
+    ({"bucket_size": "4e7"}, "'4e7' of type str", "a whole number or None. Write bucket_size=40000000."),
     (
-        {"bucket_numel": np.float32(8)},
+        {"bucket_size": np.float32(8)},
         "np.float32(8.0) of type float32",
-        "a whole number or None. Write bucket_numel=8.",
+        "a whole number or None. Write bucket_size=8.",
     ),
     ({"keep_last": True}, "True of type bool", "a whole number or None. Write keep_last=None."),
     ({"lr": "3e-4"}, "'3e-4' of type str", "a number. Write lr=0.0003."),
@@ -531,7 +530,11 @@ NOT_OF_THE_TYPE: list[tuple[dict[str, Any], str, str]] = [
     ({"initial_loss_scale": "2**16"}, "'2**16' of type str", "a number. Write initial_loss_scale=65536.0."),
     ({"nonfinite": NonFinitePolicy.SKIP}, "<NonFinitePolicy.SKIP", "a text. Write nonfinite='skip'."),
     ({"nonfinite": None}, "None of type NoneType", "a text. Write nonfinite='raise'."),
-    ({"wire_dtype": torch.bfloat16}, "torch.bfloat16 of type dtype", "a text or None. Write wire_dtype='bfloat16'."),
+    (
+        {"reduce_dtype": torch.bfloat16},
+        "torch.bfloat16 of type dtype",
+        "a text or None. Write reduce_dtype='bfloat16'.",
+    ),
     ({"optimizer": torch.optim.SGD}, "<class ", "a text. Write optimizer='torch.optim.sgd:SGD'."),
 ]
 
@@ -561,7 +564,7 @@ def test_config_when_numbers_are_numpys_then_pythons_own_of_the_same_value() -> 
     [
         ("clip_gard", "Write clip_grad=..."),
         ("Overlap_Grad_Reduce", "Write overlap_grad_reduce=..."),
-        ("bucket_size", "Write bucket_numel=..."),
+        ("bucket_sizes", "Write bucket_size=..."),
         ("zzz", "help(megatron_distopt.DistOptConfig) lists them"),
     ],
 )
@@ -584,15 +587,15 @@ OTHER_TEXTS = {name: as_text(OTHER_VALUES[name]) for name in FREE_OPTIONS}
 @pytest.mark.parametrize("name", FREE_OPTIONS)
 def test_option_when_code_flag_and_variable_say_something_then_code_wins_then_the_flag(name: str) -> None:
     default = getattr(DistOptConfig(), name)
-    variables = {f"MEGATRON_DISTOPT_{option_word(name).upper()}": OTHER_TEXTS[name]}
-    flags = Namespace(**{f"distopt_{option_word(name)}": OTHER_TEXTS[name]})
+    variables = {f"MEGATRON_DISTOPT_{name.upper()}": OTHER_TEXTS[name]}
+    flags = Namespace(**{f"distopt_{name}": OTHER_TEXTS[name]})
     in_code = DistOptConfig(**{name: default})
     assert getattr(config_from_environment(variables), name) == OTHER_VALUES[name]
     assert getattr(config_from_namespace(flags), name) == OTHER_VALUES[name]
     assert getattr(config_from_environment(variables, config_from_namespace(flags, in_code)), name) == default
     assert getattr(config_from_environment(variables, with_options(DistOptConfig(), {name: default})), name) == default
     if default is not None and name != "optimizer":  # what a flag says, be it the default, stands before the variable
-        said = config_from_namespace(Namespace(**{f"distopt_{option_word(name)}": as_text(default)}))
+        said = config_from_namespace(Namespace(**{f"distopt_{name}": as_text(default)}))
         assert getattr(config_from_environment(variables, said), name) == default
 
 

@@ -375,7 +375,7 @@ def _fork() -> str:
     """The checkout, or a skip with its reason; the parser's own module is imported, and nothing is stubbed."""
     fork = os.environ.get("MEGATRON_FORK")
     if not fork:
-        pytest.skip("MEGATRON_FORK names no checkout of an era-A fork")
+        pytest.skip("MEGATRON_FORK names no checkout of a fork of 2023")
     done = _python(fork, {}, "-c", "import megatron.arguments")
     if done.returncode:
         pytest.skip(f"the parser of MEGATRON_FORK cannot be imported: {done.stderr.strip().splitlines()[-1]}")

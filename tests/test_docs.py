@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.config import FREE_OPTIONS, config_from_environment, option_word, switch_from
+from megatron_distopt.config import FREE_OPTIONS, config_from_environment, switch_from
 from megatron_distopt.plugin import add_arguments, cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
-VARIABLES = {"MEGATRON_DISTOPT", *(f"MEGATRON_DISTOPT_{option_word(name).upper()}" for name in FREE_OPTIONS)}
+VARIABLES = {"MEGATRON_DISTOPT", *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS)}
 #: What a path of the repository ends with, where its first folder does not give it away.
 _ENDINGS = (".py", ".md", ".sh", ".patch", ".toml")
 #: Folders of the user's or of a host, which are not here.

@@ -55,7 +55,7 @@ def test_tree_when_compared_with_the_module_then_nothing_is_left_out() -> None:
         ("ConfigError", "ValueError"),
         ("LayoutError", "ValueError"),
         ("UnknownHostError", "HostError"),
-        ("SeamMismatchError", "HostError"),
+        ("HostMismatchError", "HostError"),
         ("NonFiniteGradError", "FloatingPointError"),
         ("NonFiniteGradError", "ArithmeticError"),
         ("InvariantError", "AssertionError"),

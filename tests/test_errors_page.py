@@ -13,8 +13,8 @@ import pytest
 
 from megatron_distopt import errors
 from megatron_distopt.config import FREE_OPTIONS
-from megatron_distopt.hosts.era_a import facts as era_a
 from megatron_distopt.hosts.generations import GENERATIONS
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.layout import buckets
@@ -25,8 +25,8 @@ PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 #: Code spans of the page; a message is written as `what: got` or `what` alone, without "Invalid".
 SPANS = frozenset(re.findall(r"`([^`\n]+)`", PAGE))
 
-_SEAMS = tuple(str(seam) for generation in GENERATIONS for seam in generation.seams)
-_FACTORIES = tuple(str(generation.seams[0]) for generation in GENERATIONS if generation.seams)
+_PATCH_POINTS = tuple(str(patch_point) for generation in GENERATIONS for patch_point in generation.patch_points)
+_FACTORIES = tuple(str(generation.patch_points[0]) for generation in GENERATIONS if generation.patch_points)
 
 
 def _constants_given_to(module: object, *functions: str) -> tuple[str, ...]:
@@ -58,18 +58,18 @@ STANDS_FOR = {
     ("config.py", "name"): _OPTIONS,
     ("option_types.py", "name"): ("OPTION",),
     ("comm/agree.py", "field.what"): _fields(),
-    ("hosts/era_a/adapter.py", "str(SEAM)"): (str(era_a.SEAM),),
-    ("hosts/megatron_core/adapter.py", "str(SEAM)"): (str(megatron_core.SEAM),),
+    ("hosts/megatron_2023/adapter.py", "str(PATCH_POINT)"): (str(megatron_2023.PATCH_POINT),),
+    ("hosts/megatron_core/adapter.py", "str(PATCH_POINT)"): (str(megatron_core.PATCH_POINT),),
     ("hosts/megatron_core/config.py", "name"): tuple(HOSTS_OWN),
     ("hosts/megatron_core/config.py", "refused.option"): tuple(refused.option for refused in REFUSED),
     ("hosts/base.py", "name"): ("OPTION",),
-    ("hosts/seams.py", "str(self)"): _SEAMS,
-    ("hosts/source/found.py", "str(self.seam)"): _SEAMS,
+    ("hosts/patch_points.py", "str(self)"): _PATCH_POINTS,
+    ("hosts/source/found.py", "str(self.patch_point)"): _PATCH_POINTS,
     ("layout/buckets.py", "name"): _constants_given_to(buckets, "_check_numbers"),
     ("plugin/doctor/launch_flags.py", "refused.option"): tuple(refused.option for refused in REFUSED),
-    ("plugin/patch_files.py", "str(found.seam)"): _FACTORIES,
-    ("plugin/patch_files.py", "str(generation.seams[0])"): _FACTORIES,
-    ("plugin/patcher.py", "str(each.seam)"): _SEAMS,
+    ("plugin/patch_files.py", "str(found.patch_point)"): _FACTORIES,
+    ("plugin/patch_files.py", "str(generation.patch_points[0])"): _FACTORIES,
+    ("plugin/patcher.py", "str(each.patch_point)"): _PATCH_POINTS,
 }
 
 

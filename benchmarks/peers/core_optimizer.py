@@ -24,25 +24,25 @@ class CoreOptimizer:
 
     Args:
         module: bf16.
-        bucket_numel: elements of a bucket.
+        bucket_size: elements of a bucket.
         loss_scale: constant; None for none.
         is_fused: see [Note: its Adam].
     """
 
     def __init__(
-        self, module: Module, *, bucket_numel: int, loss_scale: float | None = None, is_fused: bool = False
+        self, module: Module, *, bucket_size: int, loss_scale: float | None = None, is_fused: bool = False
     ) -> None:
         import megatron_on_cpu
 
         with ExitStack() as undo:
             undo.enter_context(megatron_on_cpu.install())
             undo.enter_context(megatron_on_cpu.map_type_strings())
-            self._build(module, bucket_numel, loss_scale)
+            self._build(module, bucket_size, loss_scale)
             if is_fused:
                 _fuse(self.optimizer.optimizer)
             self._undo = undo.pop_all()
 
-    def _build(self, module: Module, bucket_numel: int, loss_scale: float | None) -> None:
+    def _build(self, module: Module, bucket_size: int, loss_scale: float | None) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -56,7 +56,7 @@ class CoreOptimizer:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
-            bucket_size=bucket_numel,
+            bucket_size=bucket_size,
         )
         self.model = DistributedDataParallel(TransformerConfig(**shape, bf16=True), ddp, module)
         (beta1, beta2), rates = ADAM["betas"], {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"]}

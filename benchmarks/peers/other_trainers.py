@@ -26,7 +26,7 @@ class Core(Trainer):
     """
 
     def __init__(self, setting: TrainSetting, *, is_fused: bool = False) -> None:
-        self._core = CoreOptimizer(transformer(setting), bucket_numel=setting.bucket_numel, is_fused=is_fused)
+        self._core = CoreOptimizer(transformer(setting), bucket_size=setting.bucket_size, is_fused=is_fused)
 
     def train(self, tokens: Tensor) -> Tensor:
         self._core.zero_grad()
@@ -79,8 +79,8 @@ def _config(setting: TrainSetting, stage: int, wire: str) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
-            "reduce_bucket_size": setting.bucket_numel,
-            "allgather_bucket_size": setting.bucket_numel,
+            "reduce_bucket_size": setting.bucket_size,
+            "allgather_bucket_size": setting.bucket_size,
         },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

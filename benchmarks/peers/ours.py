@@ -29,10 +29,10 @@ class Ours(Contestant):
     @torch.no_grad()
     def _fill(self) -> None:
         sharded = self._optimizer.sharded
-        for run in sharded.runs:
+        for run in sharded.flat_params:
             fill(run.main)
             moments = {kind: fill(torch.empty_like(run.main)) for kind in KINDS[1:]}
-            restore(sharded.inner, sharded.inner.param_groups[run.run.key.group], run.main, moments, step=10)
+            restore(sharded.inner, sharded.inner.param_groups[run.plan.key.group], run.main, moments, step=10)
 
     def save(self, folder: Path) -> None:
         self._optimizer.save(folder)
@@ -41,7 +41,7 @@ class Ours(Contestant):
         self._optimizer.load(folder)
 
     def tensors(self) -> Iterator[Tensor]:
-        for run in self._optimizer.sharded.runs:
+        for run in self._optimizer.sharded.flat_params:
             yield run.main
             yield from moments_of(self._optimizer.sharded.inner, run.main).values()
 

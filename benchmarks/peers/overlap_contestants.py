@@ -18,7 +18,7 @@ __all__ = ["FORWARD", "OURS", "best_of", "is_ours", "overlap_entries", "picked"]
 
 OURS = "ours"
 _OVERLAP, _BOTH = "ours, overlap", "ours, both overlaps"
-_VARIANTS = ("A2, fused Adam", "megatron-core, fused Adam", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2, bf16 wire")
+_VARIANTS = ("fork of 2023, fused Adam", "megatron-core, fused Adam", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2, bf16 wire")
 _GATHER_OPTION, _FINISH = "overlap_param_gather", "finish_param_gather"
 
 

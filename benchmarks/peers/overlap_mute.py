@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from megatron_distopt.comm import collectives
-from peers import a2_step
+from peers import fork_step
 from peers.torch_trainers import ZeroRedundancy
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
@@ -35,7 +35,7 @@ class _Done:
 
 def mute() -> None:
     """Before anything else asks torch for its collectives."""
-    for module, names in ((dist, _NAMES), (collectives, _OWN_NAMES), (a2_step, _OWN_NAMES)):
+    for module, names in ((dist, _NAMES), (collectives, _OWN_NAMES), (fork_step, _OWN_NAMES)):
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, _unless_in_place(getattr(module, name)))

@@ -39,7 +39,7 @@ def add_training(parser: argparse.ArgumentParser, *, layers: int, hidden: int) -
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--hidden", type=int, default=hidden, help="a multiple of 64")
-    parser.add_argument("--bucket-numel", type=int, default=2_500_000, help="for those that take it")
+    parser.add_argument("--bucket-size", type=int, default=2_500_000, help="for those that take it")
 
 
 class _Named(Protocol):

@@ -9,7 +9,7 @@ from functools import partial
 from peers import adam
 from peers.adam import torch_adam
 from peers.core_optimizer import CoreOptimizer
-from peers.steppers import A2Stepper, Ours, Stepper, StepSetting, Undistributed
+from peers.steppers import ForkStepper, Ours, Stepper, StepSetting, Undistributed
 
 __all__ = ["StepEntry", "step_entries"]
 
@@ -38,7 +38,7 @@ class Core(Stepper):
     def __init__(self, setting: StepSetting, *, is_fused: bool = False) -> None:
         super().__init__(setting)
         scale = setting.loss_scale
-        self._core = CoreOptimizer(self.model, bucket_numel=setting.numel, loss_scale=scale, is_fused=is_fused)
+        self._core = CoreOptimizer(self.model, bucket_size=setting.numel, loss_scale=scale, is_fused=is_fused)
 
     def step(self) -> None:
         self._core.optimizer.step()
@@ -53,8 +53,8 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
     deepspeed = {"may_compile": may_compile}
     return (
         StepEntry("ours", Ours),
-        StepEntry("A2", partial(A2Stepper, adam=forloop)),
-        StepEntry("A2, fused Adam", partial(A2Stepper, adam=fused)),
+        StepEntry("ForkStep", partial(ForkStepper, adam=forloop)),
+        StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
         StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False)),
         StepEntry("torch foreach", partial(Undistributed, adam=foreach)),
         StepEntry("torch fused", partial(Undistributed, adam=fused)),

@@ -1,4 +1,4 @@
-"""Optimizer steps of one rank without communication: this package, the A2 algorithm, and optimizers of torch's kind."""
+"""Optimizer steps of one rank without communication: this package, a fork of 2023, and torch's kind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from peers.a2_step import A2
 from peers.adam import ADAM, CLIP_GRAD, AdamBuilder
+from peers.fork_step import ForkStep
 from peers.state import Setting, Weights, fill, groups_of
 
-__all__ = ["A2Stepper", "Ours", "StepSetting", "Stepper", "Undistributed", "set_grads"]
+__all__ = ["ForkStepper", "Ours", "StepSetting", "Stepper", "Undistributed", "set_grads"]
 
 #: Standard deviation of the params, so that an update of bf16 params is not rounded away.
 _PARAM_SIZE = 0.02
@@ -95,12 +95,12 @@ class Ours(Stepper):
         self._optimizer.step()
 
 
-class A2Stepper(Stepper):
+class ForkStepper(Stepper):
     """The forks' step, and the copies after their all-gather, without which the model has no new values."""
 
     def __init__(self, setting: StepSetting, adam: AdamBuilder) -> None:
         super().__init__(setting)
-        self._optimizer = A2(self.model, adam, clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale)
+        self._optimizer = ForkStep(self.model, adam, clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale)
 
     def step(self) -> None:
         self._optimizer.step()

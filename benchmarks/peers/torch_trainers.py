@@ -25,7 +25,7 @@ class ZeroRedundancy(Trainer):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         model = transformer(setting, torch.float32)
-        nbytes = 4 * setting.bucket_numel
+        nbytes = 4 * setting.bucket_size
         self._model = DistributedDataParallel(model, bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True)
         first, *rest = groups_of(model)
         # It takes one group when it is made, and more afterwards.

@@ -9,7 +9,7 @@ from functools import partial
 from peers.adam import torch_adam
 from peers.other_trainers import Core, DeepSpeedZero
 from peers.torch_trainers import FullyShard, ZeroRedundancy
-from peers.trainers import A2Trainer, ForwardBackward, Ours, TrainEntry
+from peers.trainers import ForkTrainer, ForwardBackward, Ours, TrainEntry
 
 __all__ = ["ENTRIES", "FORWARD_BACKWARD", "MESSAGES", "train_entries"]
 
@@ -22,8 +22,8 @@ ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry("ours", Ours),
     TrainEntry("ours, overlap", partial(Ours, overlap_grad_reduce=True)),
     TrainEntry(MESSAGES, partial(Ours, shared_memory=False)),
-    TrainEntry("A2", partial(A2Trainer, adam=torch_adam(foreach=False))),
-    TrainEntry("A2, fused Adam", partial(A2Trainer, adam=torch_adam(fused=True))),
+    TrainEntry("ForkStep", partial(ForkTrainer, adam=torch_adam(foreach=False))),
+    TrainEntry("fork of 2023, fused Adam", partial(ForkTrainer, adam=torch_adam(fused=True))),
     TrainEntry("megatron-core", Core),
     TrainEntry("megatron-core, fused Adam", partial(Core, is_fused=True)),
     TrainEntry("DeepSpeed ZeRO-1", partial(DeepSpeedZero, stage=1)),

@@ -1,4 +1,4 @@
-"""Whole training steps: this package, the A2 algorithm, and no optimizer at all."""
+"""Whole training steps: this package, the fork of 2023 algorithm, and no optimizer at all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from peers.a2_step import A2
 from peers.adam import ADAM, CLIP_GRAD, AdamBuilder
+from peers.fork_step import ForkStep
 from peers.state import groups_of
 from peers.transformer import TrainSetting, transformer
 
-__all__ = ["A2Trainer", "ForwardBackward", "Ours", "TrainEntry", "Trainer"]
+__all__ = ["ForkTrainer", "ForwardBackward", "Ours", "TrainEntry", "Trainer"]
 
 
 class Trainer:
@@ -68,7 +68,7 @@ class Ours(Trainer):
         return loss.detach()
 
 
-class A2Trainer(Trainer):
+class ForkTrainer(Trainer):
     """The forks' order: zero, forward, backward, reduce, step, gather; nothing overlaps.
 
     Args:
@@ -78,7 +78,7 @@ class A2Trainer(Trainer):
 
     def __init__(self, setting: TrainSetting, adam: AdamBuilder) -> None:
         self._model = transformer(setting)
-        self._optimizer = A2(self._model, adam, rank=setting.rank, size=setting.size, clip_grad=CLIP_GRAD)
+        self._optimizer = ForkStep(self._model, adam, rank=setting.rank, size=setting.size, clip_grad=CLIP_GRAD)
 
     def train(self, tokens: Tensor) -> Tensor:
         self._optimizer.zero_grad()

@@ -21,7 +21,7 @@ class TrainSetting:
     Args:
         layers, hidden, vocabulary: of the model.
         sequence, sequences: tokens of one sequence, and sequences of one rank's microbatch.
-        bucket_numel: elements of a bucket, for those that take it.
+        bucket_size: elements of a bucket, for those that take it.
         rank, size: of the data-parallel group, which is all ranks.
     """
 
@@ -30,7 +30,7 @@ class TrainSetting:
     vocabulary: int
     sequence: int
     sequences: int
-    bucket_numel: int
+    bucket_size: int
     rank: int
     size: int
 

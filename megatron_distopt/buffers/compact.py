@@ -60,12 +60,12 @@ class CompactBuffer(ShardedBuffer):
         return _plan_pieces(self.layout, self.params.keys())
 
     def param_of(self, in_buffer: Span) -> Tensor:
-        """The packed elements of a run; neighbours in the grad buffer are neighbours here."""
+        """The packed elements of a flat param; neighbours in the grad buffer are neighbours here."""
         inside = [piece for piece in self._own() if piece.in_buffer.intersect(in_buffer) == piece.in_buffer]
         packed = Span(inside[0].in_part.start, inside[-1].in_part.stop)
         if packed.numel != in_buffer.numel:
-            got, rule = f"{packed.numel} elements", f"hold the run's {in_buffer.numel}"
-            raise InvariantError(refusal("packed run", got, rule, "Report this"))
+            got, rule = f"{packed.numel} elements", f"hold the flat param's {in_buffer.numel}"
+            raise InvariantError(refusal("packed flat param", got, rule, "Report this"))
         return view_of(self._part_of(self.rank).detach(), packed)
 
     def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -125,7 +125,7 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_Piece, 
             owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
             before = owned_of.get((number - 1, rank))
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
-                filled[rank] += owned.start - before.stop  # padding belongs to a run, see [Note: flat main params]
+                filled[rank] += owned.start - before.stop  # padding is a part, see [Note: flat main params]
             in_part = Span(0, owned.numel).moved_by(filled[rank])
             pieces.append(_Piece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
             filled[rank] += owned.numel

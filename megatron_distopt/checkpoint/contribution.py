@@ -30,7 +30,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 from megatron_distopt.version import VERSION
 
 __all__ = [
@@ -137,15 +137,15 @@ def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Ma
 
 
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
-    """Of the groups of which this rank owns something, one a run: another rank speaks for the others."""
+    """Of the groups of which this rank owns something, one a flat param: another rank speaks for the others."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
         options, unsaved = _options_of(group)
-        for run in optimizer.runs:
-            if run.run.key.group == number:
-                names = dict.fromkeys(share.placements[shard.name].name for shard in run.run.shards)
-                scalars = scalars_of(optimizer, run)
-                yield GroupRecord(tuple(names), options, step_of(optimizer, group, run, scalars), scalars, unsaved)
+        for flat in optimizer.flat_params:
+            if flat.plan.key.group == number:
+                names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
+                scalars = scalars_of(optimizer, flat)
+                yield GroupRecord(tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved)
 
 
 def _resting_of(share: Share) -> Iterator[GroupRecord]:
@@ -155,10 +155,10 @@ def _resting_of(share: Share) -> Iterator[GroupRecord]:
 
 
 def step_of(
-    optimizer: ShardedOptimizer, group: Mapping[str, Any], run: MainRun, scalars: Mapping[str, Scalar]
+    optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
 ) -> int | None:
-    """Updates so far, wherever the class counts them; an Adam without moments has not updated the run yet."""
-    is_begun = bool(optimizer.inner.state.get(run.main)) or not optimizer.plan.choice.is_adam
+    """Updates so far, wherever the class counts them; an Adam without moments has not updated it yet."""
+    is_begun = bool(optimizer.inner.state.get(flat.main)) or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
         return int(_scalar("step", group["step"]).value)
     return int(scalars["step"].value) if "step" in scalars else None
@@ -191,10 +191,10 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def scalars_of(optimizer: ShardedOptimizer, run: MainRun) -> dict[str, Scalar]:
-    """What the inner optimizer keeps with a run beside tensors as large."""
-    cut = moments_of(optimizer.inner, run.main)
-    state = optimizer.inner.state.get(run.main, {})
+def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
+    """What the inner optimizer keeps with a flat param beside tensors as large."""
+    cut = moments_of(optimizer.inner, flat.main)
+    state = optimizer.inner.state.get(flat.main, {})
     return {key: _scalar(key, value) for key, value in state.items() if key not in cut}
 
 

@@ -18,7 +18,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of, restore, restore_group
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, restore, restore_group
 
 __all__ = ["as_kept", "install", "load_planned", "moments_for", "restore_match", "separate", "verify_files"]
 
@@ -76,9 +76,9 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     """
     moments = {match: moments_for(match) for match in plan.groups}
     into = {
-        (id(run), kind): tensor
+        (id(flat), kind): tensor
         for match in plan.groups
-        for run, _, by_kind in moments[match]
+        for flat, _, by_kind in moments[match]
         for kind, tensor in by_kind.items()
     }
     for read, tensor in tensors:
@@ -89,8 +89,8 @@ def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Ten
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
-        for run in optimizer.runs:
-            run.write_model()
+        for flat in optimizer.flat_params:
+            flat.write_model()
     remember_loaded(model, plan.manifest)
 
 
@@ -119,48 +119,48 @@ def separate(matches: Iterable[GroupMatch]) -> bool:
     states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
     for match in matches:
         states.setdefault(match.optimizer, {}).update(match.states)
-    before = sum(len(optimizer.runs) for optimizer in states)
+    before = sum(len(optimizer.flat_params) for optimizer in states)
     for optimizer, by_name in states.items():
         optimizer.separate(by_name.get)
-    return sum(len(optimizer.runs) for optimizer in states) > before
+    return sum(len(optimizer.flat_params) for optimizer in states) > before
 
 
-def _runs_of(match: GroupMatch) -> Iterator[tuple[MainRun, SavedState]]:
-    for run in match.optimizer.runs:
-        if run.run.key.group == match.number:
-            states = {match.states[shard.name] for shard in run.run.shards}
+def _flat_params_of(match: GroupMatch) -> Iterator[tuple[FlatParam, SavedState]]:
+    for flat in match.optimizer.flat_params:
+        if flat.plan.key.group == match.number:
+            states = {match.states[shard.name] for shard in flat.plan.shards}
             if len(states) > 1:
                 got, rule = f"{len(states)} saved states in one", "be cut before the load"
                 raise InvariantError(refusal("flat param", got, rule, "Call separate first"))
-            yield run, states.pop()
+            yield flat, states.pop()
 
 
-def moments_for(match: GroupMatch) -> list[tuple[MainRun, SavedState, dict[str, Tensor]]]:
+def moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[str, Tensor]]]:
     """Memory for the moments of each flat param: those that are there, where they fit; padding is zero in them.
 
     Args:
         match: after `separate`.
     """
     found = []
-    for run, state in _runs_of(match):
-        known = moments_of(match.optimizer.inner, run.main)
-        found.append((run, state, {kind: _fitting(known.get(kind), run, dtype) for kind, dtype in state.kinds}))
+    for flat, state in _flat_params_of(match):
+        known = moments_of(match.optimizer.inner, flat.main)
+        found.append((flat, state, {kind: _fitting(known.get(kind), flat, dtype) for kind, dtype in state.kinds}))
     return found
 
 
-def _fitting(known: Tensor | None, run: MainRun, dtype: torch.dtype) -> Tensor:
-    return known if known is not None and known.dtype == dtype else torch.zeros_like(run.main, dtype=dtype)
+def _fitting(known: Tensor | None, flat: FlatParam, dtype: torch.dtype) -> Tensor:
+    return known if known is not None and known.dtype == dtype else torch.zeros_like(flat.main, dtype=dtype)
 
 
 def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:
     for target in read.targets:
-        run = target.piece.run
-        whole = run.main if target.kind == MAIN else into[id(run), target.kind]
+        flat = target.piece.flat
+        whole = flat.main if target.kind == MAIN else into[id(flat), target.kind]
         target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
 
 
 def restore_match(
-    match: GroupMatch, moments: list[tuple[MainRun, SavedState, dict[str, Tensor]]], *, same_inner: bool
+    match: GroupMatch, moments: list[tuple[FlatParam, SavedState, dict[str, Tensor]]], *, same_inner: bool
 ) -> None:
     """Takes over options and states.
 
@@ -175,10 +175,10 @@ def restore_match(
         if key not in NOT_OPTIONS and (key in group or same_inner):
             group[key] = as_kept(value, group.get(key))
     restore_group(inner, group, match.step)
-    for run, state, kinds in moments:
-        restore(inner, group, run.main, kinds, state.step if kinds else None)
+    for flat, state, kinds in moments:
+        restore(inner, group, flat.main, kinds, state.step if kinds else None)
         if same_inner and not match.optimizer.plan.choice.is_adam:
-            _restore_scalars(inner.state, run.main, dict(state.scalars))
+            _restore_scalars(inner.state, flat.main, dict(state.scalars))
 
 
 def as_kept(saved: Any, current: Any) -> Any:

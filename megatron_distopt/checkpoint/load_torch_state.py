@@ -179,7 +179,7 @@ def _is_number(value: object) -> bool:
 def _check_kinds(params: TorchParams, name: str, given: _Given, *, has_maxima: bool) -> None:
     """Whether it holds what the inner optimizer needs, or nothing."""
     optimizer, kinds = params.share.optimizer, given.values.keys() - {MAIN_PARAM}
-    known = (frozenset(moments_of(optimizer.inner, run.main)) for run in optimizer.runs)
+    known = (frozenset(moments_of(optimizer.inner, flat.main)) for flat in optimizer.flat_params)
     wanted = needed_moments(optimizer) or next((each for each in known if each), frozenset())
     wanted |= {"max_exp_avg_sq"} if is_adam(optimizer) and has_maxima else set()
     has_begun = bool(kinds) or bool(given.step)
@@ -291,11 +291,14 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
     separate(matches)
     moments = {match: moments_for(match) for match in matches}
     into = {
-        (id(run), kind): flat for each in moments.values() for run, _, by_kind in each for kind, flat in by_kind.items()
+        (id(flat), kind): tensor
+        for each in moments.values()
+        for flat, _, by_kind in each
+        for kind, tensor in by_kind.items()
     }
     for piece in _pieces(params):
         for kind, value in given[piece.shard.name].values.items():
-            _fill(piece, value, piece.run.main if kind == MAIN_PARAM else into[id(piece.run), kind])
+            _fill(piece, value, piece.flat.main if kind == MAIN_PARAM else into[id(piece.flat), kind])
     for match in matches:
         restore_match(match, moments[match], same_inner=True)
         if not is_torchs(match.optimizer.inner):
@@ -305,11 +308,13 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
 
 def _take_kept_once(match: GroupMatch, given: Mapping[str, _Given]) -> None:
     """In the shape in which a class of the user's keeps them; counts stay on the CPU, as torch leaves them."""
-    for run in match.optimizer.runs:
-        state = match.optimizer.inner.state.get(run.main, {})
-        for key, value in given[run.run.shards[0].name].scalars.items() if run.run.key.group == match.number else ():
+    for flat in match.optimizer.flat_params:
+        state = match.optimizer.inner.state.get(flat.main, {})
+        for key, value in (
+            given[flat.plan.shards[0].name].scalars.items() if flat.plan.key.group == match.number else ()
+        ):
             if key in state and torch.is_tensor(value):
-                state[key] = value.to(value.device if key == STEP else run.main.device, copy=True)
+                state[key] = value.to(value.device if key == STEP else flat.main.device, copy=True)
 
 
 def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> GroupMatch:
@@ -319,7 +324,7 @@ def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> Gro
 
 
 def _fill(piece: OwnedPiece, value: Tensor, flat: Tensor) -> None:
-    if flat is piece.run.main and not piece.run.owns_memory:
+    if flat is piece.flat.main and not piece.flat.owns_memory:
         return  # an fp32 model param is its main param, and torch leaves it alone
     target = piece.view(flat)
     for part, both in _overlaps(value, piece.piece.in_global):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
@@ -39,8 +39,8 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         {"name[start:stop]": {"main": 1-D fp32, "cut": {key: 1-D, as long as main}, "whole": {key: anything}}}.
     """
     shards = {
-        _key(shard): {"main": _main_of(run, shard), **_state_of(optimizer, run, shard)}
-        for run, shard in _shards(optimizer)
+        _key(shard): {"main": _main_of(flat, shard), **_state_of(optimizer, flat, shard)}
+        for flat, shard in _shards(optimizer)
     }
     return {
         "format": _FORMAT,
@@ -85,16 +85,16 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     optimizer.loss_scale.load_state_dict(state["loss_scale"])
     keys = {shard.name: _in_common(state["param_shards"][_key(shard)]) for _, shard in _shards(optimizer)}
     optimizer.separate(keys.get)
-    for run in optimizer.runs:
-        _load_run(optimizer, run, state["param_shards"])
-        run.write_model()
+    for flat in optimizer.flat_params:
+        _load_flat(optimizer, flat, state["param_shards"])
+        flat.write_model()
     optimizer.forget_verdict()
 
 
-def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[MainRun, ParamShard]]:
-    for run in optimizer.runs:
-        for shard in run.run.shards:
-            yield run, shard
+def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatParam, ParamShard]]:
+    for flat in optimizer.flat_params:
+        for shard in flat.plan.shards:
+            yield flat, shard
 
 
 def _key(shard: ParamShard) -> str:
@@ -105,17 +105,17 @@ def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
 
 
-def _main_of(run: MainRun, shard: ParamShard) -> Tensor:
+def _main_of(flat: FlatParam, shard: ParamShard) -> Tensor:
     """An fp32 param's is a view of the whole param buffer, all of which would be saved with it."""
-    main = run.cut(run.main, shard)
-    return main if run.owns_memory else main.clone()
+    main = flat.cut(flat.main, shard)
+    return main if flat.owns_memory else main.clone()
 
 
-def _state_of(optimizer: ShardedOptimizer, run: MainRun, shard: ParamShard) -> dict[str, Any]:
-    state = optimizer.inner.state.get(run.main, {})
-    cut = moments_of(optimizer.inner, run.main)
+def _state_of(optimizer: ShardedOptimizer, flat: FlatParam, shard: ParamShard) -> dict[str, Any]:
+    state = optimizer.inner.state.get(flat.main, {})
+    cut = moments_of(optimizer.inner, flat.main)
     whole = {key: value for key, value in state.items() if key not in cut}
-    return {"cut": {key: run.cut(value, shard) for key, value in cut.items()}, "whole": whole}
+    return {"cut": {key: flat.cut(value, shard) for key, value in cut.items()}, "whole": whole}
 
 
 def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
@@ -137,8 +137,8 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
         remedy = "Load each rank's own state at the data-parallel size at which it was saved"
         raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
     usual: dict[int, tuple[set[str], set[str]]] = {}  # of params with moments, by param group
-    for run, shard in _shards(optimizer):
-        part, group = saved[_key(shard)], run.run.key.group
+    for flat, shard in _shards(optimizer):
+        part, group = saved[_key(shard)], flat.plan.key.group
         tensors = [part["main"], *part["cut"].values()]
         keys = usual.setdefault(group, (set(part["cut"]), set(part["whole"]))) if part["cut"] else None
         is_alike = keys in (None, (set(part["cut"]), set(part["whole"])))
@@ -155,30 +155,30 @@ def _in_common(part: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(sorted(part["cut"])), repr(sorted(numbers.items()))
 
 
-def _load_run(optimizer: ShardedOptimizer, run: MainRun, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """A state that was taken before the first update has no moments: the run must then have none either."""
-    parts = [(shard, saved[_key(shard)]) for shard in run.run.shards]
+def _load_flat(optimizer: ShardedOptimizer, flat: FlatParam, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """A state that was taken before the first update has no moments: the flat param must then have none either."""
+    parts = [(shard, saved[_key(shard)]) for shard in flat.plan.shards]
     for shard, part in parts:
-        run.cut(run.main, shard).copy_(part["main"])
-    state = {key: _place(optimizer, run, key, value) for key, value in parts[0][1]["whole"].items()}
+        flat.cut(flat.main, shard).copy_(part["main"])
+    state = {key: _place(optimizer, flat, key, value) for key, value in parts[0][1]["whole"].items()}
     for key in parts[0][1]["cut"]:
-        state[key] = _join(run, [(shard, part["cut"][key]) for shard, part in parts])
-    optimizer.inner.state.pop(run.main, None)
+        state[key] = _join(flat, [(shard, part["cut"][key]) for shard, part in parts])
+    optimizer.inner.state.pop(flat.main, None)
     if state:
-        optimizer.inner.state[run.main] = state
+        optimizer.inner.state[flat.main] = state
 
 
-def _join(run: MainRun, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:
-    whole = torch.zeros(run.main.shape, dtype=parts[0][1].dtype, device=run.main.device)
+def _join(flat: FlatParam, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:
+    whole = torch.zeros(flat.main.shape, dtype=parts[0][1].dtype, device=flat.main.device)
     for shard, piece in parts:
-        run.cut(whole, shard).copy_(piece)
+        flat.cut(whole, shard).copy_(piece)
     return whole
 
 
-def _place(optimizer: ShardedOptimizer, run: MainRun, key: str, value: Any) -> Any:
+def _place(optimizer: ShardedOptimizer, flat: FlatParam, key: str, value: Any) -> Any:
     """A copy, where torch's own `load_state_dict` would put it: "step" beside the param where a kernel reads it."""
     if not torch.is_tensor(value):
         return value
-    group = optimizer.inner.param_groups[run.run.key.group]
+    group = optimizer.inner.param_groups[flat.plan.key.group]
     on_device = key != "step" or group.get("fused") or group.get("capturable")
-    return value.to(run.main.device, copy=True) if on_device else value.clone()
+    return value.to(flat.main.device, copy=True) if on_device else value.clone()

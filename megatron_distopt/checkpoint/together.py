@@ -92,7 +92,7 @@ def _names_begun_here(model: WholeModel) -> list[str]:
     return [
         share.placements[shard.name].name
         for share in model.shares
-        for run in share.optimizer.runs
-        for shard in run.run.shards
+        for flat in share.optimizer.flat_params
+        for shard in flat.plan.shards
         if shard.in_param.start == 0
     ]

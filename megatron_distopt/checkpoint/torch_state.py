@@ -26,7 +26,7 @@ from megatron_distopt.checkpoint.sharded_value import ShardedValue
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 __all__ = ["MAIN_PARAM", "STEP", "StateByParam", "TorchParams", "initial_kinds", "is_adam", "torch_state_dict"]
 
@@ -159,7 +159,7 @@ def _has_state(here: _Here, name: str) -> bool:
     if name not in here.trained:
         return False
     pieces, inner = here.pieces.get(name, []), here.params.share.optimizer.inner
-    return bool(initial_kinds(here.params, name)) or any(inner.state.get(piece.run.main) for piece in pieces[:1])
+    return bool(initial_kinds(here.params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
 
 def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
@@ -167,21 +167,21 @@ def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
     if name not in here.trained:
         return None
     pieces = here.pieces.get(name, [])
-    run = pieces[0].run if pieces else None
+    flat = pieces[0].flat if pieces else None
     initial = initial_kinds(here.params, name)
-    moments = moments_of(here.params.share.optimizer.inner, run.main) if run is not None else {}
+    moments = moments_of(here.params.share.optimizer.inner, flat.main) if flat is not None else {}
     kinds = dict.fromkeys([*initial, *moments])
-    scalars = _scalars(here, run, has_begun=bool(moments)) if run is not None else None
+    scalars = _scalars(here, flat, has_begun=bool(moments)) if flat is not None else None
     if not kinds and not scalars:
         return None if here.params.is_whole else {}  # torch refuses a param without an entry, and others may have one
     state: dict[str, Any] = {kind: _value(here, name, moments.get(kind)) for kind in kinds}
     if name in here.has_main:
-        state[MAIN_PARAM] = _value(here, name, None if run is None else run.main)
+        state[MAIN_PARAM] = _value(here, name, None if flat is None else flat.main)
     return {**(_elsewhere(here) if scalars is None else scalars), **state}
 
 
 def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
-    """Views of a tensor as long as the run; zeros where there is none."""
+    """Views of a tensor as long as the flat param; zeros where there is none."""
     share, pieces = here.params.share, here.pieces.get(name, [])
     dtype, device = (torch.float32, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
     boxes = [piece.piece.in_global for piece in pieces]
@@ -207,12 +207,12 @@ def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
-def _scalars(here: _Here, run: MainRun, *, has_begun: bool) -> dict[str, Any]:
+def _scalars(here: _Here, flat: FlatParam, *, has_begun: bool) -> dict[str, Any]:
     """The count of updates and what else is kept once for a param, in memory of its own: a flat param has it once."""
     optimizer = here.params.share.optimizer
-    state, moments = optimizer.inner.state.get(run.main, {}), moments_of(optimizer.inner, run.main)
+    state, moments = optimizer.inner.state.get(flat.main, {}), moments_of(optimizer.inner, flat.main)
     found = {key: _copied(value) for key, value in state.items() if key not in moments and value is not None}
-    step = step_of(optimizer, optimizer.inner.param_groups[run.run.key.group], run, {})
+    step = step_of(optimizer, optimizer.inner.param_groups[flat.plan.key.group], flat, {})
     if STEP not in found and (step is not None or (is_adam(optimizer) and not has_begun)):
         found[STEP] = torch.tensor(float(step or 0))
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, key_of
 from megatron_distopt.layout import ParamShard, Piece, Placement
-from megatron_distopt.optimizer import MainRun, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 __all__ = ["OwnedPiece", "Share", "WholeModel", "owned_pieces", "without_wrappers"]
 
@@ -74,37 +74,37 @@ class OwnedPiece:
     """A box of one param that this rank owns.
 
     Args:
-        share: whose run it is in.
-        run: that holds the elements.
+        share: whose flat param it is in.
+        flat: that holds the elements.
         shard: of which it is a part.
         placement: of the param.
         piece: which elements.
     """
 
     share: Share
-    run: MainRun
+    flat: FlatParam
     shard: ParamShard
     placement: Placement
     piece: Piece
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The elements in a tensor as long as the run, in the shape of the box."""
+        """The elements in a tensor as long as the flat param, in the shape of the box."""
         in_shard = self.piece.in_param.relative_to(self.shard.in_param.start)
-        stretch = self.run.cut(tensor, self.shard)[in_shard.as_slice()]
+        stretch = self.flat.cut(tensor, self.shard)[in_shard.as_slice()]
         return stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the main param and of what the inner optimizer keeps for each element, by key."""
-        yield key_of(MAIN, self.placement.name), self.view(self.run.main)
-        for kind, tensor in moments_of(self.share.optimizer.inner, self.run.main).items():
+        yield key_of(MAIN, self.placement.name), self.view(self.flat.main)
+        for kind, tensor in moments_of(self.share.optimizer.inner, self.flat.main).items():
             yield key_of(kind, self.placement.name), self.view(tensor)
 
 
 def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
     """All that this rank owns, in the order of its buffers."""
     for share in model.shares:
-        for run in share.optimizer.runs:
-            for shard in run.run.shards:
+        for flat in share.optimizer.flat_params:
+            for shard in flat.plan.shards:
                 placement = share.placements[shard.name]
                 for piece in placement.pieces(shard.in_param):
-                    yield OwnedPiece(share, run, shard, placement, piece)
+                    yield OwnedPiece(share, flat, shard, placement, piece)

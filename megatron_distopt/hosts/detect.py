@@ -10,16 +10,16 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError, refusal
-from megatron_distopt.hosts.era_a.facts import check_flags
-from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE, Generation, recognise
-from megatron_distopt.hosts.seams import Replacement, Seam
+from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.megatron_2023.facts import check_flags
+from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
 
 __all__ = ["Host", "find_host", "get_megatron_optimizer"]
 
 #: Where the adapter of a generation is; it imports the host and is imported when its factory is replaced.
 _ADAPTERS = {
     MEGATRON_CORE.name: "megatron_distopt.hosts.megatron_core.adapter",
-    ERA_A.name: "megatron_distopt.hosts.era_a.adapter",
+    MEGATRON_2023.name: "megatron_distopt.hosts.megatron_2023.adapter",
 }
 
 
@@ -29,16 +29,16 @@ class Host:
 
     Args:
         name: for people.
-        seam: its factory of optimizers.
+        patch point: its factory of optimizers.
         replacement: from the host's factory and our options to ours; imports the host.
         parser: its parser of arguments, where it has one that lets our flags in.
         check_arguments: refuses what was parsed and cannot be combined with its flag.
     """
 
     name: str
-    seam: Seam
+    patch_point: PatchPoint
     replacement: Callable[[Callable[..., Any], DistOptConfig], Replacement]
-    parser: Seam | None = None
+    parser: PatchPoint | None = None
     check_arguments: Callable[[object], None] = lambda args: None
 
 
@@ -69,11 +69,11 @@ def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **k
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
     """
     host = find_host()
-    return host.replacement(host.seam.find(), options or DistOptConfig())(*args, **kwargs)
+    return host.replacement(host.patch_point.find(), options or DistOptConfig())(*args, **kwargs)
 
 
 def _host_of(generation: Generation) -> Host:
-    factory, *parsers = generation.seams
+    factory, *parsers = generation.patch_points
 
     def replace(original: Callable[..., Any], config: DistOptConfig) -> Replacement:
         ours: Replacement = import_module(_ADAPTERS[generation.name]).replacement(original, config)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_distopt.errors import UnknownHostError, refusal
-from megatron_distopt.hosts.era_a import facts as era_a
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["ERA_A", "GENERATIONS", "MEGATRON_CORE", "Generation", "recognise"]
+__all__ = ["GENERATIONS", "MEGATRON_2023", "MEGATRON_CORE", "Generation", "recognise"]
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,20 @@ class Generation:
         name: for people.
         examples: who belongs to it.
         has: modules that all of them have.
-        seams: what we replace there, the factory first; empty where it is not supported.
+        patch points: what we replace there, the factory first; empty where it is not supported.
         remedy: what to do instead, where it is not supported.
     """
 
     name: str
     examples: str
     has: tuple[str, ...]
-    seams: tuple[Seam, ...] = ()
+    patch_points: tuple[PatchPoint, ...] = ()
     remedy: str = ""
 
     @property
     def is_supported(self) -> bool:
         """Whether an adapter exists."""
-        return bool(self.seams)
+        return bool(self.patch_points)
 
     def refusal(self) -> str | None:
         """Why we cannot plug into it, None where an adapter exists."""
@@ -43,13 +43,16 @@ class Generation:
 
 
 MEGATRON_CORE = Generation(
-    "megatron-core", "megatron-core 0.16, Megatron-LM of 2026", ("megatron.core.optimizer",), (megatron_core.SEAM,)
+    "megatron-core",
+    "megatron-core 0.16, Megatron-LM of 2026",
+    ("megatron.core.optimizer",),
+    (megatron_core.PATCH_POINT,),
 )
-ERA_A = Generation(
-    "Megatron of 2023 (era A)",
+MEGATRON_2023 = Generation(
+    "Megatron of 2023",
     "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
-    (era_a.SEAM, era_a.PARSER),
+    (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
 )
 
 #: In the order in which they are asked: the first whose modules are all there is the one.
@@ -67,7 +70,7 @@ GENERATIONS = (
         ("megatron.optimizer.distrib_optimizer", "megatron.core.distributed"),
         remedy="Move the fork to megatron-core 0.16, or call megatron_distopt.distribute(...) on its model",
     ),
-    ERA_A,
+    MEGATRON_2023,
     Generation(
         "Megatron without a distributed optimizer",
         "Megatron-LM 2.5 and 2.6, BigScience Megatron-DeepSpeed",
@@ -87,12 +90,12 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
         UnknownHostError: none of those that we know.
 
     >>> recognise({"megatron.optimizer.distrib_optimizer", "megatron.arguments"}.__contains__).name
-    'Megatron of 2023 (era A)'
+    'Megatron of 2023'
     """
     for generation in GENERATIONS:
         if all(map(has_module, generation.has)):
             return generation
-    rule = "provide " + " or ".join(str(known.seams[0]) for known in GENERATIONS if known.seams)
+    rule = "provide " + " or ".join(str(known.patch_points[0]) for known in GENERATIONS if known.patch_points)
     remedy = (
         "Start in the folder of your fork, or run pip install megatron-core==0.16.1, or use "
         "megatron_distopt.distribute(...) without a Megatron"

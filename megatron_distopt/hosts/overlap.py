@@ -46,9 +46,9 @@ def check_bucket(config: DistOptConfig, num_ranks: int, write: str) -> None:
     Raises:
         ConfigError
     """
-    if config.bucket_numel is not None and config.bucket_numel < num_ranks:
-        got, rule = f"{config.bucket_numel} elements", f"have one for each of the {num_ranks} data-parallel ranks"
-        raise ConfigError(refusal("bucket_numel", got, rule, f"Write {write}, or leave it out"))
+    if config.bucket_size is not None and config.bucket_size < num_ranks:
+        got, rule = f"{config.bucket_size} elements", f"have one for each of the {num_ranks} data-parallel ranks"
+        raise ConfigError(refusal("bucket_size", got, rule, f"Write {write}, or leave it out"))
 
 
 def wire_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
@@ -57,14 +57,14 @@ def wire_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.
     Raises:
         ConfigError: grads that are kept in 16 bits are to be rounded.
     """
-    if config.wire_dtype is None:
+    if config.reduce_dtype is None:
         return None
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
     if short:
-        got, rule = f"{config.wire_dtype} for grads kept in {dtype_name(short[0])}", "have fp32 grads to round"
+        got, rule = f"{config.reduce_dtype} for grads kept in {dtype_name(short[0])}", "have fp32 grads to round"
         remedy = "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True"
-        raise ConfigError(refusal("wire_dtype", got, rule, remedy))
-    wire: torch.dtype = getattr(torch, config.wire_dtype)
+        raise ConfigError(refusal("reduce_dtype", got, rule, remedy))
+    wire: torch.dtype = getattr(torch, config.reduce_dtype)
     return wire
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
 from megatron_distopt.version import VERSION
@@ -28,13 +28,17 @@ def announce(text: str) -> None:
 
 
 def describe(
-    host: str, seams: Sequence[Seam | str], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
+    host: str,
+    patch_points: Sequence[PatchPoint | str],
+    optimizers: Sequence[ShardedOptimizer],
+    device: torch.device,
+    *more: str,
 ) -> str:
     """Several lines for a person.
 
     Args:
         host: its name.
-        seams: what was replaced, or called.
+        patch points: what was replaced, or called.
         optimizers: of this rank, with one plan.
         device: of the params.
         more: lines of the host's own, such as its groups.
@@ -42,7 +46,7 @@ def describe(
     plan = optimizers[0].plan
     accelerator = find_accelerator(plan.config.accelerator)
     lines = [
-        f"megatron_distopt {VERSION} is active in {host} ({', '.join(map(str, seams))})",
+        f"megatron_distopt {VERSION} is active in {host} ({', '.join(map(str, patch_points))})",
         f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
         f"  inner      {plan.choice.name}" + "".join(f"; {reason}" for reason in plan.choice.why),
         f"  decay      {plan.config.decay}",
@@ -54,7 +58,7 @@ def describe(
         memory = measure_memory(optimizer)
         nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
         if plan.choice.is_adam:
-            nbytes["moments"] = sum(2 * run.main.numel() * run.main.element_size() for run in optimizer.runs)
+            nbytes["moments"] = sum(2 * flat.main.numel() * flat.main.element_size() for flat in optimizer.flat_params)
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)
 

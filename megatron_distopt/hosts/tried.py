@@ -51,7 +51,7 @@ TRIED = (
     Tried(
         "Megatron-DeepSpeed",
         "4efb479d",
-        "its `pretrain_gpt.py`, unedited, runner with both launchers, entry-point door: DP 1, "
+        "its `pretrain_gpt.py`, unedited, runner with both launchers, entry point: DP 1, "
         "2, 4, 5, TP 2, PP 2, accumulation, fp32, bf16, fp16, its checkpoints both ways, those of its undistributed "
         "optimizer, ours at another data-parallel size: `tests/hosts/test_megatron_deepspeed.py`",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
@@ -61,7 +61,7 @@ TRIED = (
     Tried(
         "Megatron-LM",
         "23.04 (2360d732)",
-        "its `pretrain_gpt.py`, unedited, runner: DP 2, PP 2, fp32, bf16; its checkpoints (A1) both ways",
+        "its `pretrain_gpt.py`, unedited, runner: DP 2, PP 2, fp32, bf16; its checkpoints (per-rank files) both ways",
         "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
         "2026-11-21",
         "passes",
@@ -69,7 +69,7 @@ TRIED = (
     Tried(
         "Megatron-LM",
         "23.06 (4f8e9ac4)",
-        "the same: DP 2, TP 2, PP 2, sequence parallel, fp32, bf16, fp16, SGD; its checkpoints (A2) both ways",
+        "the same: DP 2, TP 2, PP 2, sequence parallel, fp32, bf16, fp16, SGD; its gathered file both ways",
         "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
         "2026-11-21",
         "passes",
@@ -86,7 +86,7 @@ TRIED = (
         "bigcode Megatron-LM",
         "7c325cd3",
         "the same with multi-query attention: DP 2, TP 2 with and without sequence parallel, fp32, bf16; checkpoints "
-        "(A2)",
+        "(gathered file)",
         "CPU, gloo, torch 2.13.0; stand-ins for apex, CUDA and fused kernels around the fork",
         "2026-11-21",
         "passes",
@@ -95,7 +95,7 @@ TRIED = (
         "epfLLM Megatron-LLM",
         "806a8330",
         "its `finetune.py --model_name gpt`, `--use_distributed_optimizer`: DP 2, fp32, bf16; own resume, from its "
-        "checkpoints (A1)",
+        "checkpoints (per-rank files)",
         "CPU, gloo, torch 2.13.0; stand-ins for apex, flash-attention, CUDA and fused kernels around the fork",
         "2026-11-21",
         "passes; the fork itself cannot resume",
@@ -103,8 +103,8 @@ TRIED = (
     Tried(
         "a small fork of 2023 on megatron-core 0.2.0",
         "`tests/hosts/mini_fork`",
-        "`tests/hosts/test_era_a_*.py`: A1 and A2, three doors, both launchers, DP 1 to 6, TP 2, PP 2, experts, "
-        "Ulysses, mixed dtypes, multi-query, checkpoints at another layout, refusals",
+        "`tests/hosts/test_megatron_2023_*.py`: both file layouts, all install methods, both launchers, DP 1 to 6, "
+        "TP 2, PP 2, experts, Ulysses, mixed dtypes, multi-query, checkpoints at another layout, refusals",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
         "2026-11-21",
         "passes",

@@ -15,12 +15,12 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.params import ParamSlot, ParamSpec
 from megatron_distopt.layout.span import Span
 
-__all__ = ["Bucket", "BufferLayout", "adopt", "default_bucket_numel", "lay_out"]
+__all__ = ["Bucket", "BufferLayout", "adopt", "default_bucket_size", "lay_out"]
 
 #: Buckets of a buffer, where neither bound below counts.
 _USUAL_BUCKETS = 8
 #: Each rank's part of a bucket is worth a message, and a bucket is not so large that its last one is waited for.
-_LEAST_SHARD_NUMEL, _MOST_BUCKET_NUMEL = 1 << 17, 40_000_000
+_LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def lay_out(
     params: Sequence[ParamSpec],
     *,
     num_shards: int,
-    bucket_numel: int | None = None,
+    bucket_size: int | None = None,
     alignment_numel: int = 64,
     last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
@@ -136,7 +136,7 @@ def lay_out(
     Args:
         params: in buffer order; hosts give the reverse of registration, roughly the order of backward.
         num_shards: size of the data-parallel group.
-        bucket_numel: a bucket ends with the param that fills it to this; None for one bucket.
+        bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
         alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, which the
             vectorised kernels of every accelerator like; the 2023 forks use 1.
         last: behind the others, in buckets of their own.
@@ -145,7 +145,7 @@ def lay_out(
     >>> layout.slots[1], layout.numel
     (ParamSlot(name='b', bucket=0, in_buffer=Span(start=3, stop=7)), 8)
     """
-    _check_numbers(num_shards=num_shards, alignment_numel=alignment_numel, bucket_numel=bucket_numel)
+    _check_numbers(num_shards=num_shards, alignment_numel=alignment_numel, bucket_size=bucket_size)
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
     bucket_start = cursor = 0
@@ -154,7 +154,7 @@ def lay_out(
         in_buffer = Span(0, param.numel).moved_by(_round_up(cursor, alignment_numel))
         slots.append(ParamSlot(param.name, len(buckets), in_buffer))
         cursor = in_buffer.stop
-        is_full = bucket_numel is not None and cursor - bucket_start >= bucket_numel
+        is_full = bucket_size is not None and cursor - bucket_start >= bucket_size
         if is_full or number in ends:
             stop = bucket_start + _round_up(cursor - bucket_start, num_shards)
             buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
@@ -162,18 +162,18 @@ def lay_out(
     return BufferLayout(tuple(slots), tuple(buckets), num_shards)
 
 
-def default_bucket_numel(numel: int, num_shards: int) -> int:
+def default_bucket_size(numel: int, num_shards: int) -> int:
     """Elements of a bucket that is reduced while others are still computed.
 
     Args:
         numel: of the buffer.
         num_shards: size of the data-parallel group.
 
-    >>> default_bucket_numel(100_000_000, 4), default_bucket_numel(1000, 4), default_bucket_numel(10**10, 4)
+    >>> default_bucket_size(100_000_000, 4), default_bucket_size(1000, 4), default_bucket_size(10**10, 4)
     (12500000, 524288, 40000000)
     """
     least = _LEAST_SHARD_NUMEL * num_shards
-    return max(min(-(-numel // _USUAL_BUCKETS), _MOST_BUCKET_NUMEL), least)
+    return max(min(-(-numel // _USUAL_BUCKETS), _MOST_BUCKET_SIZE), least)
 
 
 def _check_numbers(**numbers: int | None) -> None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from megatron_distopt.layout.buckets import BufferLayout
-from megatron_distopt.layout.runs import plan_runs
+from megatron_distopt.layout.flat_params import plan_flat_params
 from megatron_distopt.layout.shards import owned_shards
 
 __all__ = ["Collective", "Footprint", "Kind", "Widths", "collectives_of", "estimate_footprint", "stats_collective"]
 
-#: Every run has a tensor of its own in which its updates are counted: one fp32.
+#: Every flat param has a tensor of its own in which its updates are counted: one fp32.
 _STEP_NBYTES = 4
 #: An fp32 copy of a 16-bit gradient lives from the statistics to the update.
 _FP32_NBYTES = 4
@@ -48,7 +48,7 @@ class Footprint:
 
     Args:
         param_nbytes, grad_nbytes: buffers; every rank holds them whole.
-        main_nbytes, moment_nbytes: of the runs that the rank owns, the counters of updates included.
+        main_nbytes, moment_nbytes: of the flat params that the rank owns, the counters of updates included.
         undistributed_nbytes: main params and moments of a rank that holds the state of all params.
         backward_nbytes: for a moment in backward: the largest gradient before it is added to the buffer.
         step_nbytes: for the length of a step: fp32 copies of 16-bit gradients.
@@ -87,7 +87,7 @@ def estimate_footprint(layout: BufferLayout, rank: int, widths: Widths, key_of: 
         layout: of both.
         rank: in the data-parallel group.
         widths: bytes an element.
-        key_of: from a param's name; neighbours with equal keys are one run.
+        key_of: from a param's name; neighbours with equal keys are one flat param.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 96), ParamSpec("b", 32)], num_shards=2)
@@ -95,18 +95,18 @@ def estimate_footprint(layout: BufferLayout, rank: int, widths: Widths, key_of: 
     >>> held.param_nbytes, held.grad_nbytes, held.main_nbytes, held.moment_nbytes
     (320, 640, 320, 644)
     """
-    runs = plan_runs(owned_shards(layout, rank), key_of)
-    owned = sum(run.in_buffer.numel for run in runs)
+    flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
+    owned = sum(flat.in_buffer.numel for flat in flat_params)
     numels = [slot.in_buffer.numel for slot in layout.slots]
     return Footprint(
         param_nbytes=layout.numel * widths.param,
         grad_nbytes=layout.numel * widths.grad,
         main_nbytes=owned * widths.main,
-        moment_nbytes=owned * widths.moments + len(runs) * _STEP_NBYTES,
+        moment_nbytes=owned * widths.moments + len(flat_params) * _STEP_NBYTES,
         undistributed_nbytes=sum(numels) * (widths.main + widths.moments),
         backward_nbytes=max(numels) * widths.param,
         step_nbytes=owned * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
-        num_runs=len(runs),
+        num_runs=len(flat_params),
     )
 
 

@@ -21,7 +21,7 @@ from megatron_distopt.optimizer.inner import (
     restore_group,
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
-from megatron_distopt.optimizer.main_params import MainRun, ParamGroup
+from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.memory import Memory, measure_memory
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.sync_check import find_synchronisations, forbid_synchronisations
@@ -34,10 +34,10 @@ __all__ = [
     "ConstantLossScale",
     "Decision",
     "DynamicLossScale",
+    "FlatParam",
     "GradStats",
     "InnerChoice",
     "LossScale",
-    "MainRun",
     "Memory",
     "ParamGroup",
     "ShardedOptimizer",

@@ -22,7 +22,7 @@ from megatron_distopt.optimizer.grad_norm import (
     sum_with,
 )
 from megatron_distopt.optimizer.late import HostCopy, LateVerdict, found_inf_of, late_divisor
-from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.verdict import Decision, Verdict, clip_divisor
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group, extra: Te
     Returns:
         On the device, see `LateVerdict`.
     """
-    runs = _attached(optimizers)
+    flat_params = _attached(optimizers)
     device, count_zeros = optimizers[0].device, optimizers[0].config.count_zeros
-    stats, flags = local_numbers(runs, device, count_zeros=count_zeros)
+    stats, flags = local_numbers(flat_params, device, count_zeros=count_zeros)
     return torch.cat([sum_with(stats, extra, group), flags])
 
 
@@ -154,8 +154,8 @@ def divide_late(
 
 def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVerdict:
     """Sends the numbers of `measure_late` to the CPU; every optimizer looks at them at its next step."""
-    runs = [run for optimizer in optimizers for run in optimizer.runs]
-    late = LateVerdict(numbers, runs, counts_zeros=optimizers[0].config.count_zeros)
+    flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
+    late = LateVerdict(numbers, flat_params, counts_zeros=optimizers[0].config.count_zeros)
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         late.report_unless_settled()
     for optimizer in optimizers:
@@ -178,7 +178,7 @@ def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Non
         return
     if policy is NonFinitePolicy.RAISE:
         _release(optimizers)  # a host may have attached those of this step already, and makes it anew
-    _report_nonfinite(late.nonfinite_runs(), policy, group, when=", in the step before")
+    _report_nonfinite(late.nonfinite_flat_params(), policy, group, when=", in the step before")
 
 
 def _settle_complaint(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
@@ -208,10 +208,10 @@ def measure_together(
     return reduce_stats(local, group, count_zeros=count_zeros, extra=extra)
 
 
-def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[MainRun]:
+def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
     for optimizer in optimizers:
         optimizer.attach_grads()
-    return [run for optimizer in optimizers for run in optimizer.runs]
+    return [flat for optimizer in optimizers for flat in optimizer.flat_params]
 
 
 def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
@@ -229,7 +229,7 @@ def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, gro
         return Verdict.UPDATE
     policy = optimizers[0].config.policy
     if not curable and policy is not NonFinitePolicy.SKIP:
-        names = nonfinite_params([run for optimizer in optimizers for run in optimizer.runs])
+        names = nonfinite_params([flat for optimizer in optimizers for flat in optimizer.flat_params])
         if policy is NonFinitePolicy.RAISE:
             _release(optimizers)
         _report_nonfinite(names, policy, group)

@@ -3,7 +3,7 @@
 [Note: counted once] The statistics are those of the gradient of one copy of the whole model. Over data-parallel ranks
 every element has one owner. Over tensor-parallel ranks a duplicated param (a norm weight, a bias after a row-parallel
 layer), and over pipeline stages a shared embedding, exists more than once; the host says which rank counts it
-(`RunKey.counted`).
+(`FlatParamKey.counted`).
 
 [Note: large and infinite] The square of an fp32 number above 1.8e19 is infinite in fp32. On a CPU the sum is looked at,
 which costs nothing there, and is made again in float64 where it is not finite. Elsewhere a look would make the CPU wait
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.comm import Group, sum_over
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
-from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.main_params import FlatParam
 
 __all__ = ["GradStats", "local_numbers", "local_stats", "nonfinite_params", "reduce_stats", "sum_with"]
 
@@ -60,37 +60,41 @@ class GradStats:
         return math.sqrt(self.sum_of_squares) / divisor
 
 
-def local_stats(runs: Sequence[MainRun], device: torch.device, *, count_zeros: bool) -> Tensor:
+def local_stats(flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool) -> Tensor:
     """What this rank contributes: sum of squares, zeros, 1 if something is not finite.
 
     Args:
-        runs: with their gradients attached.
+        flat_params: with their gradients attached.
         device: of the result.
 
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
-    grads = [run.main_grad for run in runs]
+    grads = [flat.main_grad for flat in flat_params]
     sums = [_sum_of_squares(grad) for grad in grads] if device.type == CPU else _sums_unseen(grads, device)
-    return _add_up(runs, sums, device, count_zeros=count_zeros)
+    return _add_up(flat_params, sums, device, count_zeros=count_zeros)
 
 
-def local_numbers(runs: Sequence[MainRun], device: torch.device, *, count_zeros: bool) -> tuple[Tensor, Tensor]:
+def local_numbers(
+    flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool
+) -> tuple[Tensor, Tensor]:
     """The same without a look at any of it, for a verdict that comes late.
 
     Returns:
-        What `local_stats` returns, and [len(runs)] of that dtype: 1 where the gradient of the run is not finite.
+        What `local_stats` returns, and [len(flat_params)] of that dtype: 1 where the gradient of one is not finite.
     """
-    sums = _sums_unseen([run.main_grad for run in runs], device)
-    stats = _add_up(runs, sums, device, count_zeros=count_zeros)
+    sums = _sums_unseen([flat.main_grad for flat in flat_params], device)
+    stats = _add_up(flat_params, sums, device, count_zeros=count_zeros)
     return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
 
 
-def _add_up(runs: Sequence[MainRun], sums: Sequence[Tensor], device: torch.device, *, count_zeros: bool) -> Tensor:
+def _add_up(
+    flat_params: Sequence[FlatParam], sums: Sequence[Tensor], device: torch.device, *, count_zeros: bool
+) -> Tensor:
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
-    counted = sum((each for run, each in zip(runs, sums, strict=True) if run.run.key.counted), zero)
-    duplicated = sum((each for run, each in zip(runs, sums, strict=True) if not run.run.key.counted), zero)
-    zeros = sum((_num_zeros(run) for run in runs if count_zeros and run.run.key.counted), zero)
+    counted = sum((each for flat, each in zip(flat_params, sums, strict=True) if flat.plan.key.counted), zero)
+    duplicated = sum((each for flat, each in zip(flat_params, sums, strict=True) if not flat.plan.key.counted), zero)
+    zeros = sum((_num_zeros(flat) for flat in flat_params if count_zeros and flat.plan.key.counted), zero)
     nonfinite = (~torch.isfinite(counted + duplicated)).to(zero.dtype)
     return torch.stack([counted, zeros, nonfinite])
 
@@ -128,12 +132,12 @@ def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
     return both[: stats.numel()]
 
 
-def nonfinite_params(runs: Sequence[MainRun]) -> list[str]:
+def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
     """Names of the params whose gradient on this rank holds inf or nan; slow, for error messages.
 
     Where there is none, of those that count as infinite, see [Note: large and infinite].
     """
-    parts = [(shard.name, run.cut(run.grad, shard)) for run in runs for shard in run.run.shards]
+    parts = [(shard.name, flat.cut(flat.grad, shard)) for flat in flat_params for shard in flat.plan.shards]
     infinite = [name for name, part in parts if not torch.isfinite(part).all()]
     large = (f"{name} (finite, and above 1.8e19)" for name, part in parts if not torch.isfinite(part.dot(part)))
     return infinite or list(large)
@@ -165,5 +169,5 @@ def _in_pieces(grad: Tensor, numel: int) -> Tensor:
     return torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, numel)]).to(dtype).sum()
 
 
-def _num_zeros(run: MainRun) -> Tensor:
-    return run.main_grad.numel() - run.run.padding_numel - torch.count_nonzero(run.main_grad)
+def _num_zeros(flat: FlatParam) -> Tensor:
+    return flat.main_grad.numel() - flat.plan.padding_numel - torch.count_nonzero(flat.main_grad)

@@ -91,7 +91,7 @@ class CapturedStep:
             NonFiniteGradError: on all ranks, where the last step's gradient was not finite and the policy is "raise".
         """
         optimizer = self.optimizer
-        if self._is_first or not all(optimizer.inner.state.get(run.main) for run in optimizer.runs):
+        if self._is_first or not all(optimizer.inner.state.get(flat.main) for flat in optimizer.flat_params):
             self._is_first = False
             return self._ordinary()
         group = optimizer.plan.stats_group()

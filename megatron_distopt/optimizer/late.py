@@ -12,10 +12,10 @@ them changes nothing where it is 1. So the CPU waits for nothing; the numbers fo
 Where no step follows, nobody looks: then an error is logged when the optimizer goes, or at the end of the process
 (`report_unless_settled`).
 
-By then the gradients are gone, so a message names runs ("among ...") and not params. A host gets the norm as a tensor
-of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU, sums
-are float64 there, the loss scale is constant, and the inner optimizer skips by itself (`ShardedOptimizer.is_late`).
-Every bit is as without; tests/optimizer/test_late.py.
+By then the gradients are gone, so a message names flat params ("among ...") and not params. A host gets the norm as a
+tensor of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU,
+sums are float64 there, the loss scale is constant, and the inner optimizer skips by itself
+(`ShardedOptimizer.is_late`). Every bit is as without; tests/optimizer/test_late.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from megatron_distopt.layout import Run
+from megatron_distopt.layout import FlatParamPlan
 from megatron_distopt.optimizer.accelerator import CPU, mark
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.main_params import MainRun, RunKey
+from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
 
 __all__ = ["HostCopy", "LateVerdict", "found_inf_of", "late_divisor", "late_norm"]
@@ -66,23 +66,23 @@ class LateVerdict:
     """What a step's statistics said.
 
     Args:
-        numbers: float64 [3 + len(runs)]: sum of squares, zeros and ranks with something that is not finite, over all
-            ranks; then 1 for each run of this rank whose gradient is not finite.
-        runs: of this rank.
+        numbers: float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not
+            finite, over all ranks; then 1 for each flat param of this rank whose gradient is not finite.
+        flat_params: of this rank.
         counts_zeros: whether zeros were counted.
     """
 
-    def __init__(self, numbers: Tensor, runs: Sequence[MainRun], *, counts_zeros: bool) -> None:
+    def __init__(self, numbers: Tensor, flat_params: Sequence[FlatParam], *, counts_zeros: bool) -> None:
         #: On the device.
         self.numbers = numbers
         self._copy = HostCopy(numbers)
-        self._runs, self.counts_zeros = tuple(runs), counts_zeros
+        self._runs, self.counts_zeros = tuple(flat_params), counts_zeros
         self._report: finalize[Any, Any] | None = None
 
     def report_unless_settled(self) -> None:
         """From now on: if nobody says `settled` before this goes or the process ends, and it was not finite, an error
         is logged."""
-        plans = tuple(run.run for run in self._runs)  # which hold no tensors
+        plans = tuple(flat.plan for flat in self._runs)  # which hold no tensors
         self._report = finalize(self, _report_nonfinite, self._copy, plans)
 
     def settled(self) -> None:
@@ -96,22 +96,22 @@ class LateVerdict:
         sum_of_squares, zeros, nonfinite, *_ = self._copy.values
         return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
 
-    def nonfinite_runs(self) -> list[str]:
-        """The runs of this rank whose gradient was not finite, by names of their params; waits for the device."""
-        return _nonfinite_of(self._copy, [run.run for run in self._runs])
+    def nonfinite_flat_params(self) -> list[str]:
+        """Those of this rank whose gradient was not finite, by names of their params; waits for the device."""
+        return _nonfinite_of(self._copy, [flat.plan for flat in self._runs])
 
 
-def _nonfinite_of(numbers: HostCopy, plans: Sequence[Run[RunKey]]) -> list[str]:
+def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
     return [_described(plan) for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
 
 
-def _report_nonfinite(numbers: HostCopy, plans: Sequence[Run[RunKey]]) -> None:
+def _report_nonfinite(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
     if numbers.values[2] > 0:
         where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
         _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)
 
 
-def _described(plan: Run[RunKey]) -> str:
+def _described(plan: FlatParamPlan[FlatParamKey]) -> str:
     names = [shard.name for shard in plan.shards]
     return names[0] if len(names) == 1 else f"among {len(names)} params from {names[0]} to {names[-1]}"
 

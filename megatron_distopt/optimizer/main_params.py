@@ -1,4 +1,4 @@
-"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/runs.py).
+"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/flat_params.py).
 
 A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its own main param: the
 view of the param buffer is updated in place, so it is never rounded and nothing is copied.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
-from megatron_distopt.layout import ParamShard, Run, Span, owned_shards, plan_runs
+from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 
-__all__ = ["MainRun", "ParamGroup", "RunKey", "build_main_runs", "split_run"]
+__all__ = ["FlatParam", "FlatParamKey", "ParamGroup", "build_flat_params", "split_flat_param"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
-class RunKey:
-    """What the params of one run have in common.
+class FlatParamKey:
+    """What the params of one flat param have in common.
 
     Args:
         group: index of the param group.
@@ -48,17 +48,17 @@ class RunKey:
 
 
 @dataclass(frozen=True, eq=False)
-class MainRun:
+class FlatParam:
     """One flat main param with the model params and grads of the same elements.
 
     Args:
-        run: the plan.
-        main: fp32 1-D [run.in_buffer.numel]; the inner optimizer's param.
+        plan: which elements, and what they have in common.
+        main: fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param.
         model: 1-D, the same elements of the param buffer.
         grad: 1-D, the same elements of the grad buffer.
     """
 
-    run: Run[RunKey]
+    plan: FlatParamPlan[FlatParamKey]
     main: Tensor
     model: Tensor
     grad: Tensor
@@ -78,8 +78,8 @@ class MainRun:
         return self.main.grad
 
     def cut(self, tensor: Tensor, shard: ParamShard) -> Tensor:
-        """The elements of one of its param shards, in a tensor as long as the run."""
-        return tensor[self.run.in_run(shard).as_slice()]
+        """The elements of one of its param shards, in a tensor as long as itself."""
+        return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def attach_grad(self) -> None:
         """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one until `detach_grad`."""
@@ -114,42 +114,44 @@ class MainRun:
             main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
 
 
-def build_main_runs(buffers: Sequence[ShardedBuffer], key_of: Callable[[str], RunKey | None]) -> tuple[MainRun, ...]:
+def build_flat_params(
+    buffers: Sequence[ShardedBuffer], key_of: Callable[[str], FlatParamKey | None]
+) -> tuple[FlatParam, ...]:
     """The main params of this rank, in buffer order.
 
     Args:
         buffers: all of one device.
         key_of: from a param's name; None for one that is not updated.
     """
-    return tuple(main_run for buffer in buffers for main_run in _of_buffer(buffer, key_of))
+    return tuple(flat for buffer in buffers for flat in _of_buffer(buffer, key_of))
 
 
-def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], RunKey | None]) -> list[MainRun]:
-    runs = plan_runs(
+def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], FlatParamKey | None]) -> list[FlatParam]:
+    flat_params = plan_flat_params(
         owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
     )
-    models = [buffer.param_of(run.in_buffer) for run in runs]
+    models = [buffer.param_of(flat.in_buffer) for flat in flat_params]
     mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)
-    grads = [view_of(buffer.grad, run.in_buffer) for run in runs]
-    return [MainRun(*parts) for parts in zip(runs, mains, models, grads, strict=True)]
+    grads = [view_of(buffer.grad, flat.in_buffer) for flat in flat_params]
+    return [FlatParam(*parts) for parts in zip(flat_params, mains, models, grads, strict=True)]
 
 
-def split_run(run: MainRun, key_of: Callable[[str], Hashable]) -> tuple[MainRun, ...]:
+def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
     """Cuts a flat param between neighbours with different keys; all parts are views of its memory.
 
     Args:
-        run: what is cut; it is returned as it is where all its params have one key.
+        flat: what is cut; it is returned as it is where all its params have one key.
         key_of: from a param's name.
     """
-    members = [tuple(shards) for _, shards in groupby(run.run.shards, key=lambda shard: key_of(shard.name))]
-    return (run,) if len(members) == 1 else tuple(_part_of(run, shards) for shards in members)
+    members = [tuple(shards) for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))]
+    return (flat,) if len(members) == 1 else tuple(_part_of(flat, shards) for shards in members)
 
 
-def _part_of(run: MainRun, shards: tuple[ParamShard, ...]) -> MainRun:
+def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
-    part = in_buffer.relative_to(run.run.in_buffer.start).as_slice()
-    plan = Run(run.run.key, run.run.bucket, in_buffer, shards)
-    return MainRun(plan, run.main.detach()[part], run.model[part], run.grad[part])
+    part = in_buffer.relative_to(flat.plan.in_buffer.start).as_slice()
+    plan = FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
+    return FlatParam(plan, flat.main.detach()[part], flat.model[part], flat.grad[part])
 
 
 def _copy_flat(models: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.main_params import MainRun
+from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 __all__ = ["Memory", "measure_memory"]
@@ -39,18 +39,18 @@ class Memory:
 
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     """Adds up what `optimizer` holds."""
-    owning = [run for run in optimizer.runs if run.owns_memory]
+    owning = [flat for flat in optimizer.flat_params if flat.owns_memory]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
-        main_nbytes=sum(_nbytes(run.main) for run in owning),
-        moment_nbytes=sum(_nbytes(tensor) for run in optimizer.runs for tensor in _moments(optimizer, run)),
+        main_nbytes=sum(_nbytes(flat.main) for flat in owning),
+        moment_nbytes=sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat)),
         undistributed_state_nbytes=_undistributed(optimizer),
     )
 
 
 def _undistributed(optimizer: ShardedOptimizer) -> int:
-    moment_nbytes = max((_moment_nbytes_an_element(optimizer, run) for run in optimizer.runs), default=0)
+    moment_nbytes = max((_moment_nbytes_an_element(optimizer, flat) for flat in optimizer.flat_params), default=0)
     total = 0
     for buffer in optimizer.buffers:
         main_nbytes = 0 if buffer.param.dtype == torch.float32 else torch.float32.itemsize
@@ -60,12 +60,12 @@ def _undistributed(optimizer: ShardedOptimizer) -> int:
     return total
 
 
-def _moment_nbytes_an_element(optimizer: ShardedOptimizer, run: MainRun) -> int:
-    return sum(tensor.element_size() for tensor in _moments(optimizer, run) if tensor.shape == run.main.shape)
+def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> int:
+    return sum(tensor.element_size() for tensor in _moments(optimizer, flat) if tensor.shape == flat.main.shape)
 
 
-def _moments(optimizer: ShardedOptimizer, run: MainRun) -> list[Tensor]:
-    return [value for value in optimizer.inner.state.get(run.main, {}).values() if torch.is_tensor(value)]
+def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
+    return [value for value in optimizer.inner.state.get(flat.main, {}).values() if torch.is_tensor(value)]
 
 
 def _nbytes(tensor: Tensor) -> int:

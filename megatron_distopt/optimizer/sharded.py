@@ -17,8 +17,8 @@ The floor is 30: read grad 4, main 8, moments 16, model param 2. The other 12 ha
 gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4);
 a kernel that is given its divisor as a tensor, because the verdict comes late and there is clipping, divides by 1.0,
 too. No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
-adam='triton' spares the last two fours ([Note: one sweep] in triton_adam.py): 34. On a CPU the cast of large runs reads
-the main param from the cache ([Note: blocks] in blocked_adam.py).
+adam='triton' spares the last two fours ([Note: one sweep] in triton_adam.py): 34. On a CPU large flat params are
+cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ from megatron_distopt.optimizer.decide import decide_together
 from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state, step_divided
 from megatron_distopt.optimizer.late import HostCopy, LateVerdict
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.main_params import MainRun, ParamGroup, RunKey, build_main_runs, split_run
+from megatron_distopt.optimizer.main_params import (
+    FlatParam,
+    FlatParamKey,
+    ParamGroup,
+    build_flat_params,
+    split_flat_param,
+)
 from megatron_distopt.optimizer.verdict import StepResult
 
 __all__ = ["ShardedOptimizer", "StepPlan"]
@@ -91,17 +97,17 @@ class ShardedOptimizer:
         self._late: LateVerdict | None = None
         #: How many ranks complained about the last step, and what raises it here, if nobody has looked at it yet.
         self.open_complaint: tuple[HostCopy, Callable[[], None]] | None = None
-        self.runs = build_main_runs(
-            buffers, lambda name: RunKey(group_of[name], plan.counted(name)) if name in group_of else None
+        self.flat_params = build_flat_params(
+            buffers, lambda name: FlatParamKey(group_of[name], plan.counted(name)) if name in group_of else None
         )
-        groups = [_as_torch_group(group, index, self.runs) for index, group in enumerate(plan.groups)]
+        groups = [_as_torch_group(group, index, self.flat_params) for index, group in enumerate(plan.groups)]
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self._round_into_model()
 
     def _round_into_model(self) -> None:
         if isinstance(self.inner, RoundsItself):
-            self.inner.round_into({run.main: run.model for run in self.runs if run.owns_memory})
+            self.inner.round_into({flat.main: flat.model for flat in self.flat_params if flat.owns_memory})
 
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
@@ -111,14 +117,14 @@ class ShardedOptimizer:
         Args:
             key_of: from a param's name.
         """
-        parts = {run: split_run(run, key_of) for run in self.runs}
-        for run, into in parts.items():
+        parts = {flat: split_flat_param(flat, key_of) for flat in self.flat_params}
+        for flat, into in parts.items():
             if len(into) > 1:
-                start = run.run.in_buffer.start
-                cuts = {part.run.in_buffer.relative_to(start): part.main for part in into}
-                split_state(self.inner, self.inner.param_groups[run.run.key.group], run.main, cuts)
+                start = flat.plan.in_buffer.start
+                cuts = {part.plan.in_buffer.relative_to(start): part.main for part in into}
+                split_state(self.inner, self.inner.param_groups[flat.plan.key.group], flat.main, cuts)
         if any(len(into) > 1 for into in parts.values()):
-            self.runs = tuple(part for into in parts.values() for part in into)
+            self.flat_params = tuple(part for into in parts.values() for part in into)
             self._round_into_model()
 
     @property
@@ -195,8 +201,8 @@ class ShardedOptimizer:
 
     def attach_grads(self) -> None:
         """Gives every main param its gradient."""
-        for run in self.runs:
-            run.attach_grad()
+        for flat in self.flat_params:
+            flat.attach_grad()
 
     def leave_out(self, names: Collection[str]) -> None:
         """After `attach_grads`: these params are not updated, and keep their state, in this step."""
@@ -204,9 +210,9 @@ class ShardedOptimizer:
             return
         self.release_grads()
         self.separate(lambda name: name in names)
-        for run in self.runs:
-            if run.run.shards[0].name not in names:
-                run.attach_grad()
+        for flat in self.flat_params:
+            if flat.plan.shards[0].name not in names:
+                flat.attach_grad()
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
         """Takes over further params, between two steps.
@@ -216,10 +222,10 @@ class ShardedOptimizer:
             groups: all param groups, with the names of those in each; groups behind the known ones are new.
         """
         group_of = {name: index for index, group in enumerate(groups) for name in group.names}
-        runs = build_main_runs(
-            buffers, lambda name: RunKey(group_of[name], self.plan.counted(name)) if name in group_of else None
+        flat_params = build_flat_params(
+            buffers, lambda name: FlatParamKey(group_of[name], self.plan.counted(name)) if name in group_of else None
         )
-        added = [_as_torch_group(group, index, runs) for index, group in enumerate(groups)]
+        added = [_as_torch_group(group, index, flat_params) for index, group in enumerate(groups)]
         # Built anew, because some classes fill their state in the constructor.
         fresh = self.plan.choice.build([dict(group) for group in added])
         self.inner.state.update(fresh.state)
@@ -229,7 +235,7 @@ class ShardedOptimizer:
             else:
                 self.inner.param_groups.append(group)
         self.buffers += tuple(buffers)
-        self.runs += runs
+        self.flat_params += flat_params
         self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
         self._round_into_model()
 
@@ -246,28 +252,28 @@ class ShardedOptimizer:
     def advance(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """The first half of `update`: the inner optimizer's step."""
         with profiled("update"):
-            grads = [run.main.grad for run in self.runs if run.main.grad is not None]
+            grads = [flat.main.grad for flat in self.flat_params if flat.main.grad is not None]
             step_divided(self.inner, grads, divisor, found_inf)
 
     def write_model(self) -> None:
         """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
         with profiled("write model params"):
-            for run in () if isinstance(self.inner, RoundsItself) else self.runs:
-                run.write_model()
+            for flat in () if isinstance(self.inner, RoundsItself) else self.flat_params:
+                flat.write_model()
             self.release_grads()
 
     def release_grads(self) -> None:
         """Lets go of attached grads."""
-        for run in self.runs:
-            run.detach_grad()
+        for flat in self.flat_params:
+            flat.detach_grad()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Refreshes the main params after somebody else changed the model params."""
         for buffer in self.buffers:
             buffer.collect()
-        for run in self.runs:
-            run.read_model()
+        for flat in self.flat_params:
+            flat.read_model()
 
     @torch.no_grad()
     def follow_model(self) -> None:
@@ -278,9 +284,9 @@ class ShardedOptimizer:
         """
         for buffer in self.buffers:
             buffer.collect()
-        for run in self.runs:
-            if run.differs_from_model():
-                run.read_model()
+        for flat in self.flat_params:
+            if flat.differs_from_model():
+                flat.read_model()
 
 
 def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
@@ -288,5 +294,5 @@ def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[P
     return tuple(ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
 
 
-def _as_torch_group(group: ParamGroup, index: int, runs: Sequence[MainRun]) -> dict[str, object]:
-    return {**group.options, "params": [run.main for run in runs if run.run.key.group == index]}
+def _as_torch_group(group: ParamGroup, index: int, flat_params: Sequence[FlatParam]) -> dict[str, object]:
+    return {**group.options, "params": [flat.main for flat in flat_params if flat.plan.key.group == index]}

@@ -1,4 +1,4 @@
-"""The doors: how the package gets into a host, and out of it again."""
+"""The install methods: how the package gets into a host, and out of it again."""
 
 from megatron_distopt.plugin.arguments import add_arguments, config_from_arguments
 from megatron_distopt.plugin.install import Installation, install

@@ -17,11 +17,10 @@ from megatron_distopt.config import (
     Switch,
     config_from_namespace,
     flag_of,
-    option_word,
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.seams import Replacement
+from megatron_distopt.hosts.patch_points import Replacement
 
 __all__ = ["add_arguments", "check_spelling", "config_from_arguments", "parser_with_ours"]
 
@@ -42,8 +41,8 @@ _HELP = {
     "keep_last": "how many checkpoints of the optimizer stay; the model's files are the fork's",
     "overlap_grad_reduce": "reduce buckets beside backward: yes, no, or auto for where that is safe",
     "overlap_param_gather": "gather params beside the next forward pass",
-    "bucket_numel": "elements of a bucket",
-    "wire_dtype": "bfloat16 or float16, which fp32 grads are rounded to on their way",
+    "bucket_size": "elements of a bucket",
+    "reduce_dtype": "bfloat16 or float16, which fp32 grads are rounded to on their way",
     "debug": "an access to params or gradients that are under way is an error with its line; slow",
     "shared_memory": "ranks on one machine exchange what is on the CPU through memory",
     "log_communication": "log how much of a step's communication was hidden, every so many steps",
@@ -71,12 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         # A switch stands alone; with a value it can be switched off again behind a script's own flags.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if name in _SWITCHES else {}
         text = f"{_HELP[name]} ({default})"
-        group.add_argument(*_spellings(name), dest=f"distopt_{option_word(name)}", metavar="NAME", help=text, **switch)
+        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=text, **switch)
     return parser
 
 
 def _spellings(name: str) -> tuple[str, str]:
-    return flag_of(name), f"--distopt_{option_word(name)}"
+    return flag_of(name), f"--distopt_{name}"
 
 
 def _known_to(parser: argparse.ArgumentParser) -> list[str]:

@@ -147,10 +147,10 @@ def _hosts(parsed: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     for generation in GENERATIONS:
-        seams = ", ".join(map(str, generation.seams))
+        patch_points = ", ".join(map(str, generation.patch_points))
         print(f"{'supported' if generation.is_supported else 'not supported'}: {generation.name}")
         print(f"  who       {generation.examples}")
-        print(f"  replaced  {seams}" if generation.is_supported else f"  instead   {generation.remedy}")
+        print(f"  replaced  {patch_points}" if generation.is_supported else f"  instead   {generation.remedy}")
     for tried in TRIED:
         print(f"\n{_as_text(tried)}")
     return 0
@@ -161,7 +161,7 @@ def _as_row(generation: Generation) -> dict[str, object]:
         "name": generation.name,
         "examples": generation.examples,
         "is_supported": generation.is_supported,
-        "seams": [*map(str, generation.seams)],
+        "patch_points": [*map(str, generation.patch_points)],
         "remedy": generation.remedy,
     }
 

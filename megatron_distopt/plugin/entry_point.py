@@ -1,4 +1,4 @@
-"""The entry-point door: `distopt` in the group `megatron.optimizer_factories`.
+"""The entry point: `distopt` in the group `megatron.optimizer_factories`.
 
 A fork that asks its installed packages for factories (`megatron-distopt patch --apply FORK` adds the question) calls it
 once, at the end of the module that defines the factory.
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.hosts.detect import find_host
-from megatron_distopt.hosts.seams import Replacement
+from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.plugin.install import flags_of
 from megatron_distopt.plugin.patcher import apply
 
@@ -33,6 +33,6 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
-    ours = original if is_off else host.replacement(host.seam.checked(original), DistOptConfig())
+    ours = original if is_off else host.replacement(host.patch_point.checked(original), DistOptConfig())
     apply(flags_of(host))
     return ours

@@ -1,4 +1,4 @@
-"""`megatron_distopt.install()`: the library door."""
+"""`megatron_distopt.install()`: the package as a library."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if switch_from(os.environ) is Switch.OFF:
         return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
     host = find_host()
-    host.seam.find()  # which imports it: a host that looks for entry points then has us and our flags in it
-    factory = Patch(host.seam, lambda original: host.replacement(original, options))  # flags come before variables
+    host.patch_point.find()  # which imports it: a host that looks for entry points then has us and our flags in it
+    factory = Patch(
+        host.patch_point, lambda original: host.replacement(original, options)
+    )  # flags come before variables
     return _keep(Installation(config, is_active=True, _undo=apply([factory, *flags_of(host)])))
 
 
@@ -82,7 +84,7 @@ def _install_flags_alone() -> Undo:
     """
     try:
         generation = recognise(importable_host(Path(sys.path[0] or "."), sys.path).has)
-        has_parser = len(generation.seams) > 1
+        has_parser = len(generation.patch_points) > 1
         return apply(flags_of(find_host())) if has_parser else lambda: None
     except UnknownHostError:
         return lambda: None

@@ -1,4 +1,4 @@
-"""The entry-point door: puts one marked block into a fork's file, right after its factory, and takes it out again.
+"""The entry point: puts one marked block into a fork's file, right after its factory, and takes it out again.
 
 The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not. A plan is an
 `Edit`, both contents of one file; `write` puts the new one in place of the old by a rename, so a fork is never half
@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_distopt.errors import HostError, InvariantError, SeamMismatchError, UnknownHostError, refusal
+from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError, refusal
 from megatron_distopt.hosts.generations import recognise
 from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
-from megatron_distopt.hosts.source.found import SeamFound
-from megatron_distopt.hosts.source.survey import find_seam
+from megatron_distopt.hosts.source.found import PatchPointFound
+from megatron_distopt.hosts.source.survey import find_patch_point
 from megatron_distopt.hosts.source.tree import SourceTree
 
 __all__ = ["Edit", "as_diff", "is_patched", "plan_apply", "plan_undo", "write"]
@@ -63,15 +63,15 @@ def plan_apply(tree: SourceTree) -> Edit:
 
     Raises:
         UnknownHostError: the tree is no supported fork.
-        SeamMismatchError: the function is missing, has another signature, or was replaced by somebody else.
+        HostMismatchError: the function is missing, has another signature, or was replaced by somebody else.
         UnreadableSourceError: the file is no Python.
     """
     file = _factory_file(tree)
-    seam = _usable_seam(tree)
+    patch_point = _usable_patch_point(tree)
     before = file.read_bytes()
     lines = before.splitlines(keepends=True)
-    head, tail = b"".join(lines[: seam.end]), b"".join(lines[seam.end :])
-    edit = Edit(file, tree.shown(file), before, _joined(head, tail), seam.end)
+    head, tail = b"".join(lines[: patch_point.end]), b"".join(lines[patch_point.end :])
+    edit = Edit(file, tree.shown(file), before, _joined(head, tail), patch_point.end)
     if _without_block(edit.after) != before:
         raise InvariantError(refusal("edit", edit.name, "be undone by --undo to the byte", "Report this as a bug"))
     return edit
@@ -141,22 +141,22 @@ def _factory_file(tree: SourceTree) -> Path:
     reason = generation.refusal()
     if reason is not None:
         raise UnknownHostError(reason)
-    file = tree.file_of(generation.seams[0].module)
+    file = tree.file_of(generation.patch_points[0].module)
     if file is None:
         remedy = "Use a Megatron that docs/hosts.md lists"
-        raise SeamMismatchError(refusal(str(generation.seams[0]), "missing", "exist", remedy))
+        raise HostMismatchError(refusal(str(generation.patch_points[0]), "missing", "exist", remedy))
     return file.resolve()  # a link stays a link
 
 
-def _usable_seam(tree: SourceTree) -> SeamFound:
-    found = find_seam(tree, recognise(tree.has).seams[0])
+def _usable_patch_point(tree: SourceTree) -> PatchPointFound:
+    found = find_patch_point(tree, recognise(tree.has).patch_points[0])
     reason = found.refusal()
     if reason is not None:
-        raise SeamMismatchError(reason)
+        raise HostMismatchError(reason)
     if not found.is_at_top:
         remedy = "Use the runner or megatron_distopt.install() instead"
         got = f"defined under another statement in {found.place}"
-        raise SeamMismatchError(refusal(str(found.seam), got, "stand at the top level of its module", remedy))
+        raise HostMismatchError(refusal(str(found.patch_point), got, "stand at the top level of its module", remedy))
     return found
 
 

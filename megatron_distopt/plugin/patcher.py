@@ -1,5 +1,5 @@
-"""Replaces attributes of code that is not ours: all seams are checked first, nothing is changed on a mismatch, and
-whatever is changed comes with its undo.
+"""Replaces attributes of code that is not ours: all patch points are checked first, nothing is changed on a mismatch,
+and whatever is changed comes with its undo.
 
 Training modules import the factory *by value*, so replacing it where it is defined is not enough: every loaded module
 that holds the same object under the same name is rebound too.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_distopt.errors import SeamMismatchError, refusal
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.errors import HostMismatchError, refusal
+from megatron_distopt.hosts.patch_points import PatchPoint
 
 __all__ = ["Patch", "Undo", "apply"]
 
@@ -23,28 +23,28 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Patch:
-    """A seam and what takes its place.
+    """A patch point and what takes its place.
 
     Args:
-        seam: what is replaced.
+        patch point: what is replaced.
         replace: from the original to the replacement.
     """
 
-    seam: Seam
+    patch_point: PatchPoint
     replace: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class _Applied:
-    """A seam with the object that was there, which may be an earlier replacement of ours, and the one there now."""
+    """A patch point with the object that was there, perhaps an earlier replacement of ours, and the one there now."""
 
-    seam: Seam
+    patch_point: PatchPoint
     before: Any
     ours: Any
 
 
 def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every seam, makes every replacement, and only then puts them in.
+    """Checks every patch point, makes every replacement, and only then puts them in.
 
     Returns:
         What puts the originals back, also into modules that imported a replacement by value since. It refuses, and
@@ -52,21 +52,23 @@ def apply(patches: Sequence[Patch]) -> Undo:
 
     Raises:
         UnknownHostError: a module cannot be imported.
-        SeamMismatchError: an attribute is missing, has another signature, or was replaced by somebody else.
+        HostMismatchError: an attribute is missing, has another signature, or was replaced by somebody else.
     """
-    originals = [patch.seam.find() for patch in patches]
+    originals = [patch.patch_point.find() for patch in patches]
     pairs = zip(patches, originals, strict=True)
-    applied = [_Applied(patch.seam, patch.seam.stands, patch.replace(original)) for patch, original in pairs]
+    applied = [
+        _Applied(patch.patch_point, patch.patch_point.stands, patch.replace(original)) for patch, original in pairs
+    ]
     _rebind([(each.before, each.ours) for each in applied])
     return lambda: _undo(applied)
 
 
 def _undo(applied: list[_Applied]) -> None:
     for each in applied:
-        home = sys.modules.get(each.seam.module)
-        if home is not None and getattr(home, each.seam.attribute, None) is not each.ours:
+        home = sys.modules.get(each.patch_point.module)
+        if home is not None and getattr(home, each.patch_point.attribute, None) is not each.ours:
             got, remedy = "replaced by somebody else since", "Undo that replacement first"
-            raise SeamMismatchError(refusal(str(each.seam), got, "still be megatron_distopt's", remedy))
+            raise HostMismatchError(refusal(str(each.patch_point), got, "still be megatron_distopt's", remedy))
     _rebind([(each.ours, each.before) for each in applied])
     applied.clear()  # a second call finds nothing to do
 

@@ -18,7 +18,15 @@ from megatron_distopt.buffers import CompactBuffer, ShardedBuffer, move_into_buf
 from megatron_distopt.comm import Group, gather_params
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import InvariantError, LayoutError
-from megatron_distopt.layout import BufferLayout, ParamSpec, Run, Span, lay_out, owned_shards, plan_runs
+from megatron_distopt.layout import (
+    BufferLayout,
+    FlatParamPlan,
+    ParamSpec,
+    Span,
+    lay_out,
+    owned_shards,
+    plan_flat_params,
+)
 from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, choose_inner, make_loss_scale
 from tests.support.spawn import run_ranks
 
@@ -70,9 +78,9 @@ def _all_gathered(buffers: list[CompactBuffer]) -> None:
             whole.copy_(torch.cat(parts))
 
 
-def _runs(layout: BufferLayout, rank: int, params: Params) -> tuple[Run[bool], ...]:
+def _runs(layout: BufferLayout, rank: int, params: Params) -> tuple[FlatParamPlan[bool], ...]:
     """Of the minority; between two aligned params a run has padding."""
-    return plan_runs(owned_shards(layout, rank), lambda name: True if name in params else None)
+    return plan_flat_params(owned_shards(layout, rank), lambda name: True if name in params else None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,7 +89,7 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
     model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int, dtype: torch.dtype
 ) -> None:
     shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
-    layout = _layout(shapes, shards, bucket_numel=bucket, alignment_numel=alignment)
+    layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
     params = _minority(model, dtype)
     buffers = _packed(params, layout)
     owned = [sum(run.in_buffer.numel for run in _runs(layout, rank, params)) for rank in _ranks(layout)]
@@ -98,7 +106,7 @@ def test_publish_when_every_rank_changed_its_own_part_then_all_params_have_all_c
     model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int, dtype: torch.dtype
 ) -> None:
     shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
-    layout = _layout(shapes, shards, bucket_numel=bucket, alignment_numel=alignment)
+    layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
     params = _minority(model, dtype)
     buffers = _packed(params, layout)
     _all_gathered(buffers)
@@ -120,7 +128,7 @@ def test_param_of_when_it_is_read_then_it_is_what_the_rank_owns_of_those_params(
     model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int
 ) -> None:
     shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
-    layout = _layout(shapes, shards, bucket_numel=bucket, alignment_numel=alignment)
+    layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
     params = _minority(model, torch.float32)
     for buffer in _packed(params, layout):
         for run in _runs(layout, buffer.rank, params):
@@ -128,7 +136,7 @@ def test_param_of_when_it_is_read_then_it_is_what_the_rank_owns_of_those_params(
             assert found.untyped_storage().data_ptr() == buffer.param.untyped_storage().data_ptr()  # updated, then sent
             for shard in run.shards:
                 wanted = params[shard.name].detach().flatten()[shard.in_param.as_slice()]
-                assert torch.equal(found[run.in_run(shard).as_slice()], wanted)
+                assert torch.equal(found[run.in_flat_param(shard).as_slice()], wanted)
             assert int(found.count_nonzero()) == run.in_buffer.numel - run.padding_numel
 
 
@@ -138,7 +146,7 @@ def test_param_of_when_a_param_of_the_majority_is_inside_then_refused() -> None:
     buffer = pack_params(params, layout, 0, torch.zeros(layout.numel))
     with pytest.raises(InvariantError) as caught:
         buffer.param_of(Span(0, 9))
-    assert str(caught.value) == "Invalid packed run: 6 elements. Must hold the run's 9. Report this."
+    assert str(caught.value) == "Invalid packed flat param: 6 elements. Must hold the flat param's 9. Report this."
 
 
 def test_collect_when_somebody_changed_the_params_then_this_ranks_part_follows_and_no_other() -> None:

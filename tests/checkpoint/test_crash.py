@@ -232,7 +232,7 @@ def saving_for_ever(world: World, place: Path, latest: int) -> tuple[int, int]:
 def save_constant(world: World, place: Path, number: int) -> None:
     optimizer = world.ranks[0].optimizer
     optimizer.num_skipped = number
-    for run in optimizer.runs:
+    for run in optimizer.flat_params:
         state = optimizer.inner.state[run.main]
         for tensor in (run.main.detach(), state["exp_avg"], state["exp_avg_sq"]):
             tensor.fill_(number)

@@ -48,9 +48,9 @@ RUNS: dict[str, Fork] = {
     "tp2 pp2, gated": Fork(tp=2, pp=2, swiglu=True),
     "pp2, two chunks": Fork(pp=2, chunks=2, layers=4),
 }
-LAYOUTS = ("a2", "a1", "plain")
+LAYOUTS = ("gathered", "per_rank", "plain")
 #: The fork's own optimizer gathers groups of two dtypes in another order than it says.
-CASES = [(name, layout) for name in RUNS for layout in LAYOUTS if not (RUNS[name].fp32_norms and layout == "a2")]
+CASES = [(name, layout) for name in RUNS for layout in LAYOUTS if not (RUNS[name].fp32_norms and layout == "gathered")]
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout
     assert decaying.options == {**options, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("layout", ["a1", "plain"])
+@pytest.mark.parametrize("layout", ["per_rank", "plain"])
 def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(layout: str, tmp_path: Path) -> None:
     fork = Fork(step=0, tp=2)
     source = open_any(_write(fork, layout, tmp_path / "iter"))
@@ -119,7 +119,7 @@ def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zer
 
 def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(tmp_path: Path) -> None:
     fork = Fork(step=None)
-    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("a1", "mp_rank_00_001/optim.pt")):
+    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per_rank", "mp_rank_00_001/optim.pt")):
         folder = _write(fork, layout, tmp_path / layout)
         with _changed(folder / name) as state:
             for kept in state["optimizer"]["optimizer"]["state"].values():
@@ -130,7 +130,7 @@ def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_
 
 
 def test_open_any_when_the_count_is_given_then_it_is_in_the_groups(tmp_path: Path) -> None:
-    folder = _write(Fork(step=None), "a2", tmp_path / "iter")
+    folder = _write(Fork(step=None), "gathered", tmp_path / "iter")
     assert {group.step for group in open_any(folder, resume_step=7).head.groups} == {7}
 
 
@@ -249,18 +249,18 @@ def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layo
 
 @pytest.mark.parametrize("name", ["fp16", "tp2 pp2, gated"])
 def test_convert_when_through_all_layouts_then_the_files_are_the_same(name: str, tmp_path: Path) -> None:
-    start = path = _write(RUNS[name], "a2", tmp_path / "start")
-    for number, to in enumerate(("native-a1", "plain", "distopt", "plain", "native-a1", "native-a2")):
+    start = path = _write(RUNS[name], "gathered", tmp_path / "start")
+    for number, to in enumerate(("per-rank", "plain", "distopt", "plain", "per-rank", "gathered")):
         path = convert(path, tmp_path / f"{number}", to).path
     _check_same_files(start, path, RUNS[name])
 
 
-@pytest.mark.parametrize("layout", ["a1", "plain"])
+@pytest.mark.parametrize("layout", ["per_rank", "plain"])
 def test_convert_when_nothing_was_updated_yet_then_the_other_layout_has_no_state(layout: str, tmp_path: Path) -> None:
     start = _write(Fork(step=0), layout, tmp_path / "start")
-    other = "native-a1" if layout == "plain" else "plain"
+    other = "per-rank" if layout == "plain" else "plain"
     there = convert(start, tmp_path / "there", other).path
-    back = convert(there, tmp_path / "back", "plain" if layout == "plain" else "native-a1").path
+    back = convert(there, tmp_path / "back", "plain" if layout == "plain" else "per-rank").path
     _check_same_files(start, back, Fork())
 
 
@@ -268,7 +268,7 @@ def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_has_the_momen
     tmp_path: Path,
 ) -> None:
     start = Fork(step=0, layout="plain").write(tmp_path / "start")
-    tensors = _gathered(convert(start, tmp_path / "new", "native-a2").path)
+    tensors = _gathered(convert(start, tmp_path / "new", "gathered").path)
     assert {kind: bool(tensors[kind].any()) for kind in tensors} == {
         "param": True,
         "exp_avg": False,
@@ -277,7 +277,7 @@ def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_has_the_momen
     with _changed(start / "mp_rank_00/model_optim_rng.pt") as state:
         for group in state["optimizer"]["optimizer"]["param_groups"]:  # of SGD
             del group["betas"], group["step"]
-    assert [*_gathered(convert(start, tmp_path / "of sgd", "native-a2").path)] == ["param"]
+    assert [*_gathered(convert(start, tmp_path / "of sgd", "gathered").path)] == ["param"]
 
 
 def _gathered(folder: Path) -> dict[str, Tensor]:
@@ -318,17 +318,17 @@ def _check_padding(one: dict[Any, Any], other: dict[Any, Any]) -> None:
 
 def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_it(tmp_path: Path) -> None:
     start = Fork(dp=2).write(tmp_path / "start")
-    own = convert(start, tmp_path / "own", "native-a1", dp=5).path
+    own = convert(start, tmp_path / "own", "per-rank", dp=5).path
     assert _same(_tensors(open_any(own)), Fork().tensors)
-    _check_same_files(_write(Fork(dp=5), "a1", tmp_path / "wanted"), own, Fork())
-    gathered = convert(own, tmp_path / "gathered", "native-a2", dp=7).path
-    _check_same_files(_write(Fork(dp=7), "a2", tmp_path / "wanted gathered"), gathered, Fork())
+    _check_same_files(_write(Fork(dp=5), "per_rank", tmp_path / "wanted"), own, Fork())
+    gathered = convert(own, tmp_path / "gathered", "gathered", dp=7).path
+    _check_same_files(_write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork())
 
 
 def test_convert_when_to_torch_then_plain_containers_hold_it_and_come_back(tmp_path: Path) -> None:
-    fork = Fork(tp=2, dtype=FP16, layout="a1")
+    fork = Fork(tp=2, dtype=FP16, layout="per_rank")
     converted = convert(fork.write(tmp_path / "iter"), tmp_path / "state.pt", "torch")
-    assert (converted.found, converted.is_iteration) == ("native-a1", False)
+    assert (converted.found, converted.is_iteration) == ("per-rank", False)
     state = torch.load(converted.path, weights_only=True)
     assert _same(state["tensors"], fork.tensors)
     assert [group["step"] for group in state["groups"]] == [10, 10]
@@ -521,11 +521,11 @@ class _Dangerous:
 
 
 FILES = {
-    "mp_rank_00/model_optim_rng.pt": "a2",
-    "mp_rank_00/distrib_optim.pt": "a2",
-    "mp_rank_00/model_rng.pt": "a1",
-    "mp_rank_00_000/optim.pt": "a1",
-    "mp_rank_00_001/optim.pt": "a1",
+    "mp_rank_00/model_optim_rng.pt": "gathered",
+    "mp_rank_00/distrib_optim.pt": "gathered",
+    "mp_rank_00/model_rng.pt": "per_rank",
+    "mp_rank_00_000/optim.pt": "per_rank",
+    "mp_rank_00_001/optim.pt": "per_rank",
 }
 
 
@@ -630,7 +630,7 @@ def test_open_any_when_a_model_file_is_missing_then_it_says_how_many_there_must_
 
 
 def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path) -> None:
-    folder = Fork(layout="a1", dp=3).write(tmp_path / "iter")
+    folder = Fork(layout="per_rank", dp=3).write(tmp_path / "iter")
     shutil.rmtree(folder / "mp_rank_00_001")
     with pytest.raises(CheckpointError) as error:
         open_any(folder)
@@ -639,7 +639,7 @@ def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path
 
 
 def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: Path) -> None:
-    folder = Fork(layout="a1", dp=2).write(tmp_path / "iter")
+    folder = Fork(layout="per_rank", dp=2).write(tmp_path / "iter")
     (folder / "mp_rank_00_002").mkdir()
     (folder / "mp_rank_00_002/optim.pt").write_text("of an earlier save")
     assert _same(_tensors(open_any(folder)), Fork().tensors)
@@ -662,10 +662,10 @@ def test_convert_when_the_count_is_lost_then_it_says_what_to_give(to: str, tmp_p
     _ends_with(error, f"update count in {folder}", rest + remedy)
 
 
-@pytest.mark.parametrize("kind", ["a2", "ours", "torch"])
+@pytest.mark.parametrize("kind", ["gathered", "ours", "torch"])
 def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_path: Path) -> None:
     path = Fork().write(tmp_path / "iter")
-    if kind != "a2":
+    if kind != "gathered":
         path = convert(path, tmp_path / kind, "distopt" if kind == "ours" else "torch").path
     with pytest.raises(CheckpointError) as error:
         open_any(path, resume_step=7)
@@ -688,7 +688,7 @@ def test_open_any_when_there_are_several_counts_then_it_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_open_any_when_groups_do_not_say_which_param_is_where_then_it_is_refused(layout: str, tmp_path: Path) -> None:
     folder = _write(Fork(dp=1), layout, tmp_path / "iter")
-    name = "mp_rank_00_000/optim.pt" if layout == "a1" else "mp_rank_00/model_optim_rng.pt"
+    name = "mp_rank_00_000/optim.pt" if layout == "per_rank" else "mp_rank_00/model_optim_rng.pt"
     with _changed(folder / name) as state:
         groups = state["optimizer"]["optimizer"]["param_groups"]
         groups.append({**groups[0], "name": "wd_scale_lr", "lr_mult": 0.1})
@@ -722,7 +722,7 @@ def test_open_any_when_the_fork_gathered_a_group_of_two_dtypes_then_it_is_refuse
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_read_when_the_state_is_of_another_model_then_it_is_refused(layout: str, tmp_path: Path) -> None:
     folder, other = (_write(Fork(seed=seed), layout, tmp_path / str(seed)) for seed in (0, 1))
-    name = "model_rng.pt" if layout == "a1" else "model_optim_rng.pt"
+    name = "model_rng.pt" if layout == "per_rank" else "model_optim_rng.pt"
     with _changed(other / "mp_rank_00" / name) as theirs, _changed(folder / "mp_rank_00" / name) as state:
         state["model"] = theirs["model"]
     path = folder / "mp_rank_00" / name
@@ -744,7 +744,7 @@ def test_convert_when_our_own_state_is_of_another_model_then_it_is_refused(tmp_p
     )
     shutil.rmtree(ours / "distrib_optim.distopt")
     shutil.copytree(other / "distrib_optim.distopt", ours / "distrib_optim.distopt")
-    for to in ("native-a1", "native-a2", "plain"):
+    for to in ("per-rank", "gathered", "plain"):
         with pytest.raises(CheckpointError, match="are not the model's"):
             convert(ours, tmp_path / "new", to)
     assert not (tmp_path / "new").exists()
@@ -761,7 +761,7 @@ def test_open_any_when_the_order_is_another_then_the_values_say_so(tmp_path: Pat
 
 
 def test_open_any_when_params_are_frozen_then_the_numbers_do_not_fit(tmp_path: Path) -> None:
-    gathered, plain = (_write(Fork(), layout, tmp_path / layout) for layout in ("a2", "plain"))
+    gathered, plain = (_write(Fork(), layout, tmp_path / layout) for layout in ("gathered", "plain"))
     for folder in (gathered, plain):
         with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
             state["model"]["frozen"] = {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}
@@ -828,14 +828,14 @@ def test_open_any_when_stages_are_uneven_then_it_is_refused(options: dict[str, A
 def test_convert_when_what_it_is_told_makes_no_sense_then_nothing_is_written(tmp_path: Path) -> None:
     source, new = Fork().write(tmp_path / "iter"), tmp_path / "new"
     with pytest.raises(CheckpointError) as error:
-        convert(source, new, "a2")
-    rest = "'a2'. Must be one of distopt, native-a1, native-a2, plain, torch. Write --to distopt."
+        convert(source, new, "gathered")
+    rest = "'gathered'. Must be one of distopt, per-rank, gathered, plain, torch. Write --to distopt."
     _ends_with(error, "format", rest)
     with pytest.raises(CheckpointError) as error:
         convert(source, source, "plain")
     _ends_with(error, f"target {source}", "it is there already. Must be new. Name a folder or file that is not there.")
     with pytest.raises(CheckpointError) as error:
-        convert(source, new, "native-a1", dp=0)
+        convert(source, new, "per-rank", dp=0)
     _ends_with(error, "dp", f"0 for {source}. Must be at least 1. Write --dp 8 for a run on 8 data-parallel ranks.")
     state = convert(source, tmp_path / "state.pt", "torch").path
     with pytest.raises(CheckpointError) as error:
@@ -911,9 +911,9 @@ def test_open_any_when_content_is_strange_then_it_is_refused(name: str, tmp_path
         open_any(folder)
 
 
-@pytest.mark.parametrize("layout", ["native-a1", "native-a2", "plain"])
+@pytest.mark.parametrize("layout", ["per-rank", "gathered", "plain"])
 def test_convert_when_steps_were_skipped_then_the_count_comes_back(layout: str, tmp_path: Path) -> None:
-    start = _write(RUNS["fp16"], "a2", tmp_path / "start")
+    start = _write(RUNS["fp16"], "gathered", tmp_path / "start")
     source = open_any(convert(start, tmp_path / "source", "distopt").path)
     ours = convert(start, tmp_path / "ours", "distopt").path
     write_checkpoint(ours / "distrib_optim.distopt", replace(source, head=replace(source.head, num_skipped=9)))

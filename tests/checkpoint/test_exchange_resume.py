@@ -71,33 +71,33 @@ class Case:
     at: int = 2
 
 
-OF_A2: dict[str, Case] = {
+OF_GATHERED: dict[str, Case] = {
     "fp32, gathered to plain": Case((), NATIVE, ("plain",), PLAIN),
     "bf16, gathered to plain": Case(ODD, NATIVE, ("plain",), PLAIN),
-    "bf16, plain over all to gathered": Case(ODD, PLAIN, ("distopt", "native-a1", "plain", "native-a2"), NATIVE),
-    "fp16, plain to gathered": Case(FP16, PLAIN, ("native-a2",), NATIVE, at=3),
+    "bf16, plain over all to gathered": Case(ODD, PLAIN, ("distopt", "per-rank", "plain", "gathered"), NATIVE),
+    "fp16, plain to gathered": Case(FP16, PLAIN, ("gathered",), NATIVE, at=3),
     "untied, gathered to plain": Case(UNTIED, NATIVE, ("plain",), PLAIN),
-    "ours to gathered": Case(BF16, OURS, ("native-a2",), NATIVE),
+    "ours to gathered": Case(BF16, OURS, ("gathered",), NATIVE),
     "gathered to ours": Case(BF16, NATIVE, ("distopt",), OURS),
     "fp32 norms, ours to plain": Case(FP32_NORMS, OURS, ("plain",), PLAIN),
     "fp32 norms, plain to ours": Case(FP32_NORMS, PLAIN, ("distopt",), OURS),
-    "fp32 norms, plain to ours in a gathered file": Case(FP32_NORMS, PLAIN, ("native-a2",), OURS),
+    "fp32 norms, plain to ours in a gathered file": Case(FP32_NORMS, PLAIN, ("gathered",), OURS),
     "sgd, ours to plain": Case(SGD, OUR_SGD, ("plain",), PLAIN),
     "frozen, ours to plain": Case(FROZEN, OURS, ("plain",), PLAIN),
     "tp2, gathered over ours to plain": Case(TP2, NATIVE, ("distopt", "plain"), PLAIN),
-    "pp2, plain to gathered": Case(PP2, PLAIN, ("native-a2",), NATIVE),
+    "pp2, plain to gathered": Case(PP2, PLAIN, ("gathered",), NATIVE),
     "pp2, plain to ours": Case(PP2, PLAIN, ("distopt",), OURS),
 }
-OF_A1: dict[str, Case] = {
+OF_PER_RANK: dict[str, Case] = {
     "bf16, own files to plain": Case(ODD, NATIVE, ("plain",), PLAIN),
-    "bf16, plain to own files": Case(ODD, PLAIN, ("native-a1",), NATIVE),
-    "fp16, plain to own files": Case(FP16, PLAIN, ("native-a1",), NATIVE, at=3),
+    "bf16, plain to own files": Case(ODD, PLAIN, ("per-rank",), NATIVE),
+    "fp16, plain to own files": Case(FP16, PLAIN, ("per-rank",), NATIVE, at=3),
     "fp16, nothing updated yet": Case(FP16, NATIVE, ("plain",), PLAIN, at=1),
-    "fp32 norms, plain to ours": Case(FP32_NORMS, PLAIN, ("native-a1",), OURS),
+    "fp32 norms, plain to ours": Case(FP32_NORMS, PLAIN, ("per-rank",), OURS),
     "fp32 norms, ours to plain": Case(FP32_NORMS, OURS, ("plain",), PLAIN),
     "sgd, own files to plain": Case(SGD, NATIVE, ("plain",), PLAIN),
-    "tp2, own files over gathered": Case(TP2, NATIVE, ("native-a2", "native-a1"), NATIVE),
-    "pp2, plain to own files": Case(PP2, PLAIN, ("native-a1",), NATIVE),
+    "tp2, own files over gathered": Case(TP2, NATIVE, ("gathered", "per-rank"), NATIVE),
+    "pp2, plain to own files": Case(PP2, PLAIN, ("per-rank",), NATIVE),
 }
 
 
@@ -136,9 +136,12 @@ def _convert(folder: Path, case: Case) -> None:
     (folder / case.via[-1] / "latest_checkpointed_iteration.txt").write_text(str(case.at))
 
 
-def _collect(rank: int, size: int, era: str, folder: str) -> dict[str, Continued]:
+def _collect(rank: int, size: int, file_layout: str, folder: str) -> dict[str, Continued]:
     os.fsync = lambda descriptor: None  # nothing here loses its power, and a busy disk takes seconds to be sure of that
-    fork, cases = MiniFork.imported(era=era, adam="fused"), OF_A2 if era == "a2" else OF_A1
+    fork, cases = (
+        MiniFork.imported(file_layout=file_layout, adam="fused"),
+        OF_GATHERED if file_layout == "gathered" else OF_PER_RANK,
+    )
     return {name: _continue(fork, case, Path(folder) / name) for name, case in cases.items()}
 
 
@@ -153,19 +156,19 @@ class Collected:
     ranks: list[dict[str, Continued]]
 
 
-def _collected(era: str, folder: Path) -> Collected:
+def _collected(file_layout: str, folder: Path) -> Collected:
     core_folder()
-    return Collected(folder, run_ranks(_collect, RANKS, era, str(folder), seconds=200))
+    return Collected(folder, run_ranks(_collect, RANKS, file_layout, str(folder), seconds=200))
 
 
 @pytest.fixture(scope="module")
-def a2(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    return _collected("a2", tmp_path_factory.mktemp("a2"))
+def gathered(tmp_path_factory: pytest.TempPathFactory) -> Collected:
+    return _collected("gathered", tmp_path_factory.mktemp("gathered"))
 
 
 @pytest.fixture(scope="module")
-def a1(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    return _collected("a1", tmp_path_factory.mktemp("a1"))
+def per_rank(tmp_path_factory: pytest.TempPathFactory) -> Collected:
+    return _collected("per_rank", tmp_path_factory.mktemp("per_rank"))
 
 
 def _check(name: str, case: Case, collected: Collected) -> None:
@@ -175,26 +178,30 @@ def _check(name: str, case: Case, collected: Collected) -> None:
     assert [each.same_end for each in of_ranks] == [True] * RANKS
 
 
-@pytest.mark.parametrize("name", OF_A2)
-def test_resume_in_a2_when_converted_then_the_curve_is_the_uninterrupted_one(name: str, a2: Collected) -> None:
-    _check(name, OF_A2[name], a2)
+@pytest.mark.parametrize("name", OF_GATHERED)
+def test_resume_in_gathered_when_converted_then_the_curve_is_the_uninterrupted_one(
+    name: str, gathered: Collected
+) -> None:
+    _check(name, OF_GATHERED[name], gathered)
 
 
-@pytest.mark.parametrize("name", OF_A1)
-def test_resume_in_a1_when_converted_then_the_curve_is_the_uninterrupted_one(name: str, a1: Collected) -> None:
-    _check(name, OF_A1[name], a1)
+@pytest.mark.parametrize("name", OF_PER_RANK)
+def test_resume_in_per_rank_when_converted_then_the_curve_is_the_uninterrupted_one(
+    name: str, per_rank: Collected
+) -> None:
+    _check(name, OF_PER_RANK[name], per_rank)
 
 
 def test_files_of_one_fork_when_converted_then_they_are_those_of_the_other(
-    a1: Collected, a2: Collected, tmp_path: Path
+    per_rank: Collected, gathered: Collected, tmp_path: Path
 ) -> None:
     """Both trained the same model on the same data with the same kernel."""
     gathered, own = (
         each.folder / name / "saved/iter_0000002"
-        for each, name in ((a2, "bf16, gathered to plain"), (a1, "bf16, own files to plain"))
+        for each, name in ((gathered, "bf16, gathered to plain"), (per_rank, "bf16, own files to plain"))
     )
-    convert(own, tmp_path / "gathered", "native-a2")
-    convert(gathered, tmp_path / "own", "native-a1")
+    convert(own, tmp_path / "gathered", "gathered")
+    convert(gathered, tmp_path / "own", "per-rank")
     made, theirs = (_loaded(each / "mp_rank_00/distrib_optim.pt")[0] for each in (tmp_path / "gathered", gathered))
     assert [*made] == [*theirs] == [torch.float32]
     for kind, tensor in theirs[torch.float32].items():

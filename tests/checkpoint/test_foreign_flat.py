@@ -30,14 +30,14 @@ def candidates_of(mains: Sequence[Tensor]) -> list[Candidate]:
     return [Candidate(Placement(f"p{n}", (m.numel(),)), BF16, lambda m=m: m) for n, m in enumerate(models)]  # type: ignore[misc]
 
 
-def buffer_of(mains: Sequence[Tensor], *, alignment: int, bucket_numel: int = 1 << 30) -> Tensor:
+def buffer_of(mains: Sequence[Tensor], *, alignment: int, bucket_size: int = 1 << 30) -> Tensor:
     """As megatron-core lays them out and saves them: backwards, and buckets without what fills them up."""
     buckets: list[Tensor] = []
     bucket = torch.zeros(0)
     for main in reversed(mains):
         gap = -bucket.numel() % alignment
         bucket = torch.cat([bucket, torch.zeros(gap), main])
-        if bucket.numel() >= bucket_numel:
+        if bucket.numel() >= bucket_size:
             buckets.append(bucket)
             bucket = torch.zeros(0)
     return torch.cat([*buckets, bucket])
@@ -50,10 +50,10 @@ def found_in(flat: Tensor, candidates: Sequence[Candidate], *, is_one_bucket: bo
 SIZES = (128, 40, 1600, 40, 64, 7, 160)
 
 
-@pytest.mark.parametrize(("alignment", "bucket_numel"), [(1, 1 << 30), (64, 1 << 30), (64, 200), (64, 1)])
-def test_slots_when_megatron_core_laid_it_out_then_every_param_is_found(alignment: int, bucket_numel: int) -> None:
+@pytest.mark.parametrize(("alignment", "bucket_size"), [(1, 1 << 30), (64, 1 << 30), (64, 200), (64, 1)])
+def test_slots_when_megatron_core_laid_it_out_then_every_param_is_found(alignment: int, bucket_size: int) -> None:
     mains = main_params(SIZES)
-    flat = buffer_of(mains, alignment=alignment, bucket_numel=bucket_numel)
+    flat = buffer_of(mains, alignment=alignment, bucket_size=bucket_size)
     slots = found_in(flat, candidates_of(mains))
     assert [slot.candidates for slot in slots] == [(number,) for number in reversed(range(len(SIZES)))]
     for slot, main in zip(slots, reversed(mains), strict=True):
@@ -64,15 +64,15 @@ def test_slots_when_megatron_core_laid_it_out_then_every_param_is_found(alignmen
 @given(
     sizes=st.lists(st.integers(3, 200), min_size=1, max_size=9),
     alignment=st.sampled_from((1, 64)),
-    bucket_numel=st.integers(1, 400),
+    bucket_size=st.integers(1, 400),
     frozen=st.sets(st.integers(0, 8)),
 )
 def test_slots_when_any_params_are_laid_out_then_they_are_found_where_they_are(
-    sizes: list[int], alignment: int, bucket_numel: int, frozen: set[int]
+    sizes: list[int], alignment: int, bucket_size: int, frozen: set[int]
 ) -> None:
     mains = main_params(sizes)
     trained = [number for number in range(len(sizes)) if number not in frozen] or [0]
-    flat = buffer_of([mains[number] for number in trained], alignment=alignment, bucket_numel=bucket_numel)
+    flat = buffer_of([mains[number] for number in trained], alignment=alignment, bucket_size=bucket_size)
     try:
         slots = found_in(flat, candidates_of(mains))
     except CheckpointError as error:  # a small param may lie where others leave a gap: then nobody can know

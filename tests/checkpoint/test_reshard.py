@@ -2,7 +2,7 @@
 same to the bit.
 
 The state says of every element which one it is (tests/support/simulated.py), so that one that lands elsewhere is seen.
-With real processes and training: tests/hosts/test_era_a_reshard.py, tests/hosts/test_megatron_core_checkpoints.py.
+With real processes and training: test_megatron_2023_reshard.py and test_megatron_core_checkpoints.py in tests/hosts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Layout = dict[str, Any]
 LAYOUTS: dict[str, Layout] = {
     "dp1": {},
     "dp2": {"dp": 2},
-    "dp3 in buckets": {"dp": 3, "bucket_numel": 50},
-    "dp4": {"dp": 4, "bucket_numel": 333},
+    "dp3 in buckets": {"dp": 3, "bucket_size": 50},
+    "dp4": {"dp": 4, "bucket_size": 333},
     "dp5": {"dp": 5},
-    "dp6 in buckets": {"dp": 6, "bucket_numel": 100},
+    "dp6 in buckets": {"dp": 6, "bucket_size": 100},
     "dp2 tp2": {"dp": 2, "tp": 2},
-    "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_numel": 64},
+    "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_size": 64},
     "tp4": {"tp": 4},
     "pp2": {"pp": 2},
     "dp2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2},
-    "dp3 pp4": {"dp": 3, "pp": 4, "bucket_numel": 70},
+    "dp3 pp4": {"dp": 3, "pp": 4, "bucket_size": 70},
     "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
     "dp2 another adam": {"dp": 2, "adam": "torch_foreach"},
 }
@@ -81,7 +81,7 @@ def test_load_when_the_layout_is_another_then_every_element_is_in_its_place(
         assert {float(state["step"]) for state in optimizer.inner.state.values()} == {10.0}
         groups = zip(optimizer.inner.param_groups, optimizer.plan.groups, strict=True)
         assert all(group["lr"] == 1e-3 for group, plan in groups if plan.names)
-        assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.runs)
+        assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.flat_params)
 
 
 @pytest.mark.parametrize("name", ["dp1", "dp3 in buckets", "dp2 tp2 pp2"])
@@ -127,7 +127,7 @@ def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_
     world = World.of(MODEL, tp=4)
     name = MODEL[0].name
     for rank in world.ranks:
-        for run in rank.optimizer.runs:
+        for run in rank.optimizer.flat_params:
             run.main.fill_(7.0)
     world.load(tmp_path)
     main, moment = world.whole("main")[name], world.whole("exp_avg")[name]

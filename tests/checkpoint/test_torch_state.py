@@ -28,7 +28,7 @@ from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import RankError, run_ranks
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
-CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_numel=300)
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
 MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -51,10 +51,10 @@ def _separate(optimizer: TorchDistributedOptimizer) -> None:
     """A param with a count of its own, and one that was never updated."""
     sharded = optimizer.sharded
     sharded.separate(lambda name: ("norm" in name, "deep" in name))
-    for run in sharded.runs:
-        if "norm" in run.run.shards[0].name:
+    for run in sharded.flat_params:
+        if "norm" in run.plan.shards[0].name:
             sharded.inner.state[run.main]["step"].fill_(7)
-        if "deep" in run.run.shards[0].name:
+        if "deep" in run.plan.shards[0].name:
             sharded.inner.state.pop(run.main)
 
 
@@ -145,7 +145,7 @@ def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_loa
     other_model.load_state_dict(model.state_dict())
     assert _same(other.state_dict()["state"], state["state"])
     inner = other.sharded.inner
-    begun = {shard.name: run.main in inner.state for run in other.sharded.runs for shard in run.run.shards}
+    begun = {shard.name: run.main in inner.state for run in other.sharded.flat_params for shard in run.plan.shards}
     assert [name for name, is_begun in begun.items() if not is_begun] == ["held.deep_weight"]
 
 

@@ -37,7 +37,7 @@ COUNTS: dict[str, int | None] = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp1": {},
-    "dp3 in buckets": {"dp": 3, "bucket_numel": 50},
+    "dp3 in buckets": {"dp": 3, "bucket_size": 50},
     "dp2 tp2": {"dp": 2, "tp": 2},
     "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
     "pp2 another adam": {"pp": 2, "adam": "torch_foreach"},
@@ -51,8 +51,8 @@ def _count_of(name: str) -> int | None:
 def _vary(optimizer: ShardedOptimizer) -> None:
     """Gives every param its own count of updates; those without have no state."""
     optimizer.separate(_count_of)
-    for run in optimizer.runs:
-        count = _count_of(run.run.shards[0].name)
+    for run in optimizer.flat_params:
+        count = _count_of(run.plan.shards[0].name)
         if count is None:
             optimizer.inner.state.pop(run.main)
         else:
@@ -71,7 +71,7 @@ def _counts(world: World) -> dict[str, set[int | None]]:
     found: dict[str, set[int | None]] = {}
     for rank in world.ranks:
         for piece in owned_pieces(rank.model):
-            state = rank.optimizer.inner.state.get(piece.run.main)
+            state = rank.optimizer.inner.state.get(piece.flat.main)
             found.setdefault(piece.placement.name, set()).add(int(state["step"]) if state else None)
     return found
 
@@ -82,7 +82,7 @@ def _check_same(world: World) -> None:
     for rank in world.ranks:
         for piece in owned_pieces(rank.model):
             param = next(each for each in MODEL if each.name == piece.placement.name)
-            kinds = {"main": piece.run.main, **moments_of(rank.optimizer.inner, piece.run.main)}
+            kinds = {"main": piece.flat.main, **moments_of(rank.optimizer.inner, piece.flat.main)}
             assert set(kinds) == ({"main"} if _count_of(param.name) is None else set(KINDS))
             for kind, tensor in kinds.items():
                 wanted = element_numbers(param, kind, piece.placement.global_shape)[piece.piece.in_global.as_slices()]
@@ -134,7 +134,7 @@ def test_verify_when_params_never_had_a_gradient_then_no_problem(
     assert cli.main(["verify", str(tmp_path)]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("to", ["native-a1", "native-a2", "plain"])
+@pytest.mark.parametrize("to", ["per-rank", "gathered", "plain"])
 def test_convert_when_the_other_format_has_one_count_then_refused_by_name(to: str, tmp_path: Path) -> None:
     _varied(dp=2).save(tmp_path / "ours")
     with pytest.raises(CheckpointError) as caught:
@@ -171,7 +171,7 @@ def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_bot
 
 
 def test_local_state_when_counts_differ_then_a_new_process_takes_it() -> None:
-    for layout in ({}, {"dp": 2, "bucket_numel": 50}):
+    for layout in ({}, {"dp": 2, "bucket_size": 50}):
         here, there = _varied(**layout), World.of(MODEL, filled=False, **layout)
         for one, other in zip(here.ranks, there.ranks, strict=True):
             load_local_state_dict(other.optimizer, local_state_dict(one.optimizer))
@@ -198,8 +198,8 @@ def _nadam(steps: Mapping[str, int]) -> World:
     optimizer.inner = torch.optim.NAdam(groups)
     optimizer.separate(lambda name: steps.get(name.removeprefix("module."), 2))
     for number in range(2):
-        for run in optimizer.runs:
-            is_updated = number < steps.get(run.run.shards[0].name.removeprefix("module."), 2)
+        for run in optimizer.flat_params:
+            is_updated = number < steps.get(run.plan.shards[0].name.removeprefix("module."), 2)
             run.main.grad = torch.ones_like(run.main) if is_updated else None
         optimizer.inner.step()
     optimizer.release_grads()
@@ -216,8 +216,8 @@ def _products(world: World) -> dict[str, float | None]:
         shard.name.removeprefix("module."): (
             float(optimizer.inner.state[run.main]["mu_product"]) if run.main in optimizer.inner.state else None
         )
-        for run in optimizer.runs
-        for shard in run.run.shards
+        for run in optimizer.flat_params
+        for shard in run.plan.shards
     }
 
 
@@ -247,7 +247,7 @@ def _train(model: Params, optimizer: Any, steps: range) -> None:
 
 def _resumed(rank: int, size: int, folder: Path, *, is_first: bool) -> list[torch.Tensor]:
     model = Params(MIXED)
-    optimizer = distribute(model, torch.optim.AdamW(model.groups(), lr=0.01, foreach=True), bucket_numel=300)  # type: ignore[arg-type]
+    optimizer = distribute(model, torch.optim.AdamW(model.groups(), lr=0.01, foreach=True), bucket_size=300)  # type: ignore[arg-type]
     if is_first:
         _train(model, optimizer, range(3))
         optimizer.save(folder)

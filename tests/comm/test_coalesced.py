@@ -17,7 +17,7 @@ RANKS, BUCKETS = 2, 3
 
 
 def _buffer(rank: int) -> ShardedBuffer:
-    layout = lay_out([ParamSpec(str(number), 10) for number in range(BUCKETS)], num_shards=RANKS, bucket_numel=10)
+    layout = lay_out([ParamSpec(str(number), 10) for number in range(BUCKETS)], num_shards=RANKS, bucket_size=10)
     grad, param = torch.arange(layout.numel) + 100.0 * rank, torch.arange(layout.numel) - 7.0 * rank
     return ShardedBuffer(layout, rank, grad, param)
 

@@ -42,7 +42,7 @@ def _there_and_back(group: Group, mark: float, dtype: torch.dtype) -> dict[str, 
 
 def _reduced(group: Group, mark: int, divide_by: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """This rank's shards of two buckets, and what its gradients were."""
-    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=group.size, bucket_numel=5, alignment_numel=1)
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=group.size, bucket_size=5, alignment_numel=1)
     grad = (torch.arange(layout.numel) * 2.0 + 12 * mark).to(dtype)
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
     before: list[float] = grad.tolist()
@@ -153,7 +153,7 @@ def test_reduce_grads_when_divided_then_each_shard_has_the_sum_of_the_quotients(
 ) -> None:
     of_members = by_member(found, name, what)
     size = len(of_members)
-    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=size, bucket_numel=5, alignment_numel=1)
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=size, bucket_size=5, alignment_numel=1)
     wanted = [sum(column) / divide_by for column in zip(*(before for _, before in of_members), strict=True)]
     for rank, (shards, _) in enumerate(of_members):
         spans = [bucket.shard(rank, size) for bucket in layout.buckets]

@@ -34,7 +34,7 @@ def train():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     config = megatron_distopt.DistOptConfig(
         accelerator="torch",
-        bucket_numel=100,
+        bucket_size=100,
         shared_memory="memory" in mode,
         overlap_grad_reduce="overlap" in mode,
         overlap_param_gather="overlap" in mode,

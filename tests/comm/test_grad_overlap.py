@@ -33,7 +33,7 @@ class Steps:
     buffer: ShardedBuffer = field(init=False)
 
     def __post_init__(self) -> None:
-        layout = lay_out([ParamSpec(name, 4) for name in "abc"], num_shards=1, bucket_numel=1, alignment_numel=1)
+        layout = lay_out([ParamSpec(name, 4) for name in "abc"], num_shards=1, bucket_size=1, alignment_numel=1)
         self.buffer = ShardedBuffer(layout, 0, torch.ones(layout.numel), torch.zeros(layout.numel))
         self.overlap = GradOverlap(
             [self.buffer], self.group, num_microbatches=lambda: self.microbatches, how=Reduction(self.divide_by)

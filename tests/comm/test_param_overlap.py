@@ -28,7 +28,7 @@ class _Failing:
 
 
 def test_param_when_its_gather_failed_then_nobody_ever_takes_it_for_complete(group: Group) -> None:
-    layout = lay_out([ParamSpec(name, 4) for name in "ab"], num_shards=1, bucket_numel=1, alignment_numel=1)
+    layout = lay_out([ParamSpec(name, 4) for name in "ab"], num_shards=1, bucket_size=1, alignment_numel=1)
     overlap = ParamOverlap([ShardedBuffer(layout, 0, torch.ones(layout.numel), torch.zeros(layout.numel))], group)
     overlap.begin(after_forward=False)
     overlap._pending[1] = _Failing()

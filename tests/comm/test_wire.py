@@ -75,7 +75,7 @@ def _train(rank: int, dtype: str | None, overlap: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
     config = DistOptConfig(
-        adam="torch_foreach", lr=0.01, bucket_numel=70, overlap_grad_reduce=overlap, wire_dtype=dtype
+        adam="torch_foreach", lr=0.01, bucket_size=70, overlap_grad_reduce=overlap, reduce_dtype=dtype
     )
     optimizer = distribute(model, config)
     for step in range(3):
@@ -119,7 +119,7 @@ def test_described_when_grads_travel_in_16_bits_then_it_says_that_they_do_not_sh
 
 
 def _refusal(rank: int, size: int) -> str:
-    config = DistOptConfig(wire_dtype="bfloat16", grads_in_fp32=False)
+    config = DistOptConfig(reduce_dtype="bfloat16", grads_in_fp32=False)
     with pytest.raises(ConfigError) as error:
         distribute(torch.nn.Linear(4, 4).bfloat16(), config)
     return str(error.value)
@@ -127,6 +127,6 @@ def _refusal(rank: int, size: int) -> str:
 
 def test_wire_when_grads_have_16_bits_already_then_refused() -> None:
     assert run_ranks(_refusal, 1) == [
-        "Invalid wire_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
+        "Invalid reduce_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
         "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True."
     ]

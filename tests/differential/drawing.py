@@ -96,12 +96,12 @@ def _options(draw: st.DrawFn, dtype: str, optimizer: str) -> tuple[tuple[str, An
     drawn: dict[str, Any] = {
         "overlap_grad_reduce": draw(_sometimes(3)) or None,
         "overlap_param_gather": draw(_sometimes(3)) or None,
-        "bucket_numel": draw(_seldom((16, 64, 200), 2)),
+        "bucket_size": draw(_seldom((16, 64, 200), 2)),
         "clip_grad": draw(_seldom((0.25,), 4)),
         "nonfinite": draw(_seldom(("skip",), 4)),
         "shared_memory": draw(_seldom((False,), 4)),
         "async_save": draw(_sometimes(6)) or None,
-        "wire_dtype": draw(_seldom(("bfloat16",), 12)) if dtype == "float32" else None,
+        "reduce_dtype": draw(_seldom(("bfloat16",), 12)) if dtype == "float32" else None,
         "grads_in_fp32": draw(_seldom((False,), 3)) if may_round else None,
         # Without a loss scale fp16 is refused at the start.
         "loss_scale": draw(st.sampled_from((8.0, "dynamic")) if dtype == "float16" else _seldom((8.0, "dynamic"), 8)),

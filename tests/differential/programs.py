@@ -121,7 +121,7 @@ class Program(_Short):
     @property
     def precision(self) -> str:
         """The dtype that results are as fine as: gradients that travel in 16 bits are no finer."""
-        return "bfloat16" if self.option.get("wire_dtype") and self.dtype == "float32" else self.dtype
+        return "bfloat16" if self.option.get("reduce_dtype") and self.dtype == "float32" else self.dtype
 
     @property
     def iterations(self) -> list[Iteration]:

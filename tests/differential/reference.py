@@ -160,10 +160,10 @@ class Options:
     broadcast_buffers: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    bucket_numel: int | None = None
+    bucket_size: int | None = None
     shared_memory: bool = True
     async_save: bool = False
-    wire_dtype: str | None = None
+    reduce_dtype: str | None = None
 
 
 class LossScale:

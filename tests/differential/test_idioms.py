@@ -11,8 +11,8 @@ import pytest
 from tests.differential.pool import Pool
 from tests.differential.programs import Action, Iteration, Microbatch, Phase, Program
 
-_OVERLAP = (("overlap_grad_reduce", True), ("bucket_numel", 32))
-_PARAM_OVERLAP = (("overlap_param_gather", True), ("bucket_numel", 32))
+_OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 32))
+_PARAM_OVERLAP = (("overlap_param_gather", True), ("bucket_size", 32))
 _DYNAMIC = (("loss_scale", "dynamic"), ("initial_loss_scale", 64.0))
 
 

@@ -439,8 +439,8 @@ def frozen_after_wrapping() -> Facts:
                 "kept": sorted(kept),
                 "in a run": [
                     shard.name
-                    for run in training.optimizer.chained_optimizers[0].sharded.runs
-                    for shard in run.run.shards
+                    for run in training.optimizer.chained_optimizers[0].sharded.flat_params
+                    for shard in run.plan.shards
                     if name in shard.name
                 ],
                 "losses": losses,

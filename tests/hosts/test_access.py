@@ -16,7 +16,7 @@ from tests.support.spawn import run_ranks
 def _built() -> tuple[nn.Sequential, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-    options = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 40, "debug": True}
+    options = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 40, "debug": True}
     return model, distribute(model, torch.optim.AdamW(model.parameters(), lr=0.1), accelerator="torch", **options)
 
 

@@ -55,7 +55,7 @@ def _taken_over(folder: Path, precision: str) -> Path:
 def _train(folder: Path, precision: str, name: str, *words: str) -> TrainingRun:
     from tests.support.mini_fork import MiniFork
 
-    fork = MiniFork.imported(era="a2", adam="fused")
+    fork = MiniFork.imported(file_layout="gathered", adam="fused")
     flags = ("--use-distributed-optimizer", *PRECISIONS[precision], *MODEL, "--train-iters", str(ITERATIONS))
     with contextlib.redirect_stdout(io.StringIO()):
         return fork.train(*flags, *words, "--save", str(folder / name))

@@ -468,8 +468,8 @@ def _held(training: Any) -> dict[str, Any]:
     sharded = [each.sharded for each in training.optimizer.chained_optimizers]
     held = {
         "params": [param.detach() for _, param in training.named_params()],
-        "main": [run.main.detach() for each in sharded for run in each.runs],
-        "state": [dict(each.inner.state.get(run.main, {})) for each in sharded for run in each.runs],
+        "main": [run.main.detach() for each in sharded for run in each.flat_params],
+        "state": [dict(each.inner.state.get(run.main, {})) for each in sharded for run in each.flat_params],
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in training.optimizer.param_groups],
         "head": _head(training),
     }
@@ -490,7 +490,7 @@ def _state_of_every_rank(bench: _Bench) -> dict[str, Any]:
     """What `sharded_state_dict` gives to the host, without the host."""
     with bench.training(SAVED["mixed tp2 pp2"]) as training:
         training.step()
-        memory = {p.view(p.run.main).untyped_storage().data_ptr() for p in owned_pieces(_model_of(training))}
+        memory = {p.view(p.flat.main).untyped_storage().data_ptr() for p in owned_pieces(_model_of(training))}
         state = training.optimizer.sharded_state_dict({})
         shards = [each for key, each in state.items() if key != "distopt"]
         main = [each for each in shards if each.key.startswith("optimizer.distopt.main.")]

@@ -48,7 +48,7 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "precision aware": lambda rank: _build(optimizer={"use_precision_aware_optimizer": True}),
         "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
         "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
-        "our buckets": lambda rank: _build(options=DistOptConfig(bucket_numel=1000)),
+        "our buckets": lambda rank: _build(options=DistOptConfig(bucket_size=1000)),
         "our clipping": lambda rank: _build(options=DistOptConfig(clip_grad=3.5)),
         "our decay": lambda rank: _build(
             optimizer={"decoupled_weight_decay": False}, options=DistOptConfig(decay="decoupled")
@@ -167,7 +167,7 @@ WANTED: dict[str, Refusal] = {
     ),
     "our buckets": (
         ConfigError,
-        "Invalid bucket_numel: set with megatron-core. Must be left to the host's --ddp-bucket-size. "
+        "Invalid bucket_size: set with megatron-core. Must be left to the host's --ddp-bucket-size. "
         "Drop --distopt-bucket-size.",
     ),
     "our clipping": (

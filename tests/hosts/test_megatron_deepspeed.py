@@ -29,7 +29,7 @@ _UNSET = [name for name in _VARIABLES if not os.environ.get(name)]
 pytestmark = pytest.mark.skipif(bool(_UNSET), reason=f"needs the real fork: {', '.join(_UNSET)} unset")
 
 _ROOT = Path(__file__).parents[2]
-_OURS = "megatron_distopt.hosts.era_a.optimizer.DistributedOptimizer"
+_OURS = "megatron_distopt.hosts.megatron_2023.optimizer.DistributedOptimizer"
 _SECONDS = 400.0
 
 

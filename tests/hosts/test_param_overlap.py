@@ -201,7 +201,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         adam="torch_foreach",
         lr=0.05,
         clip_grad=1.0,
-        bucket_numel=BUCKET,
+        bucket_size=BUCKET,
         overlap_grad_reduce=case.grads and overlap,
         overlap_param_gather=overlap,
     )
@@ -245,7 +245,7 @@ def _resumed(rank: int, folder: Path) -> bool:
     """Saved while gathers are under way, loaded before the first step, trained on."""
     torch.manual_seed(0)
     words = torch.arange(6).view(2, 3) + rank
-    config = DistOptConfig(lr=0.05, bucket_numel=BUCKET, overlap_param_gather=True)
+    config = DistOptConfig(lr=0.05, bucket_size=BUCKET, overlap_param_gather=True)
     model = Net()
     optimizer = distribute(model, config)
 

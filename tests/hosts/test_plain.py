@@ -96,7 +96,7 @@ def groups_stay_alike(rank: int) -> dict[str, Any]:
     _step(optimizer, model(torch.ones(1, 1)).sum())
     keys = [sorted(set(group) - {"params"}) for group in optimizer.param_groups]
     return {
-        "owned": sum(run.main.numel() for run in optimizer.sharded.runs),
+        "owned": sum(run.main.numel() for run in optimizer.sharded.flat_params),
         "keys": keys,
         "extras": (optimizer.param_groups[0]["lr_mult"], optimizer.param_groups[1]["weight_decay"]),
         "lr_is_live": frozen_by_lr and model.weight.item() != before,
@@ -161,7 +161,7 @@ def reload_after_change(rank: int) -> dict[str, Any]:
     _step(optimizer, model(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
 
     def follows() -> bool:
-        return all(torch.equal(run.main, run.model.float()) for run in optimizer.sharded.runs)
+        return all(torch.equal(run.main, run.model.float()) for run in optimizer.sharded.flat_params)
 
     before = follows()
     optimizer.reload_model_params()

@@ -259,11 +259,11 @@ def _other_grad_dtype(rank: int) -> object:
 
 
 def _other_buckets(rank: int) -> object:
-    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=100 if rank == 2 else None))
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_size=100 if rank == 2 else None))
 
 
 def _bucket_too_small(rank: int) -> object:
-    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_numel=3))
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_size=3))
 
 
 def _other_counted(rank: int) -> object:
@@ -394,10 +394,10 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "other members": (_other_members, differing("param group members", "bias in 0", "weight in 0")),
     "other number of groups": (_other_number_of_groups, differing("param groups", "nothing", "group 1: ")),
     "other grad dtype": (_other_grad_dtype, differing("options", "grads_in_fp32=False", "grads_in_fp32=True")),
-    "other buckets": (_other_buckets, differing("options", "bucket_numel=100", "bucket_numel=None")),
+    "other buckets": (_other_buckets, differing("options", "bucket_size=100", "bucket_size=None")),
     "bucket too small": (
         _bucket_too_small,
-        everyone(ConfigError, "bucket_numel: 3", "4 data-parallel ranks", "Write bucket_numel=40_000_000"),
+        everyone(ConfigError, "bucket_size: 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
     ),
     "other counted": (_other_counted, differing("counted params", "weight", "bias")),
     "other class of instance": (

@@ -123,7 +123,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
     torch.manual_seed(0)
     model = Net().to(case.dtype)
     # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
-    config = DistOptConfig(adam="torch_foreach", clip_grad=1.0, bucket_numel=BUCKET, overlap_grad_reduce=overlap)
+    config = DistOptConfig(adam="torch_foreach", clip_grad=1.0, bucket_size=BUCKET, overlap_grad_reduce=overlap)
     optimizer = distribute(model, config)
     early = []
     for step in range(STEPS):
@@ -148,7 +148,7 @@ def _late() -> str:
     """Two backward passes without no_sync: the second one comes too late."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
     for passes in (1, 2):
         optimizer.zero_grad()
         for _ in range(passes):
@@ -168,7 +168,7 @@ def _dropped(rank: int) -> bool:
     for is_dropped in (True, False):
         torch.manual_seed(0)
         model = Net()
-        optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+        optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
         for step in range(3):
             if is_dropped:
                 model(torch.full((4, WIDTH), 9.0 + rank), _usual(0, 0), "").backward()
@@ -183,7 +183,7 @@ def _reversed_no_sync() -> str:
     """The second backward says that more is to come, when all has come that did in the first step."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = distribute(model, DistOptConfig(bucket_numel=BUCKET, overlap_grad_reduce=True))
+    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
     model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
     optimizer.step()
     model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
@@ -201,7 +201,7 @@ def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[st
     """Both have buckets under way at once, and the second rank begins with those of the other one."""
     torch.manual_seed(0)
     models = [Net(), Net()]
-    config = DistOptConfig(adam="torch_foreach", bucket_numel=BUCKET, overlap_grad_reduce=overlap)
+    config = DistOptConfig(adam="torch_foreach", bucket_size=BUCKET, overlap_grad_reduce=overlap)
     groups = [None, dist.new_group() if apart else None]
     optimizers = [distribute(model, config, process_group=group) for model, group in zip(models, groups, strict=True)]
     text = "nothing"

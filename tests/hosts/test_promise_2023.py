@@ -268,7 +268,7 @@ def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
 
 
 def _collect(rank: int, size: int) -> dict[str, Result]:
-    fork = MiniFork.imported(era="a2", adam="torch")
+    fork = MiniFork.imported(file_layout="gathered", adam="torch")
     pairwise.all_gather = _slowly(pairwise.all_gather)
     return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
 

@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE
+from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE
 from megatron_distopt.hosts.source.block import as_bytes
-from megatron_distopt.hosts.source.found import Place, SeamState, Survey
+from megatron_distopt.hosts.source.found import PatchPointState, Place, Survey
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import UnreadableSourceError, fork_at, importable_host
 from megatron_distopt.hosts.tried import TRIED, as_markdown
-from tests.support.fork_trees import ERA_A_FACTORY, core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+from tests.support.fork_trees import (
+    FACTORY_OF_2023,
+    core,
+    early_core,
+    gathered_2023,
+    neox,
+    per_rank_2023,
+    pre_distopt,
+    write_tree,
+)
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -29,10 +38,10 @@ def read(folder: Path) -> Survey:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (era_a1, ERA_A.name),
-        (era_a2, ERA_A.name),
+        (per_rank_2023, MEGATRON_2023.name),
+        (gathered_2023, MEGATRON_2023.name),
         (core, MEGATRON_CORE.name),
-        (era_b, "Megatron-LM with megatron-core 0.4 or 0.5"),
+        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5"),
         (pre_distopt, "Megatron without a distributed optimizer"),
         (neox, "GPT-NeoX"),
     ],
@@ -42,14 +51,14 @@ def test_survey_when_a_fork_is_of_a_generation_then_says_which(
 ) -> None:
     found = read(make(tmp_path))
     assert found.generation.name == name
-    assert bool(found.seams) == found.generation.is_supported
+    assert bool(found.patch_points) == found.generation.is_supported
     assert (found.optimizer_class is not None) == found.generation.is_supported
-    assert [seam.refusal() for seam in found.seams] == [None] * len(found.seams)
+    assert [patch_point.refusal() for patch_point in found.patch_points] == [None] * len(found.patch_points)
 
 
-def test_survey_when_a_fork_is_whole_then_every_seam_has_its_place_and_importers(tmp_path: Path) -> None:
-    factory, parser = read(era_a1(tmp_path)).seams
-    assert factory.state is parser.state is SeamState.FREE
+def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place_and_importers(tmp_path: Path) -> None:
+    factory, parser = read(per_rank_2023(tmp_path)).patch_points
+    assert factory.state is parser.state is PatchPointState.FREE
     assert factory.place == Place(FACTORY, 4)
     assert factory.parameters == ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")
     assert factory.importers == (Place("megatron/training.py", 1),)
@@ -59,11 +68,13 @@ def test_survey_when_a_fork_is_whole_then_every_seam_has_its_place_and_importers
 
 
 def test_survey_when_the_import_is_inside_a_function_and_relative_then_is_an_importer(tmp_path: Path) -> None:
-    assert read(core(tmp_path)).seams[0].importers == (Place("megatron/core/optimizer/muon.py", 2),)
+    assert read(core(tmp_path)).patch_points[0].importers == (Place("megatron/core/optimizer/muon.py", 2),)
 
 
-@pytest.mark.parametrize(("make", "kind"), [(era_a1, "A1"), (era_a2, "A2"), (core, None)])
-def test_survey_when_the_class_gathers_state_then_it_is_a2(
+@pytest.mark.parametrize(
+    ("make", "kind"), [(per_rank_2023, "per-rank files"), (gathered_2023, "gathered file"), (core, None)]
+)
+def test_survey_when_the_class_gathers_state_then_it_is_gathered(
     make: Callable[[Path], Path], kind: str | None, tmp_path: Path
 ) -> None:
     found = read(make(tmp_path)).optimizer_class
@@ -73,13 +84,13 @@ def test_survey_when_the_class_gathers_state_then_it_is_a2(
 
 
 def test_survey_when_group_functions_are_there_then_names_those(tmp_path: Path) -> None:
-    assert read(era_a1(tmp_path)).group_functions == ("get_data_parallel_group",)
-    assert read(era_a2(tmp_path)).group_functions == ("get_data_parallel_group", "get_data_parallel_group_gloo")
+    assert read(per_rank_2023(tmp_path)).group_functions == ("get_data_parallel_group",)
+    assert read(gathered_2023(tmp_path)).group_functions == ("get_data_parallel_group", "get_data_parallel_group_gloo")
 
 
 @pytest.mark.parametrize("flag", ["--use-distributed-optimizer", "--use_distributed_optimizer"])
 def test_survey_when_the_parser_spells_the_flag_then_as_it_does(flag: str, tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / "megatron" / "arguments.py"
+    file = per_rank_2023(tmp_path) / "megatron" / "arguments.py"
     file.write_text(file.read_text().replace("--use-distributed-optimizer", flag))
     found = read(tmp_path)
     assert [option.flag for option in found.options if option.name == "use_distributed_optimizer"] == [flag]
@@ -92,7 +103,7 @@ def test_survey_when_kernels_are_imported_then_says_where_and_whether_under_a_co
         "import apex\nif cuda:\n    from amp_C import x\ntry:\n    import transformer_engine\nexcept ImportError:\n"
         "    pass\n\n\ndef later():\n    import apex\n"
     )
-    write_tree(era_a1(tmp_path), {FACTORY: imports + ERA_A_FACTORY})
+    write_tree(per_rank_2023(tmp_path), {FACTORY: imports + FACTORY_OF_2023})
     needs = [(need.package, str(need.place), need.is_conditional) for need in read(tmp_path).needs]
     assert needs == [("apex", f"{FACTORY}:1", False), ("amp_C", f"{FACTORY}:3", True)]
 
@@ -112,11 +123,11 @@ TAKE_OUT = "Must be untouched. Take the other patcher out, or install megatron_d
     ],
 )
 def test_survey_when_somebody_binds_the_name_again_then_refused_with_the_line(patcher: str, tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + patcher})
-    seam = read(tmp_path).seams[0]
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + patcher})
+    patch_point = read(tmp_path).patch_points[0]
     line = 7 if "try" in patcher else 6
-    assert seam.state is SeamState.REPLACED
-    assert seam.refusal() == f"Invalid {REPLACED} {FACTORY}:{line}. {TAKE_OUT}"
+    assert patch_point.state is PatchPointState.REPLACED
+    assert patch_point.refusal() == f"Invalid {REPLACED} {FACTORY}:{line}. {TAKE_OUT}"
 
 
 @pytest.mark.parametrize(
@@ -128,28 +139,34 @@ def test_survey_when_somebody_binds_the_name_again_then_refused_with_the_line(pa
         "other.get_megatron_optimizer = 1\n",
     ],
 )
-def test_survey_when_the_name_is_bound_in_another_scope_then_the_seam_is_free(harmless: str, tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + harmless})
-    assert read(tmp_path).seams[0].state is SeamState.FREE
+def test_survey_when_the_name_is_bound_in_another_scope_then_the_patch_point_is_free(
+    harmless: str, tmp_path: Path
+) -> None:
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + harmless})
+    assert read(tmp_path).patch_points[0].state is PatchPointState.FREE
 
 
-def test_survey_when_our_block_is_in_then_the_seam_is_patched(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY + as_bytes(b"\n").decode()})
-    seam = read(tmp_path).seams[0]
-    assert (seam.state, seam.refusal(), seam.place) == (SeamState.PATCHED, None, Place(FACTORY, 4))
+def test_survey_when_our_block_is_in_then_the_patch_point_is_patched(tmp_path: Path) -> None:
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + as_bytes(b"\n").decode()})
+    patch_point = read(tmp_path).patch_points[0]
+    assert (patch_point.state, patch_point.refusal(), patch_point.place) == (
+        PatchPointState.PATCHED,
+        None,
+        Place(FACTORY, 4),
+    )
 
 
 def test_survey_when_somebody_binds_the_name_after_our_block_then_it_is_replaced(tmp_path: Path) -> None:
-    patched = ERA_A_FACTORY + as_bytes(b"\n").decode()
-    write_tree(era_a1(tmp_path), {FACTORY: patched + "get_megatron_optimizer = None\n"})
-    assert read(tmp_path).seams[0].state is SeamState.REPLACED
+    patched = FACTORY_OF_2023 + as_bytes(b"\n").decode()
+    write_tree(per_rank_2023(tmp_path), {FACTORY: patched + "get_megatron_optimizer = None\n"})
+    assert read(tmp_path).patch_points[0].state is PatchPointState.REPLACED
 
 
 def test_survey_when_the_signature_differs_then_refused_with_both(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY.replace("model, no_weight", "chunks, no_weight")})
-    seam = read(tmp_path).seams[0]
-    assert seam.state is SeamState.DIFFERENT
-    assert seam.refusal() == (
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("model, no_weight", "chunks, no_weight")})
+    patch_point = read(tmp_path).patch_points[0]
+    assert patch_point.state is PatchPointState.DIFFERENT
+    assert patch_point.refusal() == (
         "Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
         f"scale_lr_cond, lr_mult) in {FACTORY}:4. Must start with (model, no_weight_decay_cond, scale_lr_cond, "
         "lr_mult). Use a Megatron that docs/hosts.md lists."
@@ -157,17 +174,17 @@ def test_survey_when_the_signature_differs_then_refused_with_both(tmp_path: Path
 
 
 def test_survey_when_the_function_is_gone_then_refused(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: "from .distrib_optimizer import DistributedOptimizer\n"})
-    seam = read(tmp_path).seams[0]
-    assert seam.state is SeamState.MISSING
-    assert seam.refusal() == (
+    write_tree(per_rank_2023(tmp_path), {FACTORY: "from .distrib_optimizer import DistributedOptimizer\n"})
+    patch_point = read(tmp_path).patch_points[0]
+    assert patch_point.state is PatchPointState.MISSING
+    assert patch_point.refusal() == (
         "Invalid megatron.optimizer.get_megatron_optimizer: missing. Must exist. "
         "Use a Megatron that docs/hosts.md lists."
     )
 
 
 def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: ERA_A_FACTORY.replace("import Distributed", "import Other")})
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("import Distributed", "import Other")})
     found = read(tmp_path).optimizer_class
     assert found is not None
     assert found.refusal() == (
@@ -179,9 +196,9 @@ def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("make", "change", "is_refused"),
     [
-        (era_a1, ("models", "models, extra=None"), False),
-        (era_a1, ("models", "models, extra"), True),
-        (era_a1, (", models", ""), True),
+        (per_rank_2023, ("models", "models, extra=None"), False),
+        (per_rank_2023, ("models", "models, extra"), True),
+        (per_rank_2023, (", models", ""), True),
         (core, ("instance_id", "instance_id, extra=None"), True),
     ],
 )
@@ -199,8 +216,8 @@ def test_survey_when_the_constructor_differs_then_refused_where_the_adapter_woul
         assert f") in {file.relative_to(tmp_path)}:1. Must " in reason
 
 
-def test_survey_when_a_seams_file_is_no_python_then_refused_with_file_and_line(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {FACTORY: "import torch\nprint 'two'\n"})
+def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and_line(tmp_path: Path) -> None:
+    write_tree(per_rank_2023(tmp_path), {FACTORY: "import torch\nprint 'two'\n"})
     with pytest.raises(UnreadableSourceError) as error:
         read(tmp_path)
     assert str(error.value).startswith(f"Invalid source: {FACTORY}:2 (")
@@ -209,7 +226,7 @@ def test_survey_when_a_seams_file_is_no_python_then_refused_with_file_and_line(t
 
 @pytest.mark.parametrize("content", [b"parse_args = = 1\n", b"x = 'parse_args\0'\n"])
 def test_survey_when_another_file_is_no_python_then_it_is_listed(content: bytes, tmp_path: Path) -> None:
-    (era_a1(tmp_path) / "tools" / "old.py").write_bytes(content)
+    (per_rank_2023(tmp_path) / "tools" / "old.py").write_bytes(content)
     (unreadable,) = read(tmp_path).unreadable
     assert unreadable.file == "tools/old.py"
     assert unreadable.reason.startswith("Invalid source: tools/old.py")
@@ -218,16 +235,16 @@ def test_survey_when_another_file_is_no_python_then_it_is_listed(content: bytes,
 def test_survey_when_files_are_not_the_forks_then_they_are_left_alone(tmp_path: Path) -> None:
     text = "from megatron.optimizer import get_megatron_optimizer\n"
     files = ("venv/lib/a.py", ".git/a.py", "build/lib/a.py", "my_env/site-packages/a.py")
-    write_tree(era_a1(tmp_path), {**dict.fromkeys(files, text), "venv/pyvenv.cfg": ""})
+    write_tree(per_rank_2023(tmp_path), {**dict.fromkeys(files, text), "venv/pyvenv.cfg": ""})
     (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
-    assert read(tmp_path).seams[0].importers == (Place("megatron/training.py", 1),)
+    assert read(tmp_path).patch_points[0].importers == (Place("megatron/training.py", 1),)
 
 
 IS_NO_FORK = "Must be a folder that holds the folder megatron."
 
 
 def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: Path) -> None:
-    fork, empty = era_a1(tmp_path / "fork"), tmp_path / "empty"
+    fork, empty = per_rank_2023(tmp_path / "fork"), tmp_path / "empty"
     empty.mkdir()
     cases = {
         tmp_path / "nowhere": f"{tmp_path / 'nowhere'} does not exist. {IS_NO_FORK} "
@@ -254,7 +271,7 @@ def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: 
 
 
 def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(tmp_path: Path) -> None:
-    here, there = era_a1(tmp_path / "here"), core(tmp_path / "there" / "site-packages")
+    here, there = per_rank_2023(tmp_path / "here"), core(tmp_path / "there" / "site-packages")
     tree = importable_host(here, [str(there)])
     assert (tree.roots, tree.is_checkout) == ((here.resolve(),), True)
     tree = importable_host(tmp_path, [str(there), str(here)])
@@ -277,13 +294,13 @@ def test_importable_host_when_there_is_none_then_unknown(tmp_path: Path, monkeyp
         survey(importable_host(tmp_path, []))
 
 
-def test_survey_when_read_from_the_installed_megatron_core_then_its_seam_is_free() -> None:
+def test_survey_when_read_from_the_installed_megatron_core_then_its_patch_point_is_free() -> None:
     tree = importable_host(Path("/"), sys.path)
     if not tree.has("megatron.core.optimizer"):
         pytest.skip("megatron-core is not installed")
     found = survey(tree)
     assert found.generation is MEGATRON_CORE
-    assert found.seams[0].refusal() is None
+    assert found.patch_points[0].refusal() is None
     assert found.optimizer_class is not None and found.optimizer_class.refusal() is None
 
 
@@ -292,8 +309,8 @@ def test_survey_when_a_real_fork_is_given_then_everything_is_found() -> None:
         pytest.skip("MEGATRON_FORK names no checkout of a fork")
     found = read(Path(os.environ["MEGATRON_FORK"]))
     assert found.generation.is_supported
-    assert [seam.refusal() for seam in found.seams] == [None] * len(found.seams)
-    assert all(seam.importers for seam in found.seams)
+    assert [patch_point.refusal() for patch_point in found.patch_points] == [None] * len(found.patch_points)
+    assert all(patch_point.importers for patch_point in found.patch_points)
     assert found.optimizer_class is not None and found.optimizer_class.refusal() is None
     assert "get_data_parallel_group" in found.group_functions
     assert any(option.name == "use_distributed_optimizer" for option in found.options)

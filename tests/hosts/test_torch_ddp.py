@@ -316,7 +316,7 @@ def cases(rank: int, size: int, keys: list[str]) -> dict[str, str]:
     found = {}
     for key in keys:
         name, dtype, is_view = KEYS[key]
-        options = {"bucket_numel": 64, "overlap_param_gather": is_view}
+        options = {"bucket_size": 64, "overlap_param_gather": is_view}
         found[key] = outcome(CASES[name], dtype, {"gradient_as_bucket_view": is_view}, options)
     return found
 

@@ -29,7 +29,7 @@ from tests.support.spawn import run_ranks
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_numel": 64},
+    "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 64},
 }
 
 

@@ -14,7 +14,7 @@ from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Bucket, BufferLayout, ParamSlot, ParamSpec, Span, adopt, lay_out
 
 NUM_SHARDS = st.integers(1, 9)
-BUCKET_NUMEL = st.none() | st.integers(1, 120)
+BUCKET_SIZE = st.none() | st.integers(1, 120)
 ALIGNMENT = st.sampled_from((1, 2, 7, 64))
 
 
@@ -33,14 +33,14 @@ PARAMS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(params_of)
         pytest.param([1], {"num_shards": 3}, [(0, 1)], [(0, 3, 1)], id="fewer elements than shards"),
         pytest.param(
             [5, 5, 5],
-            {"num_shards": 2, "bucket_numel": 8},
+            {"num_shards": 2, "bucket_size": 8},
             [(0, 5), (5, 10), (10, 15)],
             [(0, 10, 10), (10, 16, 5)],
             id="a bucket ends with the param that fills it",
         ),
         pytest.param(
             [9, 1],
-            {"num_shards": 2, "bucket_numel": 4},
+            {"num_shards": 2, "bucket_size": 4},
             [(0, 9), (10, 11)],
             [(0, 10, 9), (10, 12, 1)],
             id="a param larger than a bucket is not cut",
@@ -54,7 +54,7 @@ PARAMS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(params_of)
         ),
         pytest.param(
             [3, 2],
-            {"num_shards": 3, "alignment_numel": 4, "bucket_numel": 1},
+            {"num_shards": 3, "alignment_numel": 4, "bucket_size": 1},
             [(0, 3), (4, 6)],
             [(0, 3, 3), (3, 6, 3)],
             id="aligned in the buffer, not in the bucket",
@@ -91,11 +91,11 @@ def test_shard_when_a_rank_is_given_then_its_part_of_the_bucket_in_the_buffer() 
 
 
 @settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
 def test_buckets_when_laid_out_then_they_tile_the_buffer_and_divide_by_the_shards(
-    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
 ) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
     assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
     assert layout.buckets[0].in_buffer.start == 0
     assert all(left.in_buffer.stop == right.in_buffer.start for left, right in pairwise(layout.buckets))
@@ -108,11 +108,11 @@ def test_buckets_when_laid_out_then_they_tile_the_buffer_and_divide_by_the_shard
 
 
 @settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
 def test_slots_when_laid_out_then_disjoint_in_order_aligned_and_inside_their_bucket(
-    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
 ) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
     assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [(p.name, p.numel) for p in params]
     assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots))
     for slot in layout.slots:
@@ -123,33 +123,33 @@ def test_slots_when_laid_out_then_disjoint_in_order_aligned_and_inside_their_buc
 
 
 @settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_numel=BUCKET_NUMEL, alignment_numel=ALIGNMENT)
+@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
 def test_buckets_when_laid_out_then_each_is_closed_by_the_first_param_that_fills_it(
-    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int
+    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
 ) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
     for bucket in layout.buckets:
         stops = [slot.in_buffer.stop - bucket.in_buffer.start for slot in layout.slots if slot.bucket == bucket.index]
         assert bucket.numel_unpadded == stops[-1]
         assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards
-        if bucket_numel is not None:
-            assert all(stop < bucket_numel for stop in stops[:-1])
-            assert stops[-1] >= bucket_numel or bucket is layout.buckets[-1]
-    assert bucket_numel is not None or len(layout.buckets) == 1
+        if bucket_size is not None:
+            assert all(stop < bucket_size for stop in stops[:-1])
+            assert stops[-1] >= bucket_size or bucket is layout.buckets[-1]
+    assert bucket_size is not None or len(layout.buckets) == 1
 
 
 @settings(deadline=None)
 @given(
     params=PARAMS,
     num_shards=NUM_SHARDS,
-    bucket_numel=BUCKET_NUMEL,
+    bucket_size=BUCKET_SIZE,
     alignment_numel=ALIGNMENT,
     random=st.randoms(use_true_random=False),
 )
 def test_adopt_when_slots_come_in_any_order_then_the_same_layout(
-    params: list[ParamSpec], num_shards: int, bucket_numel: int | None, alignment_numel: int, random: Random
+    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int, random: Random
 ) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel, alignment_numel=alignment_numel)
+    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
     shuffled = list(layout.slots)
     random.shuffle(shuffled)
     adopted = adopt(
@@ -282,12 +282,12 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         "Invalid alignment_numel: -64. Must be at least 1. Write alignment_numel=1 or more.",
     ),
     (
-        lambda: lay_out(params_of([3]), num_shards=2, bucket_numel=0),
-        "Invalid bucket_numel: 0. Must be at least 1. Write bucket_numel=1 or more.",
+        lambda: lay_out(params_of([3]), num_shards=2, bucket_size=0),
+        "Invalid bucket_size: 0. Must be at least 1. Write bucket_size=1 or more.",
     ),
     (
-        lambda: lay_out(params_of([3]), num_shards=2, bucket_numel=-1),
-        "Invalid bucket_numel: -1. Must be at least 1. Write bucket_numel=1 or more.",
+        lambda: lay_out(params_of([3]), num_shards=2, bucket_size=-1),
+        "Invalid bucket_size: -1. Must be at least 1. Write bucket_size=1 or more.",
     ),
 ]
 
@@ -305,7 +305,7 @@ def test_layout_when_by_hand_and_right_then_accepted() -> None:
     assert (layout.numel, layout.shard_numel) == (8, 4)
     padded = a_layout(("v", 0, 0, 3), ("w", 1, 4, 7), buckets=(Bucket(0, Span(0, 4), 3), Bucket(1, Span(4, 8), 3)))
     assert (padded.numel, padded.shard_numel) == (8, 4)
-    assert lay_out(params_of([3]), num_shards=1, bucket_numel=1, alignment_numel=1).numel == 3
+    assert lay_out(params_of([3]), num_shards=1, bucket_size=1, alignment_numel=1).numel == 3
     assert ParamSpec("w", 8, (2, 4)).shape == (2, 4)
 
 

@@ -19,7 +19,7 @@ LAYOUTS = st.builds(
         lambda numels: [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
     ),
     num_shards=st.integers(1, 9),
-    bucket_numel=st.none() | st.integers(1, 120),
+    bucket_size=st.none() | st.integers(1, 120),
     alignment_numel=st.sampled_from((1, 2, 7, 64)),
 )
 
@@ -49,7 +49,7 @@ def test_owned_shards_when_given_an_example_then_each_rank_owns_these(
 
 
 def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_index_space() -> None:
-    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=2, bucket_numel=5, alignment_numel=1)
+    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=2, bucket_size=5, alignment_numel=1)
     assert [bucket.in_buffer for bucket in layout.buckets] == [Span(0, 6), Span(6, 12)]
     in_a, in_b = owned_shards(layout, 1)
     assert in_a == ParamShard("a", 1, 0, Span(3, 5), Span(3, 5), Span(3, 5), Span(0, 2))
@@ -118,19 +118,19 @@ class CountedSlots(tuple[ParamSlot, ...]):
         return super().__iter__()
 
 
-def large_layout(num_shards: int, *, num_params: int = 20_000, bucket_numel: int | None = None) -> BufferLayout:
+def large_layout(num_shards: int, *, num_params: int = 20_000, bucket_size: int | None = None) -> BufferLayout:
     """10^12 elements in 20,000 params of several sizes."""
     numels = [(index % 5 + 1) * (10**8 // 6) for index in range(num_params)]
     params = [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
-    return lay_out(params, num_shards=num_shards, bucket_numel=bucket_numel)
+    return lay_out(params, num_shards=num_shards, bucket_size=bucket_size)
 
 
-@pytest.mark.parametrize("bucket_numel", [None, 40 * 10**9])
+@pytest.mark.parametrize("bucket_size", [None, 40 * 10**9])
 @pytest.mark.parametrize("num_shards", [2, 4096])
 def test_owned_shards_when_the_model_is_large_then_a_rank_looks_only_at_what_it_owns(
-    num_shards: int, bucket_numel: int | None
+    num_shards: int, bucket_size: int | None
 ) -> None:
-    layout = large_layout(num_shards, bucket_numel=bucket_numel)
+    layout = large_layout(num_shards, bucket_size=bucket_size)
     assert layout.numel >= 0.99e12
     slots = CountedSlots(layout.slots)
     counted = dataclasses.replace(layout, slots=slots)

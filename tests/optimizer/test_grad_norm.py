@@ -14,10 +14,10 @@ from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group
-from megatron_distopt.layout import ParamShard, Run, Span
+from megatron_distopt.layout import FlatParamPlan, ParamShard, Span
 from megatron_distopt.optimizer import grad_norm
 from megatron_distopt.optimizer.grad_norm import local_numbers, local_stats, nonfinite_params, reduce_stats
-from megatron_distopt.optimizer.main_params import MainRun, RunKey
+from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from tests.support.models import stepped
 from tests.support.spawn import run_ranks
 
@@ -99,7 +99,7 @@ def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float 
     model = Part(pieces)
     optimizer = distribute(
         model,
-        DistOptConfig(accelerator="torch", count_zeros=True, bucket_numel=40),
+        DistOptConfig(accelerator="torch", count_zeros=True, bucket_size=40),
         process_group=group,
         stats_process_group=dist.group.WORLD,
         counted=lambda name: pieces[name.removeprefix("held.")].counted,
@@ -147,7 +147,7 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
 ) -> None:
     grad = torch.empty(3000)
     change(grad)
-    run = _main_run(grad, counted=True)
+    run = _flat_param(grad, counted=True)
     stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
     assert stats.is_finite == finite
     if norm is not None:
@@ -171,7 +171,7 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
     values = {"ordinary": 0.5, "huge": 3e19, "inf": math.inf, "nan": math.nan}
     device, found = torch.device("cpu"), {}
     for name, value in values.items():
-        run = _main_run(torch.full((3000,), value), counted=True)
+        run = _flat_param(torch.full((3000,), value), counted=True)
         stats = reduce_stats(local_stats([run], device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
         numbers, flags = local_numbers([run], device, count_zeros=False)
         assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
@@ -188,7 +188,7 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
 
 def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(elsewhere: str) -> None:
     grad = torch.randn(100_000, generator=torch.Generator().manual_seed(5))
-    run = _main_run(grad, counted=True)
+    run = _flat_param(grad, counted=True)
     stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
     # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some thousand partial sums.
     bound = 1e-5 if elsewhere == "neither" else 1e-13
@@ -196,16 +196,16 @@ def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float6
 
 
 def test_nonfinite_params_when_all_are_finite_and_their_squares_are_not_then_the_large_ones_are_named() -> None:
-    large, small = _main_run(torch.full((4,), 3e19), counted=True), _main_run(torch.ones(4), counted=True)
+    large, small = _flat_param(torch.full((4,), 3e19), counted=True), _flat_param(torch.ones(4), counted=True)
     assert nonfinite_params([small, large]) == ["p (finite, and above 1.8e19)"]
-    infinite = _main_run(torch.full((4,), math.inf), counted=True)
+    infinite = _flat_param(torch.full((4,), math.inf), counted=True)
     assert nonfinite_params([small, large, infinite]) == ["p"]
 
 
 def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64() -> None:
     grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(5))
     stats = reduce_stats(
-        local_stats([_main_run(grad, counted=True)], grad.device, count_zeros=False),
+        local_stats([_flat_param(grad, counted=True)], grad.device, count_zeros=False),
         Group(None, 0, 1),
         count_zeros=False,
     )
@@ -214,17 +214,17 @@ def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64()
 
 
 def test_local_stats_when_an_uncounted_param_is_infinite_then_is_not_finite() -> None:
-    runs = [_main_run(torch.ones(4), counted=True), _main_run(torch.full((4,), float("inf")), counted=False)]
+    runs = [_flat_param(torch.ones(4), counted=True), _flat_param(torch.full((4,), float("inf")), counted=False)]
     stats = reduce_stats(
         local_stats(runs, torch.device("cpu"), count_zeros=False), Group(None, 0, 1), count_zeros=False
     )
     assert (stats.num_nonfinite_ranks, stats.sum_of_squares, stats.num_zeros) == (1, 4.0, None)
 
 
-def _main_run(grad: Tensor, *, counted: bool) -> MainRun:
+def _flat_param(grad: Tensor, *, counted: bool) -> FlatParam:
     span = Span(0, grad.numel())
     shard = ParamShard("p", 0, 0, span, span, span, span)
     main = torch.zeros_like(grad)
-    run = MainRun(Run(RunKey(0, counted), 0, span, (shard,)), main, main, grad)
+    run = FlatParam(FlatParamPlan(FlatParamKey(0, counted), 0, span, (shard,)), main, main, grad)
     run.attach_grad()
     return run

@@ -59,7 +59,7 @@ class StandIn:
 def _tensors(sharded: ShardedOptimizer) -> list[Tensor]:
     """All that a step changes."""
     tensors = [each for buffer in sharded.buffers for each in (buffer.param, buffer.grad)]
-    tensors += [run.main for run in sharded.runs]
+    tensors += [run.main for run in sharded.flat_params]
     return tensors + [each for state in sharded.inner.state.values() for each in state.values()]
 
 

@@ -103,7 +103,7 @@ def _step(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: 
 
 def _everything(optimizer: TorchDistributedOptimizer) -> list[Tensor]:
     sharded = optimizer.sharded
-    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.runs]
+    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.flat_params]
     tensors += [state[key] for state in sharded.inner.state.values() for key in sorted(state)]
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -198,7 +198,7 @@ def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_
     optimizer.sharded.attach_grads()  # copies of 16-bit grads, of no use to the step that is made anew
     with pytest.raises(NonFiniteGradError):
         optimizer.sharded.step()
-    assert all(run.main.grad is None for run in optimizer.sharded.runs)
+    assert all(run.main.grad is None for run in optimizer.sharded.flat_params)
 
 
 @pytest.mark.parametrize("by", ["folder", "state_dict"])

@@ -66,7 +66,7 @@ def train_core(rank: int, size: int) -> dict[str, tuple[Curve, Curve, int]]:
 
 def train_fork(rank: int, size: int) -> dict[str, tuple[Any, Any, int]]:
     """The same in a fork of 2023."""
-    fork = MiniFork.imported(era="a2")
+    fork = MiniFork.imported(file_layout="gathered")
     _log_as_forks_do(fork.training)
     found = {}
     for name, words in FORK.items():

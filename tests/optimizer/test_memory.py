@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int) -> dict[tuple[int, bool], Found]:
 def _measure(group: dist.ProcessGroup, *, fp32: bool) -> Found:
     before = _storages()
     model = Sequential(*(Linear(WIDTH, WIDTH) for _ in range(4))).bfloat16()
-    config = DistOptConfig(accelerator="torch", clip_grad=1.0, grads_in_fp32=fp32, bucket_numel=100_000)
+    config = DistOptConfig(accelerator="torch", clip_grad=1.0, grads_in_fp32=fp32, bucket_size=100_000)
     optimizer = distribute(model, config, process_group=group)
     for _ in range(2):
         optimizer.zero_grad()

@@ -77,7 +77,7 @@ def _train(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step:
 def _everything(optimizer: TorchDistributedOptimizer) -> list[Tensor]:
     """All that a skipped step must leave alone: model params, main params, moments, step counts."""
     sharded = optimizer.sharded
-    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.runs]
+    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.flat_params]
     tensors += [value for state in sharded.inner.state.values() for value in state.values()]
     return [tensor.detach().clone() for tensor in tensors]
 

@@ -54,7 +54,7 @@ def test_step_when_a_param_is_in_no_group_then_it_keeps_its_bits_and_counts_nowh
     # The square is exact; its root rounds once, in float64 or in float32.
     assert result.grad_norm == pytest.approx(square**0.5, rel=1e-7)
     assert result.num_zeros == 0
-    held = [shard.name for run in optimizer.runs for shard in run.run.shards]
+    held = [shard.name for run in optimizer.flat_params for shard in run.plan.shards]
     assert held == list(names)
 
 
@@ -71,5 +71,5 @@ def test_step_when_no_param_is_in_any_group_then_nothing_happens() -> None:
     before = optimizer.buffers[0].param.clone()
     result = optimizer.step()
     assert (result.updated, result.grad_norm) == (True, 0.0)
-    assert optimizer.runs == ()
+    assert optimizer.flat_params == ()
     assert torch.equal(optimizer.buffers[0].param, before)

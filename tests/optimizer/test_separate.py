@@ -45,10 +45,10 @@ def test_separate_when_in_the_middle_of_training_then_changes_no_value(adam: str
         _step(cut, other, step)
         if step == 1:
             other.separate(lambda name: name)
-    assert (len(one.runs), len(other.runs)) == (1, 5)
+    assert (len(one.flat_params), len(other.flat_params)) == (1, 5)
     # Cut elsewhere, the kernel's vectors begin elsewhere, and what its last lanes do may differ in the last bit.
     torch.testing.assert_close(_flat(cut), _flat(whole), rtol=1e-6, atol=1e-7)
-    assert [group["params"] for group in other.inner.param_groups] == [[run.main for run in other.runs]]
+    assert [group["params"] for group in other.inner.param_groups] == [[run.main for run in other.flat_params]]
 
 
 def test_separate_when_a_part_has_no_grad_then_its_count_and_value_stay() -> None:
@@ -57,11 +57,11 @@ def test_separate_when_a_part_has_no_grad_then_its_count_and_value_stay() -> Non
     sharded.separate(lambda name: name == "held.scale")
     before = model.held["scale"].clone()
     sharded.attach_grads()
-    for run in sharded.runs:
-        if run.run.shards[0].name == "held.scale":
+    for run in sharded.flat_params:
+        if run.plan.shards[0].name == "held.scale":
             run.detach_grad()
     sharded.inner.step()
-    steps = {run.run.shards[0].name: float(sharded.inner.state[run.main]["step"]) for run in sharded.runs}
+    steps = {run.plan.shards[0].name: float(sharded.inner.state[run.main]["step"]) for run in sharded.flat_params}
     assert steps.pop("held.scale") == 1.0
     assert set(steps.values()) == {2.0}
     assert torch.equal(model.held["scale"], before)
@@ -69,6 +69,6 @@ def test_separate_when_a_part_has_no_grad_then_its_count_and_value_stay() -> Non
 
 def test_separate_when_all_keys_are_alike_then_nothing_is_cut() -> None:
     _, sharded = _built("torch_fused", torch.float32)
-    runs = sharded.runs
+    runs = sharded.flat_params
     sharded.separate(lambda name: 0)
-    assert sharded.runs is runs
+    assert sharded.flat_params is runs

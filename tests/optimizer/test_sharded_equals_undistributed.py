@@ -47,7 +47,7 @@ def _config(**changes: object) -> DistOptConfig:
 CASES = {
     "fp32": Case(_config()),
     "fp32 clipped": Case(_config(clip_grad=0.5)),
-    "fp32 small buckets": Case(_config(clip_grad=0.5, bucket_numel=100)),
+    "fp32 small buckets": Case(_config(clip_grad=0.5, bucket_size=100)),
     "fp32 scaled loss": Case(_config(clip_grad=0.5, loss_scale=1024.0)),
     "bf16": Case(_config(clip_grad=0.5), default=torch.bfloat16),
     "bf16 with 16-bit grads": Case(_config(clip_grad=0.5, grads_in_fp32=False), default=torch.bfloat16),

@@ -208,7 +208,7 @@ def test_distribute_when_triton_updates_then_as_near_to_torchs_as_rounding_and_s
         results[adam, late] = optimizer.sharded
     ours, late, theirs = results.values()
     _close(ours.inner, theirs.inner)
-    for mine, other in zip(ours.runs, late.runs, strict=True):
+    for mine, other in zip(ours.flat_params, late.flat_params, strict=True):
         assert torch.equal(mine.main, other.main) and torch.equal(mine.model, other.model)
         assert torch.equal(mine.model, mine.main.bfloat16())
 
@@ -224,7 +224,7 @@ def test_save_when_triton_updates_then_a_loaded_run_goes_on_bit_for_bit(tmp_path
     other_model, other = _distributed("triton", late=True)
     other.load(tmp_path / "saved")
     _iterate(other_model, other, range(3, STEPS))
-    for mine, loaded in zip(optimizer.sharded.runs, other.sharded.runs, strict=True):
+    for mine, loaded in zip(optimizer.sharded.flat_params, other.sharded.flat_params, strict=True):
         assert torch.equal(mine.main, loaded.main) and torch.equal(mine.model, loaded.model)
 
 

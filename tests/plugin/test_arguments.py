@@ -14,7 +14,7 @@ OURS = (
     "--distopt-adam, --distopt-optimizer, --distopt-nonfinite, --distopt-accelerator, --distopt-decay, "
     "--distopt-resume-step, --distopt-checkpoint-format, --distopt-async-save, --distopt-async-buffer-mb, "
     "--distopt-keep-last, --distopt-overlap-grad-reduce, --distopt-overlap-param-gather, --distopt-bucket-size, "
-    "--distopt-log-communication, --distopt-wire-dtype, --distopt-shared-memory, --distopt-debug"
+    "--distopt-log-communication, --distopt-reduce-dtype, --distopt-shared-memory, --distopt-debug"
 )
 
 
@@ -37,7 +37,7 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
     words += ["--distopt-async-buffer-mb", "64", "--distopt-keep-last", "3"]
     words += ["--distopt-overlap-grad-reduce", "--distopt_overlap_param_gather", "yes"]
     words += ["--distopt-bucket-size", "1000000", "--distopt-log-communication", "10"]
-    words += ["--distopt-wire-dtype", "bfloat16", "--distopt-shared-memory", "no", "--distopt-debug"]
+    words += ["--distopt-reduce-dtype", "bfloat16", "--distopt-shared-memory", "no", "--distopt-debug"]
     config = config_from_arguments(_parse(*words), DistOptConfig(lr=0.5))
     wanted = DistOptConfig(
         adam="torch_foreach",
@@ -50,9 +50,9 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
         keep_last=3,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        bucket_numel=1_000_000,
+        bucket_size=1_000_000,
         log_communication=10,
-        wire_dtype="bfloat16",
+        reduce_dtype="bfloat16",
         shared_memory=False,
         debug=True,
         lr=0.5,

@@ -696,15 +696,15 @@ def test_convert_when_json_then_what_was_done(whole: Path, tmp_path: Path, capsy
 def test_convert_when_it_needs_model_files_then_what_exchange_says_and_nothing_written(
     whole: Path, tmp_path: Path, capsys: Output
 ) -> None:
-    status, lines, err = run(capsys, "convert", whole, tmp_path / "new", "--to", "native-a2", "--dp", "4")
+    status, lines, err = run(capsys, "convert", whole, tmp_path / "new", "--to", "gathered", "--dp", "4")
     assert (status, lines, list(tmp_path.iterdir())) == (1, [], [])
-    assert err.startswith(f"megatron-distopt: Invalid checkpoint {whole}: no model files for native-a2. ")
+    assert err.startswith(f"megatron-distopt: Invalid checkpoint {whole}: no model files for gathered. ")
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--to", "native"], "Invalid format: 'native'. Must be one of {all}. Write --to native-a1 or native-a2."),
+        (["--to", "native"], "Invalid format: 'native'. Must be one of {all}. Write --to per-rank or gathered."),
         (["--to", "Torch"], "Invalid format: 'Torch'. Must be one of {all}. Write --to torch."),
         (
             ["--to", "x"],

@@ -18,7 +18,7 @@ from megatron_distopt.plugin.cli import main
 from megatron_distopt.plugin.doctor import diagnose as doctor
 from megatron_distopt.plugin.doctor.findings import ok, problem
 from megatron_distopt.version import VERSION
-from tests.support.fork_trees import era_a1, era_b
+from tests.support.fork_trees import early_core, per_rank_2023
 
 FACTORY = "megatron/optimizer/__init__.py"
 Output = pytest.CaptureFixture[str]
@@ -32,7 +32,7 @@ def run(capsys: Output, *words: str | Path) -> tuple[int, str, str]:
 
 
 def test_patch_when_checked_applied_and_undone_then_says_what_it_did(tmp_path: Path, capsys: Output) -> None:
-    fork = era_a1(tmp_path)
+    fork = per_rank_2023(tmp_path)
     before = (fork / FACTORY).read_bytes()
     place = f"{FACTORY}, {len(BLOCK)} lines after line 5"
     status, out, err = run(capsys, "patch", "--check", fork)
@@ -59,7 +59,7 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(action: str, tmp
 
 @pytest.mark.parametrize("action", ["--check", "--apply", "--undo"])
 def test_patch_when_the_generation_has_no_adapter_then_status_1(action: str, tmp_path: Path, capsys: Output) -> None:
-    status, out, err = run(capsys, "patch", action, era_b(tmp_path))
+    status, out, err = run(capsys, "patch", action, early_core(tmp_path))
     assert (status, out) == (1, "")
     assert err.startswith("megatron-distopt: Invalid host: Megatron-LM with megatron-core 0.4 or 0.5. Must be one ")
 
@@ -84,7 +84,7 @@ def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Outpu
         (["inspect", "-h"], "usage: megatron-distopt inspect [-h] [--json] CKPT"),
         (["verify", "-h"], "Exit status 0 if it is whole, 1 if not."),
         (["diff", "-h"], "are equal to the bit, 1 if not, 2 if one cannot be read."),
-        (["convert", "-h"], "native-a1   of Megatron-LM 23.04"),
+        (["convert", "-h"], "per-rank   of Megatron-LM 23.04"),
         (["--version"], f"megatron-distopt {VERSION}"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -131,13 +131,13 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
 def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_others_print(tmp_path: Path) -> None:
     """DeepSpeed, where it is installed, logs while it is imported."""
     command = "import sys; from megatron_distopt.plugin.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", command, "doctor", str(era_a1(tmp_path)), "--json"]
+    words = [sys.executable, "-c", command, "doctor", str(per_rank_2023(tmp_path)), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert json.loads(done.stdout)["can_start"] is (done.returncode == 0), done.stderr
 
 
 def test_command_when_it_only_reads_files_then_torch_is_not_imported(tmp_path: Path) -> None:
-    fork = era_a1(tmp_path)
+    fork = per_rank_2023(tmp_path)
     probe = (
         "import sys; from megatron_distopt.plugin.cli import main; "
         f"assert main(['hosts']) == main(['patch', '--check', {str(fork)!r}]) == 0; "

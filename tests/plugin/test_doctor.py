@@ -27,7 +27,7 @@ from megatron_distopt.plugin.doctor.findings import Finding, Status, as_table, c
 from megatron_distopt.plugin.doctor.fork import describe_fork
 from megatron_distopt.plugin.doctor.launch_flags import check_launch_flags, read_flags
 from megatron_distopt.plugin.patch_files import plan_apply, write
-from tests.support.fork_trees import core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
 
 OURS = EntryPoint("distopt", "megatron_distopt.plugin.entry_point:distopt", GROUP)
 FLAG = "--use-distributed-optimizer"
@@ -60,7 +60,7 @@ def problems(findings: list[Finding]) -> list[str]:
     return [finding.text for finding in findings if finding.status is Status.PROBLEM]
 
 
-@pytest.mark.parametrize("make", [era_a1, era_a2, core])
+@pytest.mark.parametrize("make", [per_rank_2023, gathered_2023, core])
 def test_doctor_when_a_fork_is_supported_then_training_could_start(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -73,7 +73,7 @@ def test_doctor_when_a_fork_is_supported_then_training_could_start(
     assert subjects <= {finding.subject for finding in findings}
 
 
-@pytest.mark.parametrize("make", [era_b, pre_distopt, neox])
+@pytest.mark.parametrize("make", [early_core, pre_distopt, neox])
 def test_doctor_when_a_generation_has_no_adapter_then_a_problem_with_what_to_do(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -98,14 +98,17 @@ def test_doctor_when_the_path_is_no_fork_then_a_problem_and_the_machine_is_descr
 def test_doctor_when_no_fork_is_named_then_the_working_directorys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(era_a2(tmp_path))
+    monkeypatch.chdir(gathered_2023(tmp_path))
     findings = doctor.diagnose(None, [])
     assert of(findings, "source").text == str(tmp_path.resolve())
-    assert of(findings, "checkpoints").text == "A2: one file by the fork, a folder that loads at any size by ours"
+    assert (
+        of(findings, "checkpoints").text
+        == "gathered file: one file by the fork, a folder that loads at any size by ours"
+    )
 
 
-def test_doctor_when_other_code_touches_the_seams_then_it_says_where(tmp_path: Path) -> None:
-    findings = list(describe_fork(read(era_a1(tmp_path))))
+def test_doctor_when_other_code_touches_the_patch_points_then_it_says_where(tmp_path: Path) -> None:
+    findings = list(describe_fork(read(per_rank_2023(tmp_path))))
     assert of(findings, "get_megatron_optimizer").text == (
         "free in megatron/optimizer/__init__.py:4: (model, no_weight_decay_cond, scale_lr_cond, lr_mult)"
     )
@@ -116,7 +119,7 @@ def test_doctor_when_other_code_touches_the_seams_then_it_says_where(tmp_path: P
 
 
 def test_doctor_when_another_patcher_is_in_the_file_then_a_problem(tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / "megatron/optimizer/__init__.py"
+    file = per_rank_2023(tmp_path) / "megatron/optimizer/__init__.py"
     file.write_text(file.read_text() + "get_megatron_optimizer = wrap(get_megatron_optimizer)\n")
     assert problems(list(describe_fork(read(tmp_path)))) == [
         "Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in "
@@ -129,7 +132,7 @@ def test_doctor_when_another_patcher_is_in_the_file_then_a_problem(tmp_path: Pat
 def test_doctor_when_a_file_is_no_python_then_a_problem_only_inside_the_package(
     file: str, status: Status, tmp_path: Path
 ) -> None:
-    write_tree(era_a1(tmp_path), {file: "x = 1\nparse_args = = 2\n"})
+    write_tree(per_rank_2023(tmp_path), {file: "x = 1\nparse_args = = 2\n"})
     found = of(list(describe_fork(read(tmp_path))), "unreadable")
     assert found == Finding(
         "fork", "unreadable", status, f"Invalid source: {file}:2 (invalid syntax). Must be Python. Correct that line."
@@ -137,7 +140,7 @@ def test_doctor_when_a_file_is_no_python_then_a_problem_only_inside_the_package(
 
 
 def test_doctor_when_the_data_parallel_group_has_no_name_then_a_problem(tmp_path: Path) -> None:
-    write_tree(era_a1(tmp_path), {"megatron/core/parallel_state.py": "def get_embedding_group(): ...\n"})
+    write_tree(per_rank_2023(tmp_path), {"megatron/core/parallel_state.py": "def get_embedding_group(): ...\n"})
     assert problems(list(describe_fork(read(tmp_path)))) == [
         "Invalid parallel state: no get_data_parallel_group, only get_embedding_group. Must name the data-parallel "
         "group. Use a Megatron that docs/hosts.md lists."
@@ -147,7 +150,7 @@ def test_doctor_when_the_data_parallel_group_has_no_name_then_a_problem(tmp_path
 def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_would_ask_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(plan_apply(fork_at(era_a1(tmp_path))))
+    write(plan_apply(fork_at(per_rank_2023(tmp_path))))
     assert of(doctor.diagnose(tmp_path, []), "entry point").text == (
         "distopt is registered in megatron.optimizer_factories; the fork asks for it"
     )
@@ -164,7 +167,7 @@ def test_doctor_when_others_are_registered_or_installed_then_it_names_them(
 ) -> None:
     entries(monkeypatch, OURS, EntryPoint("other", "package:factory", GROUP))
     monkeypatch.syspath_prepend(write_tree(tmp_path / "path", {"mindspeed/__init__.py": "raise OSError\n"}))
-    findings = doctor.diagnose(era_a1(tmp_path / "fork"), [])
+    findings = doctor.diagnose(per_rank_2023(tmp_path / "fork"), [])
     texts = [finding.text for finding in findings if finding.section == "environment"]
     assert "also other = package:factory; they are used in order of names" in texts
     assert "mindspeed (MindSpeed) replaces functions of Megatron too; install ours before it" in texts
@@ -189,7 +192,7 @@ def test_doctor_when_variables_are_set_then_shows_and_checks_them(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = of(doctor.diagnose(era_a1(tmp_path), []), "variables")
+    found = of(doctor.diagnose(per_rank_2023(tmp_path), []), "variables")
     assert (found.status, found.text) == (status, text)
 
 
@@ -197,14 +200,14 @@ def test_doctor_when_a_variable_is_misspelt_then_a_problem_that_names_the_neares
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT_ADMA", "apex")
-    (text,) = problems(doctor.diagnose(era_a1(tmp_path), []))
+    (text,) = problems(doctor.diagnose(per_rank_2023(tmp_path), []))
     assert text.startswith("Invalid environment variable: MEGATRON_DISTOPT_ADMA. Must be one of MEGATRON_DISTOPT, ")
     assert text.endswith(" Write MEGATRON_DISTOPT_ADAM.")
 
 
 def test_doctor_when_torch_is_not_installed_then_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    findings = doctor.diagnose(era_a1(tmp_path), [])
+    findings = doctor.diagnose(per_rank_2023(tmp_path), [])
     assert problems(findings) == ["Invalid torch: not installed. Must be installed. Run pip install torch."]
 
 
@@ -257,7 +260,7 @@ def test_machine_when_apex_is_the_unrelated_project_then_it_says_so() -> None:
 
 
 def with_needs(tmp_path: Path, *needs: Need) -> Survey:
-    return dataclasses.replace(read(era_a1(tmp_path / "fork")), needs=needs)
+    return dataclasses.replace(read(per_rank_2023(tmp_path / "fork")), needs=needs)
 
 
 @pytest.mark.usefixtures("impostor")
@@ -304,7 +307,7 @@ def launch(words: str, found: Survey | None, switch: Switch = Switch.ON) -> list
 
 
 def test_flags_when_read_then_as_the_forks_parser_would(tmp_path: Path) -> None:
-    options = read(era_a1(tmp_path)).options
+    options = read(per_rank_2023(tmp_path)).options
     words = [FLAG, "--no-contiguous-buffers-in-local-ddp", "--DDP-impl=torch", "--deepspeed", "--lr", "-1", "a", "--x"]
     assert vars(read_flags(words, options)) == {
         "use_distributed_optimizer": True,
@@ -317,7 +320,9 @@ def test_flags_when_read_then_as_the_forks_parser_would(tmp_path: Path) -> None:
 
 
 def test_flags_when_all_is_well_then_ok(tmp_path: Path) -> None:
-    findings = launch(f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto", read(era_a1(tmp_path)))
+    findings = launch(
+        f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto", read(per_rank_2023(tmp_path))
+    )
     assert findings == [ok("launch", FLAG, "given: this optimizer is used")]
 
 
@@ -331,7 +336,7 @@ def test_flags_when_all_is_well_then_ok(tmp_path: Path) -> None:
     ],
 )
 def test_flags_when_they_conflict_then_a_problem_only_with_ours(words: str, got: str, tmp_path: Path) -> None:
-    found = read(era_a1(tmp_path))
+    found = read(per_rank_2023(tmp_path))
     (text,) = problems(launch(f"{words} {FLAG}", found))
     assert text.startswith(f"Invalid arguments: {got}. Must be ")
     assert problems(launch(words, found)) == []
@@ -357,14 +362,14 @@ def test_flags_when_megatron_core_has_an_option_that_is_refused_then_a_problem(t
 def test_flags_when_one_is_misspelt_then_a_problem_that_names_the_nearest(
     word: str, nearest: str, tmp_path: Path
 ) -> None:
-    (text,) = problems(launch(word, read(era_a1(tmp_path))))
+    (text,) = problems(launch(word, read(per_rank_2023(tmp_path))))
     listed = f"{FLAG}. " if nearest == FLAG else "--distopt-adam, --distopt-optimizer, "
     assert text.startswith(f"Invalid flag: {word.partition('=')[0]}. Must be one of {listed}")
     assert text.endswith(f". Write {nearest}.")
 
 
 def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / "megatron" / "arguments.py"
+    file = per_rank_2023(tmp_path) / "megatron" / "arguments.py"
     file.write_text(file.read_text().replace(FLAG, "--use_distributed_optimizer"))
     found = read(tmp_path)
     assert launch("--use_distributed_optimizer", found)[0].status is Status.OK
@@ -373,7 +378,7 @@ def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_pa
 
 
 def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:
-    found = read(era_a1(tmp_path))
+    found = read(per_rank_2023(tmp_path))
     text = f"not given: the package is inert; add {FLAG} to use it"
     assert launch("--bf16", found) == [noted("launch", FLAG, text)]
     assert problems(launch("--bf16", found, Switch.REQUIRE)) == [
@@ -384,7 +389,7 @@ def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_requir
 
 
 def test_flags_when_a_value_of_ours_is_bad_then_a_problem(tmp_path: Path) -> None:
-    (text,) = problems(launch(f"{FLAG} --distopt-nonfinite explode", read(era_a1(tmp_path))))
+    (text,) = problems(launch(f"{FLAG} --distopt-nonfinite explode", read(per_rank_2023(tmp_path))))
     assert text.startswith("Invalid nonfinite: 'explode'. Must be one of raise, skip, log.")
 
 
@@ -392,7 +397,7 @@ def test_doctor_when_a_flag_names_an_adam_then_that_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT_ADAM", "torch_foreach")
-    found = of(doctor.diagnose(era_a1(tmp_path), [FLAG, "--distopt-adam", "apex"]), "inner optimizer")
+    found = of(doctor.diagnose(per_rank_2023(tmp_path), [FLAG, "--distopt-adam", "apex"]), "inner optimizer")
     assert found.status is Status.PROBLEM  # the flag wins
     text = of(doctor.diagnose(tmp_path, [FLAG]), "inner optimizer").text
     assert text == "torch_foreach (asked for by name)"
@@ -413,7 +418,7 @@ def test_table_when_narrow_then_wrapped_under_the_text() -> None:
 
 
 def test_doctor_when_it_looks_then_no_host_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = era_a1(tmp_path)
+    fork = per_rank_2023(tmp_path)
     for file in fork.rglob("*.py"):
         file.write_text(f"{file.read_text()}\nraise SystemExit('was imported')\n")
     monkeypatch.chdir(fork)
@@ -427,7 +432,7 @@ def test_doctor_when_a_stand_in_without_a_spec_is_loaded_then_it_is_named(
     stand_in: Any = ModuleType("primus")
     stand_in.__spec__ = None
     monkeypatch.setitem(sys.modules, "primus", stand_in)
-    texts = [finding.text for finding in doctor.diagnose(era_a1(tmp_path), [])]
+    texts = [finding.text for finding in doctor.diagnose(per_rank_2023(tmp_path), [])]
     assert "primus (Primus) replaces functions of Megatron too; install ours before it" in texts
 
 

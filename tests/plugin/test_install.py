@@ -1,4 +1,4 @@
-"""The library door: what `install()` returns, when it refuses, and the way back."""
+"""As a library: what `install()` returns, when it refuses, and the way back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig, Installation, install
-from megatron_distopt.errors import ConfigError, SeamMismatchError, UnknownHostError
+from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.detect import Host
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 
-SEAM = Seam("fake_megatron", "get_megatron_optimizer", ("config", "model_chunks"))
+PATCH_POINT = PatchPoint("fake_megatron", "get_megatron_optimizer", ("config", "model_chunks"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType("fake_megatron")
     exec('def get_megatron_optimizer(config, model_chunks):\n    return "host\'s"', vars(module))
     monkeypatch.setitem(sys.modules, "fake_megatron", module)
-    door = import_module("megatron_distopt.plugin.install")
-    monkeypatch.setattr(door, "find_host", lambda: Host("fake", SEAM, replacement))
+    installing = import_module("megatron_distopt.plugin.install")
+    monkeypatch.setattr(installing, "find_host", lambda: Host("fake", PATCH_POINT, replacement))
     return module
 
 
@@ -128,7 +128,7 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
             "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
             "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, "
             "MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, "
-            "MEGATRON_DISTOPT_WIRE_DTYPE, MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG. "
+            "MEGATRON_DISTOPT_REDUCE_DTYPE, MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG. "
             "Write MEGATRON_DISTOPT_NONFINITE.",
         ),
     ],
@@ -193,7 +193,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone
         pass
 
     host.get_megatron_optimizer = theirs
-    with pytest.raises(SeamMismatchError) as error:
+    with pytest.raises(HostMismatchError) as error:
         first.undo()
     assert str(error.value) == (
         "Invalid fake_megatron.get_megatron_optimizer: replaced by somebody else since. "
@@ -208,7 +208,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone
 
 def test_install_when_the_host_looks_different_then_refused_and_nothing_is_installed(host: Any) -> None:
     exec("def get_megatron_optimizer(model):\n    pass", vars(host))
-    with pytest.raises(SeamMismatchError) as error:
+    with pytest.raises(HostMismatchError) as error:
         install()
     assert str(error.value) == (
         "Invalid signature of fake_megatron.get_megatron_optimizer: (model). Must start with (config, model_chunks). "

@@ -1,4 +1,4 @@
-"""The entry-point door: what is put into a fork's file, where, and out again to the byte."""
+"""The entry point: what is put into a fork's file, where, and out again to the byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, GROUP, as_byt
 from megatron_distopt.hosts.source.tree import fork_at
 from megatron_distopt.plugin import patch_files
 from megatron_distopt.plugin.patch_files import Edit, as_diff, is_patched, plan_apply, plan_undo, write
-from tests.support.fork_trees import ERA_A_FACTORY, core, era_a1, era_a2, era_b, neox, pre_distopt, write_tree
+from tests.support.fork_trees import (
+    FACTORY_OF_2023,
+    core,
+    early_core,
+    gathered_2023,
+    neox,
+    per_rank_2023,
+    pre_distopt,
+    write_tree,
+)
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -99,7 +108,8 @@ def test_block_when_counted_then_at_most_thirty_lines_that_python_3_8_reads() ->
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(era_a1, FACTORY), (era_a2, FACTORY), (core, "megatron/core/optimizer/__init__.py")]
+    ("make", "name"),
+    [(per_rank_2023, FACTORY), (gathered_2023, FACTORY), (core, "megatron/core/optimizer/__init__.py")],
 )
 def test_patch_when_applied_then_the_block_is_right_after_the_function(
     make: Callable[[Path], Path], name: str, tmp_path: Path
@@ -160,7 +170,7 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte(
 ) -> None:
     text = DRIFTED.partition("# a comment after")[0] if is_last else DRIFTED
     text = (text if has_final_newline else text[:-1]).replace("\n", newline)
-    file = write_tree(era_a1(tmp_path), {FACTORY: text}) / FACTORY
+    file = write_tree(per_rank_2023(tmp_path), {FACTORY: text}) / FACTORY
     before = file.read_bytes()
     applied(tmp_path)
     lines = file.read_bytes().decode().split(newline)
@@ -175,8 +185,8 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte(
 @pytest.mark.parametrize("coding", ["utf-8", "latin-1", "utf-8-sig"])
 def test_patch_when_the_file_has_an_encoding_then_it_is_kept(coding: str, tmp_path: Path) -> None:
     cookie = "" if coding == "utf-8-sig" else f"# -*- coding: {coding} -*-\n"
-    file = era_a1(tmp_path) / FACTORY
-    file.write_bytes((cookie + "# \u00e9\n" + ERA_A_FACTORY).encode(coding))
+    file = per_rank_2023(tmp_path) / FACTORY
+    file.write_bytes((cookie + "# \u00e9\n" + FACTORY_OF_2023).encode(coding))
     before = file.read_bytes()
     applied(tmp_path)
     assert file.read_bytes() == before + as_bytes(b"\n")
@@ -185,7 +195,7 @@ def test_patch_when_the_file_has_an_encoding_then_it_is_kept(coding: str, tmp_pa
 
 
 def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / FACTORY
+    file = per_rank_2023(tmp_path) / FACTORY
     real = file.with_name("real.txt")
     os.chmod(file.rename(real), 0o640)
     file.symlink_to(real)
@@ -199,7 +209,7 @@ def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(
 def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = era_a1(tmp_path) / FACTORY
+    file = per_rank_2023(tmp_path) / FACTORY
     before, names = file.read_bytes(), sorted(os.listdir(file.parent))
 
     def fail(*args: object) -> None:
@@ -214,13 +224,13 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
 
 
 def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / FACTORY
+    file = per_rank_2023(tmp_path) / FACTORY
     edit = plan_apply(fork_at(tmp_path))
-    file.write_text(ERA_A_FACTORY + "# edited\n")
+    file.write_text(FACTORY_OF_2023 + "# edited\n")
     assert refusal_of(lambda: write(edit)) == (
         f"Invalid fork: {FACTORY} changed meanwhile. Must stay as it is while it is patched. Run the command again."
     )
-    assert file.read_text() == ERA_A_FACTORY + "# edited\n"
+    assert file.read_text() == FACTORY_OF_2023 + "# edited\n"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
     ids=["changed", "line gone", "no begin", "no end", "twice", "begin again"],
 )
 def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: tuple[str, str], tmp_path: Path) -> None:
-    file = era_a1(tmp_path) / FACTORY
+    file = per_rank_2023(tmp_path) / FACTORY
     applied(tmp_path)
     file.write_text(file.read_text().replace(*edit))
     before = file.read_bytes()
@@ -250,7 +260,7 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
 
 
 def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
-    assert refusal_of(lambda: plan_undo(fork_at(era_a1(tmp_path)))) == (
+    assert refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path)))) == (
         f"Invalid fork: {FACTORY} without our block. Must hold it. "
         "Run megatron-distopt patch --check to see what is there."
     )
@@ -259,7 +269,7 @@ def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "name", "instead"),
     [
-        (era_b, "Megatron-LM with megatron-core 0.4 or 0.5", "Move the fork to megatron-core 0.16, or call "),
+        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5", "Move the fork to megatron-core 0.16, or call "),
         (pre_distopt, "Megatron without a distributed optimizer", "Call megatron_distopt.distribute(...) on its model"),
         (neox, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config'),
     ],
@@ -299,11 +309,11 @@ def test_patch_when_the_generation_has_no_adapter_then_refused(
     ],
     ids=["signature", "other patcher", "under an if", "gone"],
 )
-def test_patch_when_the_seam_is_not_as_expected_then_refused_and_nothing_changes(
+def test_patch_when_the_patch_point_is_not_as_expected_then_refused_and_nothing_changes(
     change: tuple[str, str], text: str, tmp_path: Path
 ) -> None:
-    file = era_a1(tmp_path) / FACTORY
-    file.write_text(ERA_A_FACTORY.replace(*change))
+    file = per_rank_2023(tmp_path) / FACTORY
+    file.write_text(FACTORY_OF_2023.replace(*change))
     before = file.read_bytes()
     assert refusal_of(lambda: applied(tmp_path)) == text
     assert file.read_bytes() == before
@@ -317,7 +327,7 @@ def test_diff_when_given_to_git_then_it_does_and_undoes_what_the_command_does(
 ) -> None:
     text = DRIFTED.partition("# a comment after")[0] if is_last else DRIFTED
     text = (text if has_final_newline else text[:-1]).replace("\n", newline)
-    file = write_tree(era_a1(tmp_path), {FACTORY: text}) / FACTORY
+    file = write_tree(per_rank_2023(tmp_path), {FACTORY: text}) / FACTORY
     before = file.read_bytes()
     edit = applied(tmp_path)
     back = plan_undo(fork_at(tmp_path))
@@ -392,9 +402,9 @@ def test_patch_when_applied_and_undone_then_it_is_the_identity(
     newline: str,
     has_final_newline: bool,
 ) -> None:
-    function = ERA_A_FACTORY.splitlines()[3] + "\n" + body
+    function = FACTORY_OF_2023.splitlines()[3] + "\n" + body
     text = "\n".join(["x = 0", *before, function, *after]) + "\n" * has_final_newline
-    fork = era_a1(tmp_path_factory.mktemp("fork"))
+    fork = per_rank_2023(tmp_path_factory.mktemp("fork"))
     file = write_tree(fork, {FACTORY: text.replace("\n", newline)}) / FACTORY
     original = file.read_bytes()
     applied(fork)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.errors import DistOptError, SeamMismatchError, UnknownHostError
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
+from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.plugin.patcher import Patch, apply
 
 HOST = """
@@ -20,8 +20,8 @@ def make_optimizer(config, model_chunks, no_weight_decay=None):
 def make_scheduler(optimizer):
     return "host's scheduler"
 """
-OPTIMIZER = Seam("fake_host", "make_optimizer", ("config", "model_chunks"))
-SCHEDULER = Seam("fake_host", "make_scheduler", ("optimizer",))
+OPTIMIZER = PatchPoint("fake_host", "make_optimizer", ("config", "model_chunks"))
+SCHEDULER = PatchPoint("fake_host", "make_scheduler", ("optimizer",))
 
 REMEDY = "Take the other patcher out, or install megatron_distopt before it."
 
@@ -54,13 +54,13 @@ def snapshot(*modules: Any) -> list[tuple[object, object]]:
     return [(module.make_optimizer, module.make_scheduler) for module in modules]
 
 
-def refused(*seams: Seam) -> DistOptError:
+def refused(*patch_points: PatchPoint) -> DistOptError:
     with pytest.raises(DistOptError) as error:
-        apply([Patch(seam, ours) for seam in seams])
+        apply([Patch(patch_point, ours) for patch_point in patch_points])
     return error.value
 
 
-def test_apply_when_the_seam_fits_then_the_host_calls_ours_which_has_the_original(host: Any) -> None:
+def test_apply_when_the_patch_point_fits_then_the_host_calls_ours_which_has_the_original(host: Any) -> None:
     apply([Patch(OPTIMIZER, ours)])
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
 
@@ -103,23 +103,23 @@ def test_undo_when_a_module_has_another_object_of_that_name_since_then_it_is_lef
     assert own.make_optimizer is before
 
 
-@pytest.mark.parametrize("seam", [OPTIMIZER, SCHEDULER])
+@pytest.mark.parametrize("patch_point", [OPTIMIZER, SCHEDULER])
 def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes(
-    seam: Seam, host: Any, trainer: Any
+    patch_point: PatchPoint, host: Any, trainer: Any
 ) -> None:
     before = snapshot(host, trainer)
     undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
-    installed = getattr(host, seam.attribute)
-    setattr(host, seam.attribute, ours(installed))
+    installed = getattr(host, patch_point.attribute)
+    setattr(host, patch_point.attribute, ours(installed))
     replaced = snapshot(host, trainer)
-    with pytest.raises(SeamMismatchError) as error:
+    with pytest.raises(HostMismatchError) as error:
         undo()
     assert str(error.value) == (
-        f"Invalid {seam}: replaced by somebody else since. Must still be megatron_distopt's. "
+        f"Invalid {patch_point}: replaced by somebody else since. Must still be megatron_distopt's. "
         "Undo that replacement first."
     )
     assert snapshot(host, trainer) == replaced
-    setattr(host, seam.attribute, installed)
+    setattr(host, patch_point.attribute, installed)
     undo()
     assert snapshot(host, trainer) == before
 
@@ -183,13 +183,13 @@ def test_apply_when_nothing_is_to_be_patched_then_nothing_changes(host: Any, tra
 @pytest.mark.parametrize(
     "second",
     [
-        Seam("fake_host", "no_such_function", ()),
-        Seam("fake_host", "make_scheduler", ("config",)),
-        Seam("no_such_host", "make_optimizer", ()),
+        PatchPoint("fake_host", "no_such_function", ()),
+        PatchPoint("fake_host", "make_scheduler", ("config",)),
+        PatchPoint("no_such_host", "make_optimizer", ()),
     ],
 )
-def test_apply_when_the_second_seam_does_not_fit_then_the_first_is_not_replaced(
-    second: Seam, host: Any, trainer: Any
+def test_apply_when_the_second_patch_point_does_not_fit_then_the_first_is_not_replaced(
+    second: PatchPoint, host: Any, trainer: Any
 ) -> None:
     before = snapshot(host, trainer)
     made: list[object] = []
@@ -217,7 +217,7 @@ def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_
 
 
 def test_apply_when_the_module_is_missing_then_refused() -> None:
-    error = refused(Seam("no_such_host.core", "make_optimizer", ()))
+    error = refused(PatchPoint("no_such_host.core", "make_optimizer", ()))
     assert isinstance(error, UnknownHostError)
     assert str(error) == (
         "Invalid host module no_such_host.core: No module named 'no_such_host'. Must be importable. "
@@ -226,8 +226,8 @@ def test_apply_when_the_module_is_missing_then_refused() -> None:
 
 
 def test_apply_when_the_attribute_is_missing_then_refused(host: Any) -> None:
-    error = refused(Seam("fake_host", "no_such_function", ()))
-    assert isinstance(error, SeamMismatchError)
+    error = refused(PatchPoint("fake_host", "no_such_function", ()))
+    assert isinstance(error, HostMismatchError)
     assert str(error) == (
         "Invalid fake_host.no_such_function: missing. Must exist. Use a Megatron that docs/hosts.md lists."
     )
@@ -236,7 +236,7 @@ def test_apply_when_the_attribute_is_missing_then_refused(host: Any) -> None:
 def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missing(host: Any) -> None:
     host.make_optimizer = None
     error = refused(OPTIMIZER)
-    assert isinstance(error, SeamMismatchError)
+    assert isinstance(error, HostMismatchError)
     assert str(error) == (
         f"Invalid fake_host.make_optimizer: not the host's own function but NoneType's. Must be untouched. {REMEDY}"
     )
@@ -254,8 +254,8 @@ def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missin
     ],
 )
 def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str, ...], rule: str, host: Any) -> None:
-    error = refused(Seam("fake_host", "make_optimizer", parameters))
-    assert isinstance(error, SeamMismatchError)
+    error = refused(PatchPoint("fake_host", "make_optimizer", parameters))
+    assert isinstance(error, HostMismatchError)
     assert str(error) == (
         "Invalid signature of fake_host.make_optimizer: (config, model_chunks, no_weight_decay). "
         f"Must {rule}. Use a Megatron that docs/hosts.md lists."
@@ -264,7 +264,7 @@ def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str,
 
 @pytest.mark.parametrize("parameters", [(), ("config",), ("config", "model_chunks", "no_weight_decay")])
 def test_apply_when_the_signature_starts_as_declared_then_accepted(parameters: tuple[str, ...], host: Any) -> None:
-    apply([Patch(Seam("fake_host", "make_optimizer", parameters), ours)])
+    apply([Patch(PatchPoint("fake_host", "make_optimizer", parameters), ours)])
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
 
 
@@ -274,7 +274,7 @@ def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_
     other = module_of("other_patcher", monkeypatch, HOST)
     host.make_optimizer = other.make_optimizer
     error = refused(OPTIMIZER)
-    assert isinstance(error, SeamMismatchError)
+    assert isinstance(error, HostMismatchError)
     assert str(error) == (
         "Invalid fake_host.make_optimizer: not the host's own function but other_patcher's. "
         f"Must be untouched. {REMEDY}"
@@ -308,5 +308,5 @@ def test_apply_when_a_loaded_module_computes_its_attributes_then_it_is_not_asked
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
 
 
-def test_seam_when_written_out_then_module_and_attribute() -> None:
+def test_patch_point_when_written_out_then_module_and_attribute() -> None:
     assert str(OPTIMIZER) == "fake_host.make_optimizer"

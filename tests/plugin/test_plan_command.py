@@ -27,7 +27,7 @@ from megatron_distopt.comm import Group, shared_memory
 from megatron_distopt.comm.fake import fake_world
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL
 from megatron_distopt.hosts.torch.plan import Request, decide
-from megatron_distopt.layout import default_bucket_numel
+from megatron_distopt.layout import default_bucket_size
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from megatron_distopt.plugin import cli
 from megatron_distopt.plugin.commands import plan_build
@@ -52,7 +52,7 @@ CONFIG = {
 }
 GPT = GptSizes(**sizes_in_mapping(CONFIG))
 BUCKET = 30_000
-IN_BUCKETS = DistOptConfig(accelerator="torch", bucket_numel=BUCKET)
+IN_BUCKETS = DistOptConfig(accelerator="torch", bucket_size=BUCKET)
 #: Real runs on 2 ranks: flags of `plan`, dtype of the params, and the options that the flags stand for.
 RUNS: dict[str, tuple[list[str], torch.dtype, DistOptConfig]] = {
     "bf16": (["--bucket-size", str(BUCKET)], torch.bfloat16, IN_BUCKETS),
@@ -62,16 +62,16 @@ RUNS: dict[str, tuple[list[str], torch.dtype, DistOptConfig]] = {
         replace(IN_BUCKETS, grads_in_fp32=False),
     ),
     "fp32": (["--bucket-size", str(BUCKET), "--dtype", "fp32"], torch.float32, IN_BUCKETS),
-    "one bucket": ([], torch.bfloat16, replace(IN_BUCKETS, bucket_numel=None)),
+    "one bucket": ([], torch.bfloat16, replace(IN_BUCKETS, bucket_size=None)),
     "bf16 with grads sent as bf16": (
-        ["--bucket-size", str(BUCKET), "--wire-dtype", "bfloat16"],
+        ["--bucket-size", str(BUCKET), "--reduce-dtype", "bfloat16"],
         torch.bfloat16,
-        replace(IN_BUCKETS, wire_dtype="bfloat16"),
+        replace(IN_BUCKETS, reduce_dtype="bfloat16"),
     ),
     "fp32 with grads sent as fp16": (
-        ["--bucket-size", str(BUCKET), "--dtype", "fp32", "--wire-dtype", "float16"],
+        ["--bucket-size", str(BUCKET), "--dtype", "fp32", "--reduce-dtype", "float16"],
         torch.float32,
-        replace(IN_BUCKETS, wire_dtype="float16"),
+        replace(IN_BUCKETS, reduce_dtype="float16"),
     ),
 }
 #: Real models on 2 ranks: their sizes and how they are cut.
@@ -311,10 +311,10 @@ MIXTURE = replace(GPT, experts=8, layers=4)
     ("gpt", "choice", "rank"),
     [
         (GPT, Choice(Cut(dp=2)), 0),
-        (GPT, Choice(Cut(dp=3, tp=2, pp=2), "fp16", has_fp32_grads=False, bucket_numel=BUCKET), 11),
-        (GPT, Choice(Cut(dp=5), "fp32", bucket_numel=BUCKET), 4),
-        (MIXTURE, Choice(Cut(dp=8, tp=2, ep=4), bucket_numel=BUCKET), 13),
-        (TRILLION, Choice(Cut(dp=4096), bucket_numel=40_000_000), 4095),
+        (GPT, Choice(Cut(dp=3, tp=2, pp=2), "fp16", has_fp32_grads=False, bucket_size=BUCKET), 11),
+        (GPT, Choice(Cut(dp=5), "fp32", bucket_size=BUCKET), 4),
+        (MIXTURE, Choice(Cut(dp=8, tp=2, ep=4), bucket_size=BUCKET), 13),
+        (TRILLION, Choice(Cut(dp=4096), bucket_size=40_000_000), 4095),
         (TRILLION, Choice(Cut(dp=32, tp=8, pp=16)), 1234),
     ],
 )
@@ -329,7 +329,7 @@ def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes
 
 
 def test_build_when_all_ranks_are_built_then_together_they_own_everything_once() -> None:
-    size, choice = 7, Choice(Cut(dp=7), bucket_numel=BUCKET)
+    size, choice = 7, Choice(Cut(dp=7), bucket_size=BUCKET)
     plans = [plan_stage(GPT, choice, 0, rank) for rank in range(size)]
     owned = sum(plan.footprint.main_nbytes for plan in plans) // 4
     assert plans[0].numel <= owned <= plans[0].parts[0].layout.numel
@@ -406,7 +406,7 @@ def calls_of(gpt: GptSizes, dp: int) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    choice = Choice(Cut(dp=dp), bucket_numel=10**6)
+    choice = Choice(Cut(dp=dp), bucket_size=10**6)
     sys.setprofile(count)
     try:
         times_of(plan_choice(gpt, choice).fullest, Assumed(1e9, backward_seconds=1.0))
@@ -425,12 +425,12 @@ def test_plan_when_there_are_more_params_then_the_cost_grows_as_they_do() -> Non
     assert 3 < many / few < 4.2  # four times the layers; the embedding is there once
 
 
-def small_plan(dp: int = 4, bucket_numel: int | None = BUCKET, **sizes: Any) -> StagePlan:
-    return plan_choice(replace(GPT, **sizes), Choice(Cut(dp=dp), bucket_numel=bucket_numel)).fullest
+def small_plan(dp: int = 4, bucket_size: int | None = BUCKET, **sizes: Any) -> StagePlan:
+    return plan_choice(replace(GPT, **sizes), Choice(Cut(dp=dp), bucket_size=bucket_size)).fullest
 
 
 def test_times_when_there_is_one_bucket_then_nothing_is_hidden() -> None:
-    times = times_of(small_plan(bucket_numel=None), Assumed(1e6, backward_seconds=10.0))
+    times = times_of(small_plan(bucket_size=None), Assumed(1e6, backward_seconds=10.0))
     assert times.timeline is not None
     assert times.timeline.exposed_scatter_seconds == pytest.approx(times.scatter_seconds)
     assert times.timeline.exposed_gather_seconds == pytest.approx(times.gather_seconds)
@@ -485,7 +485,7 @@ def test_timeline_when_the_output_layer_is_on_a_stage_of_its_own_then_a_tied_one
     is_tied: bool,
 ) -> None:
     """Its gradient waits for the sum with the first stage's, after backward; an untied one's is the first of all."""
-    choice = Choice(Cut(dp=4, pp=2), bucket_numel=128 * 40)  # the output layer fills a bucket, the first in the buffer
+    choice = Choice(Cut(dp=4, pp=2), bucket_size=128 * 40)  # the output layer fills a bucket, the first in the buffer
     plan = plan_choice(replace(GPT, is_tied=is_tied, positions=0), choice).fullest
     layout = plan.parts[0].layout
     assert (plan.stage, layout.slots[0].name, layout.slots[1].bucket) == (1, "output_layer.weight", 1)
@@ -568,14 +568,14 @@ def sent_by(choice: Mapping[str, Any], kind: str) -> int:
 def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_and_not_6(
     config: Path, capsys: Output
 ) -> None:
-    words = ("--dp", 4, "--bucket-size", BUCKET, "--wire-dtype", "none", "bfloat16", "float16")
+    words = ("--dp", 4, "--bucket-size", BUCKET, "--reduce-dtype", "none", "bfloat16", "float16")
     plain, *rounded = document(capsys, "--config", config, *words)["choices"]
     (stage,) = plain["stages"]
     shares = stage["bytes"]["param_nbytes"] // 2 * 3 // 4  # bf16 params; three ranks get a quarter each
-    assert (plain["wire_dtype"], sent_by(plain, "reduce-scatter")) == (None, 4 * shares)
+    assert (plain["reduce_dtype"], sent_by(plain, "reduce-scatter")) == (None, 4 * shares)
     assert sent_by(plain, "all-gather") == 2 * shares
     for each, dtype in zip(rounded, ("bfloat16", "float16"), strict=True):
-        assert (each["wire_dtype"], sent_by(each, "reduce-scatter")) == (dtype, 2 * shares)
+        assert (each["reduce_dtype"], sent_by(each, "reduce-scatter")) == (dtype, 2 * shares)
         assert sent_by(each, "all-gather") == 2 * shares
         assert each["stages"][0]["bytes"] == stage["bytes"]
         assert each["seconds"]["reduce_scatter"] == pytest.approx(plain["seconds"]["reduce_scatter"] / 2)
@@ -593,7 +593,7 @@ def module_of(plan: StagePlan) -> Module:
 @pytest.mark.parametrize(("size", "num_buckets"), [(3, 7), (16, 4), (64, 1)])  # more ranks, larger buckets
 def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(size: int, num_buckets: int) -> None:
     gpt = GptSizes(layers=8, hidden=256, vocab=1024, seq=64)
-    plan = plan_stage(gpt, Choice(Cut(dp=size), bucket_numel=AUTO), 0)
+    plan = plan_stage(gpt, Choice(Cut(dp=size), bucket_size=AUTO), 0)
     config = DistOptConfig(adam="torch_foreach", accelerator="torch", overlap_grad_reduce=True)
     with fake_world(0, size) as everybody:
         decided = decide(Request([module_of(plan)], config, None, None), everybody)
@@ -606,10 +606,10 @@ def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_tak
 def test_plan_when_sizes_of_buckets_are_words_then_they_are_compared_with_numbers(config: Path, capsys: Output) -> None:
     words = ("--hidden", 400, "--dp", 2, "--bucket-size", "all", "auto", BUCKET)
     found = document(capsys, "--config", config, *words)["choices"]
-    assert [each["bucket_numel"] for each in found] == [None, "auto", BUCKET]
+    assert [each["bucket_size"] for each in found] == [None, "auto", BUCKET]
     numel = found[0]["stages"][0]["numel"]
     one, automatic, many = (each["stages"][0]["buckets"] for each in found)
-    assert 1 == one < automatic <= -(-numel // default_bucket_numel(numel, 2)) < many
+    assert 1 == one < automatic <= -(-numel // default_bucket_size(numel, 2)) < many
     _, lines, _ = run(capsys, "--config", config, *words)
     assert [row["bucket"] for row in choices_shown(lines)] == ["all", "auto", f"{BUCKET:,}"]
 
@@ -631,9 +631,9 @@ def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
         (("--bucket-size", "all"), "bucket", None),
         (("--experts", 4, "--dp", 2, "--ep", 1, 2), "ep", ["1", "2"]),
         (("--experts", 4, "--dp", 2, "--ep", 1), "ep", None),
-        (("--wire-dtype", "none", "float16"), "wire", ["none", "float16"]),
-        (("--wire-dtype", "float16"), "wire", ["float16"]),
-        (("--wire-dtype", "none"), "wire", None),
+        (("--reduce-dtype", "none", "float16"), "wire", ["none", "float16"]),
+        (("--reduce-dtype", "float16"), "wire", ["float16"]),
+        (("--reduce-dtype", "none"), "wire", None),
     ],
 )
 def test_plan_when_a_column_says_more_than_what_is_usual_then_it_is_shown(
@@ -701,7 +701,7 @@ def test_plot_when_one_choice_takes_no_time_then_the_others_are_drawn(
     config: Path, tmp_path: Path, capsys: Output
 ) -> None:
     pytest.importorskip("matplotlib")
-    words = ("--dp", 1, 2, "--wire-dtype", "bfloat16", "--bucket-size", "auto", "--backward-ms", 0)
+    words = ("--dp", 1, 2, "--reduce-dtype", "bfloat16", "--bucket-size", "auto", "--backward-ms", 0)
     assert run(capsys, "--config", config, *words, "--plot", tmp_path / "x.svg")[0] == 0
     assert "</svg>" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
@@ -757,9 +757,9 @@ REFUSALS: list[tuple[tuple[object, ...], str]] = [
         "Invalid --plot: a step that takes no time. Must have something to draw. Write a --backward-ms above 0.",
     ),
     (
-        (*SIZES, "--grad-dtype", "fp32", "param", "--wire-dtype", "bfloat16"),
-        "Invalid wire_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
-        "Write --grad-dtype fp32, or --wire-dtype none.",
+        (*SIZES, "--grad-dtype", "fp32", "param", "--reduce-dtype", "bfloat16"),
+        "Invalid reduce_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
+        "Write --grad-dtype fp32, or --reduce-dtype none.",
     ),
     (
         ("--config", "/nowhere/config.json"),

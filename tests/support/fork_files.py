@@ -55,7 +55,7 @@ class Fork:
     """A run of a fork, and what it saves.
 
     Args:
-        layout: "a2", "a1" or "plain".
+        layout: "gathered", "per_rank" or "plain".
         tp, pp, dp: sizes of the groups.
         chunks: model chunks on each stage.
         layers: of the whole model.
@@ -67,7 +67,7 @@ class Fork:
         seed: of all values.
     """
 
-    layout: str = "a2"
+    layout: str = "gathered"
     tp: int = 1
     pp: int = 1
     dp: int = 2
@@ -161,7 +161,7 @@ class _OneFile:
         name = f"mp_rank_{self.rank:02d}" + (f"_{self.stage:03d}" if self.fork.pp > 1 else "")
         model, scheduler = self._model(), {"opt_param_scheduler": {"num_steps": 80, "lr_decay_style": "cosine"}}
         (folder / name).mkdir(parents=True)
-        if self.fork.layout == "a1":
+        if self.fork.layout == "per_rank":
             torch.save(model, folder / name / "model_rng.pt")
             for rank in range(self.fork.dp):
                 (folder / f"{name}_{rank:03d}").mkdir()
@@ -171,7 +171,7 @@ class _OneFile:
         torch.save(
             {**model, "optimizer": {**state, **self._scaler()}, **scheduler}, folder / name / "model_optim_rng.pt"
         )
-        if self.fork.layout == "a2":
+        if self.fork.layout == "gathered":
             torch.save(self._gathered(), folder / name / "distrib_optim.pt")
 
     def _params(self) -> list[_Local]:

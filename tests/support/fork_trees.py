@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_distopt.hosts.era_a import facts as era_a
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 
-__all__ = ["ERA_A_FACTORY", "core", "era_a1", "era_a2", "era_b", "neox", "pre_distopt", "write_tree"]
+__all__ = [
+    "FACTORY_OF_2023",
+    "core",
+    "early_core",
+    "gathered_2023",
+    "neox",
+    "per_rank_2023",
+    "pre_distopt",
+    "write_tree",
+]
 
-ERA_A_FACTORY = """\
+FACTORY_OF_2023 = """\
 from .distrib_optimizer import DistributedOptimizer
 
 
@@ -55,13 +64,13 @@ def _class(parameters: tuple[str, ...], methods: str = "") -> str:
     return f"class DistributedOptimizer:\n    def __init__(self, {', '.join(parameters)}):\n        pass\n{methods}"
 
 
-def era_a1(folder: Path) -> Path:
+def per_rank_2023(folder: Path) -> Path:
     return write_tree(
         folder,
         {
             "megatron/__init__.py": "",
-            "megatron/optimizer/__init__.py": ERA_A_FACTORY,
-            "megatron/optimizer/distrib_optimizer.py": _class(era_a.CLASS_PARAMETERS),
+            "megatron/optimizer/__init__.py": FACTORY_OF_2023,
+            "megatron/optimizer/distrib_optimizer.py": _class(megatron_2023.CLASS_PARAMETERS),
             "megatron/arguments.py": _PARSER,
             "megatron/initialize.py": "from .arguments import (validate_args,\n    parse_args)\n",
             "megatron/training.py": _TRAINING,
@@ -72,12 +81,13 @@ def era_a1(folder: Path) -> Path:
     )
 
 
-def era_a2(folder: Path) -> Path:
+def gathered_2023(folder: Path) -> Path:
     method = "\n    def save_parameter_state(self, filename):\n        pass\n"
-    text = _class(era_a.CLASS_PARAMETERS, method)
+    text = _class(megatron_2023.CLASS_PARAMETERS, method)
     groups = _GROUPS + "\n\ndef get_data_parallel_group_gloo():\n    return None\n"
     return write_tree(
-        era_a1(folder), {"megatron/optimizer/distrib_optimizer.py": text, "megatron/core/parallel_state.py": groups}
+        per_rank_2023(folder),
+        {"megatron/optimizer/distrib_optimizer.py": text, "megatron/core/parallel_state.py": groups},
     )
 
 
@@ -95,8 +105,8 @@ def core(folder: Path) -> Path:
     )
 
 
-def era_b(folder: Path) -> Path:
-    return write_tree(era_a2(folder), {"megatron/core/distributed/__init__.py": ""})
+def early_core(folder: Path) -> Path:
+    return write_tree(gathered_2023(folder), {"megatron/core/distributed/__init__.py": ""})
 
 
 def pre_distopt(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 A process costs seconds and a training a tenth of one, so the ranks of one spawn form world after world:
 
-    fork = ForkInWorlds("a2", rank, folder, ranks=6)
+    fork = ForkInWorlds("gathered", rank, folder, ranks=6)
     if fork.enters(2):                      # the first two of them; the others wait in the next world that they are in
         run = fork.train("--bf16", "--train-iters", "4")
 """
@@ -30,15 +30,15 @@ class ForkInWorlds:
     """The fork in one rank, quiet.
 
     Args:
-        era: "a1" or "a2".
+        file_layout: "per_rank" or "gathered".
         rank: of this process in the spawn.
         folder: that all ranks share.
         ranks: of the spawn.
     """
 
-    def __init__(self, era: str, rank: int, folder: str, *, ranks: int) -> None:
+    def __init__(self, file_layout: str, rank: int, folder: str, *, ranks: int) -> None:
         self.rank, self.folder = rank, Path(folder)
-        self.fork = MiniFork.imported(era=era, adam="fused")
+        self.fork = MiniFork.imported(file_layout=file_layout, adam="fused")
         self._worlds, self._ranks = 0, ranks
 
     def enters(self, size: int) -> bool:
@@ -70,8 +70,8 @@ def held(run: TrainingRun) -> dict[str, Any]:
     return copy.deepcopy(
         {
             "params": {name: param.detach() for name, param in run.model[0].named_parameters()},
-            "main": [each.main.detach() for each in sharded.runs],
-            "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.runs],
+            "main": [each.main.detach() for each in sharded.flat_params],
+            "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.flat_params],
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
         }

@@ -81,7 +81,7 @@ class Training:
         self._connect_schedule()
 
     def close(self) -> None:
-        """Takes our seam out of the host again."""
+        """Takes our patch point out of the host again."""
         self._undo.close()
 
     def type_strings(self) -> contextlib.AbstractContextManager[object]:

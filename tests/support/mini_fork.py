@@ -1,8 +1,8 @@
-"""Drives the small era-A fork of tests/hosts/mini_fork: many runs in one process, because a spawn costs seconds.
+"""Drives the small fork of 2023 of tests/hosts/mini_fork: many runs in one process, because a spawn costs seconds.
 
 In a rank (see spawn.py), once for the switches that the fork reads while it is imported:
 
-    fork = MiniFork.imported(era="a2")
+    fork = MiniFork.imported(file_layout="gathered")
     run = fork.train("--bf16", "--use-distributed-optimizer", ours=True)
     run.losses, run.params["..."], run.optimizer
 

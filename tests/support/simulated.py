@@ -111,7 +111,7 @@ class World:
         dp: int = 1,
         tp: int = 1,
         pp: int = 1,
-        bucket_numel: int | None = None,
+        bucket_size: int | None = None,
         filled: bool = True,
         step: int | None = 10,
         adam: str = "torch_fused",
@@ -120,7 +120,7 @@ class World:
     ) -> World:
         """Builds it; with the state of `element_numbers` where filled, and fresh otherwise."""
         ranks = [
-            _rank(params, (d, dp), (t, tp), (p, pp), bucket_numel, filled, step, adam, plain_dtype, lr)
+            _rank(params, (d, dp), (t, tp), (p, pp), bucket_size, filled, step, adam, plain_dtype, lr)
             for p in range(pp)
             for d in range(dp)
             for t in range(tp)
@@ -154,8 +154,8 @@ class World:
         found = {p.name: torch.full(p.padded_shape(self.tp), math.nan) for p in self.params}
         for rank in self.ranks:
             for piece in owned_pieces(rank.model):
-                state = rank.optimizer.inner.state.get(piece.run.main, {})
-                tensor = piece.run.main if kind == "main" else state[kind]
+                state = rank.optimizer.inner.state.get(piece.flat.main, {})
+                tensor = piece.flat.main if kind == "main" else state[kind]
                 found[piece.placement.name][piece.piece.in_global.as_slices()] = piece.view(tensor).detach()
         return found
 
@@ -165,7 +165,7 @@ def _rank(
     dp: tuple[int, int],
     tp: tuple[int, int],
     pp: tuple[int, int],
-    bucket_numel: int | None,
+    bucket_size: int | None,
     filled: bool,
     step: int | None,
     adam: str,
@@ -177,7 +177,7 @@ def _rank(
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for param in reversed(mine):
         by_dtype.setdefault(plain_dtype or param.dtype, []).append(param)
-    buffers = [_buffer(members, dtype, placements, dp, bucket_numel) for dtype, members in by_dtype.items()]
+    buffers = [_buffer(members, dtype, placements, dp, bucket_size) for dtype, members in by_dtype.items()]
     config = DistOptConfig(adam=adam, lr=lr, loss_scale="dynamic", initial_loss_scale=2.0**10)
     groups = [
         ParamGroup({"lr": lr, "wd_mult": mult, "weight_decay": 0.1 * mult}, _members(mine, decays))
@@ -210,11 +210,11 @@ def _buffer(
     dtype: torch.dtype,
     placements: Mapping[str, Placement],
     dp: tuple[int, int],
-    bucket_numel: int | None,
+    bucket_size: int | None,
 ) -> ShardedBuffer:
     names = [f"module.{param.name}" for param in members]
     specs = [ParamSpec(name, math.prod(placements[name].shape), placements[name].shape) for name in names]
-    layout = lay_out(specs, num_shards=dp[1], bucket_numel=bucket_numel, alignment_numel=4)
+    layout = lay_out(specs, num_shards=dp[1], bucket_size=bucket_size, alignment_numel=4)
     return ShardedBuffer(layout, dp[0], torch.zeros(layout.numel), torch.zeros(layout.numel, dtype=dtype))
 
 
@@ -223,16 +223,16 @@ def _fill(rank: Rank, params: Mapping[str, Param], step: int | None) -> None:
 
     inner = rank.optimizer.inner
     state: dict[Any, dict[str, Tensor]] = {
-        run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]} for run in rank.optimizer.runs
+        run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]} for run in rank.optimizer.flat_params
     }
     for piece in owned_pieces(rank.model):
         param = params[piece.placement.name]
         for kind in KINDS:
-            tensor = piece.run.main if kind == "main" else state[piece.run.main][kind]
+            tensor = piece.flat.main if kind == "main" else state[piece.flat.main][kind]
             numbers = element_numbers(param, kind, piece.placement.global_shape)
             piece.view(tensor).copy_(numbers[piece.piece.in_global.as_slices()])
-    for run in rank.optimizer.runs:
-        group = inner.param_groups[run.run.key.group]
+    for run in rank.optimizer.flat_params:
+        group = inner.param_groups[run.plan.key.group]
         if step is not None:
             restore(inner, group, run.main, state[run.main], step)
         run.write_model()

@@ -36,7 +36,7 @@ class Numbered:
         for rank in self.world.ranks:
             optimizer = rank.optimizer
             optimizer.num_skipped = number
-            for run in optimizer.runs:
+            for run in optimizer.flat_params:
                 moments = moments_of(optimizer.inner, run.main)
                 for tensor in (run.main.detach(), *moments.values()):
                     tensor.add_((number - self.now) * _APART)
@@ -79,7 +79,7 @@ def number_in(folder: Path, reader: World) -> int:
         reader: takes its state; of the same params, at any layout.
     """
     for rank in reader.ranks:
-        for run in rank.optimizer.runs:
+        for run in rank.optimizer.flat_params:
             for tensor in (run.main.detach(), *moments_of(rank.optimizer.inner, run.main).values()):
                 tensor.fill_(math.nan)
     reader.load(folder)
@@ -104,7 +104,7 @@ def snapshot(world: World) -> list[Any]:
     return [
         copy.deepcopy(
             [
-                [run.main.detach() for run in optimizer.runs],
+                [run.main.detach() for run in optimizer.flat_params],
                 [buffer.param for buffer in optimizer.buffers],
                 optimizer.inner.state_dict(),
                 optimizer.loss_scale.state_dict(),

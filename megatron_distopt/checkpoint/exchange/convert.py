@@ -16,8 +16,13 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.exchange.foreign import open_foreign
 from megatron_distopt.checkpoint.exchange.groups import Kept, kept_in
 from megatron_distopt.checkpoint.exchange.model_file import MODEL, ModelFile, open_model_files
-from megatron_distopt.checkpoint.exchange.native_a1 import is_a1, read_a1, write_a1
-from megatron_distopt.checkpoint.exchange.native_a2 import head_a2, is_a2, read_a2, write_a2
+from megatron_distopt.checkpoint.exchange.native_gathered import (
+    head_gathered,
+    is_gathered,
+    read_gathered,
+    write_gathered,
+)
+from megatron_distopt.checkpoint.exchange.native_per_rank import is_per_rank, read_per_rank, write_per_rank
 from megatron_distopt.checkpoint.exchange.part import Part, check_step, whole_of
 from megatron_distopt.checkpoint.exchange.plain import is_plain, read_plain, write_plain
 from megatron_distopt.checkpoint.exchange.safe import save_whole
@@ -31,14 +36,14 @@ from megatron_distopt.errors import CheckpointError, refusal
 __all__ = ["TARGETS", "Converted", "convert", "open_any"]
 
 #: Formats that can be read and written.
-TARGETS = ("distopt", "native-a1", "native-a2", "plain", "torch")
+TARGETS = ("distopt", "per-rank", "gathered", "plain", "torch")
 _IN_ITERATION, _TRACKER = "distrib_optim.distopt", "latest_checkpointed_iteration.txt"
 _BESIDE = ("opt_param_scheduler",)
 #: Of the forks: name, whether a model file is of it, and its reader.
 _FORMATS: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], Part]], ...] = (
     ("plain", is_plain, read_plain),
-    ("native-a2", is_a2, read_a2),
-    ("native-a1", is_a1, read_a1),
+    ("gathered", is_gathered, read_gathered),
+    ("per-rank", is_per_rank, read_per_rank),
 )
 
 
@@ -251,11 +256,11 @@ def _write_iteration(
 
 def _write_one(folder: Path, slices: Slices, to: str, ranks: int) -> None:
     """What belongs to one model file."""
-    if to == "native-a1":
-        write_a1(slices, folder, ranks)
-    elif to == "native-a2":
-        write_a2(slices, folder, ranks)
+    if to == "per-rank":
+        write_per_rank(slices, folder, ranks)
+    elif to == "gathered":
+        write_gathered(slices, folder, ranks)
     elif to == "plain":
         write_plain(slices, folder)
     else:
-        save_whole(head_a2(slices), folder / MODEL)
+        save_whole(head_gathered(slices), folder / MODEL)

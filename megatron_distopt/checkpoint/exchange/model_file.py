@@ -2,7 +2,7 @@
 
 ::
 
-    iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt     or model_rng.pt where each rank has its optimizer's file (A1)
+    iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt     or model_rng.pt beside per-rank files
     {"args": Namespace, "iteration", "model" or "model0", "model1" ...: state dicts of the chunks, "rng_state", ...}
 """
 

@@ -1,5 +1,5 @@
 """megatron-core: its DistributedDataParallel keeps buffers and collectives, our optimizer takes the place of its own.
 
-`facts` is data and imports nothing of the host; `adapter` is the door; `optimizer` holds the classes that the host
+`facts` is data and imports nothing of the host; `adapter` builds; `optimizer` holds the classes that the host
 gets.
 """

@@ -16,8 +16,7 @@ from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment
-from megatron_distopt.errors import SeamMismatchError, refusal
-from megatron_distopt.hosts.door import is_wanted, substituted
+from megatron_distopt.errors import HostMismatchError, refusal
 from megatron_distopt.hosts.megatron_core.chain import ChainedOptimizer
 from megatron_distopt.hosts.megatron_core.config import (
     check_model,
@@ -25,10 +24,11 @@ from megatron_distopt.hosts.megatron_core.config import (
     merge_config,
     missing_parallel_state,
 )
-from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, SEAM
+from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, PATCH_POINT
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.hosts.report import announce, describe
-from megatron_distopt.hosts.seams import Replacement
+from megatron_distopt.hosts.substitute import is_wanted, substituted
 
 __all__ = ["build", "replacement"]
 
@@ -59,7 +59,7 @@ def build(
     if everyone.rank == 0:
         device = optimizer.get_loss_scale().device
         sharded = [each.sharded for each in optimizer.chained_optimizers]
-        announce(describe("megatron-core", (SEAM,), sharded, device))
+        announce(describe("megatron-core", (PATCH_POINT,), sharded, device))
     return optimizer
 
 
@@ -83,8 +83,8 @@ def _check_classes(original: Callable[..., Any]) -> None:
     remedy = "Use megatron-core 0.16, which this adapter was tested on"
     for name in (CLASS, CHAIN):
         if name not in original.__globals__:
-            raise SeamMismatchError(refusal(str(SEAM), f"no {name} beside it", "know its classes", remedy))
+            raise HostMismatchError(refusal(str(PATCH_POINT), f"no {name} beside it", "know its classes", remedy))
     found = tuple(inspect.signature(original.__globals__[CLASS].__init__).parameters)[1:]
     if found != CLASS_PARAMETERS:
         rule = f"be ({', '.join(CLASS_PARAMETERS)})"
-        raise SeamMismatchError(refusal(f"constructor of {CLASS}", f"({', '.join(found)})", rule, remedy))
+        raise HostMismatchError(refusal(f"constructor of {CLASS}", f"({', '.join(found)})", rule, remedy))

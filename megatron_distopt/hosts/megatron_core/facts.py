@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["CHAIN", "CLASS", "CLASS_PARAMETERS", "REFUSED", "SEAM", "Refused"]
+__all__ = ["CHAIN", "CLASS", "CLASS_PARAMETERS", "PATCH_POINT", "REFUSED", "Refused"]
 
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
 CLASS = "DistributedOptimizer"
@@ -26,7 +26,7 @@ CLASS_PARAMETERS = (
 CHAIN = "ChainedOptimizer"
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
-SEAM = Seam("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))
+PATCH_POINT = PatchPoint("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ REFUSED = (
 HOSTS_OWN = {
     "overlap_grad_reduce": "--overlap-grad-reduce",
     "overlap_param_gather": "--overlap-param-gather",
-    "bucket_numel": "--ddp-bucket-size",
-    "wire_dtype": "--grad-reduce-in-bf16",
+    "bucket_size": "--ddp-bucket-size",
+    "reduce_dtype": "--grad-reduce-in-bf16",
     "shared_memory": "own collectives",
     "debug": "own collectives",
     "log_communication": "timers (--timing-log-level 2)",

@@ -203,14 +203,14 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""
-        return [run.main for run in self.sharded.runs]
+        return [flat.main for flat in self.sharded.flat_params]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The counted main grads, divided by the loss scale: for a chain of the host's, which measures several."""
-        if self._divisor != 1.0 and self.sharded.runs:
-            torch._foreach_div_([run.main_grad for run in self.sharded.runs], self._divisor)
+        if self._divisor != 1.0 and self.sharded.flat_params:
+            torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self._divisor)
         self._divisor = 1.0
-        return [run.main_grad for run in self.sharded.runs if run.run.key.counted]
+        return [flat.main_grad for flat in self.sharded.flat_params if flat.plan.key.counted]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
@@ -241,10 +241,10 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             self.sharded.reload_model_params()
             return
         tensor_of = self._build_model_param_to_state_dict_param_map(state_dict)
-        for run in self.sharded.runs:
-            for shard in run.run.shards:
+        for flat in self.sharded.flat_params:
+            for shard in flat.plan.shards:
                 source = tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
-                run.cut(run.main, shard).copy_(source)
+                flat.cut(flat.main, shard).copy_(source)
 
     @property
     def state_nbytes(self) -> int:

@@ -31,11 +31,11 @@ def publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter
     for param in named.values():
         if param.dtype != torch.float32:
             param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
-    for run in sharded.runs:
+    for flat in sharded.flat_params:
         # The host's own filters, where one of its chains measures our params: counted is "tensor-parallel, not shared".
-        run.main.tensor_model_parallel, run.main.shared = True, not run.run.key.counted  # type: ignore[attr-defined]
-        for shard in run.run.shards if run.owns_memory else ():
-            _publish(named[shard.name], run.cut(run.main, shard))
+        flat.main.tensor_model_parallel, flat.main.shared = True, not flat.plan.key.counted  # type: ignore[attr-defined]
+        for shard in flat.plan.shards if flat.owns_memory else ():
+            _publish(named[shard.name], flat.cut(flat.main, shard))
 
 
 def _publish(param: Any, main_param: Any) -> None:

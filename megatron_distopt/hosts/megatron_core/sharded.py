@@ -168,8 +168,11 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
 
 
 def _kinds_of_group(optimizer: ShardedOptimizer, number: int) -> tuple[str, ...]:
-    choice, runs = optimizer.plan.choice, [run for run in optimizer.runs if run.run.key.group == number]
-    kept = {kind for run in runs for kind in moments_of(optimizer.inner, run.main)}
+    choice, flat_params = (
+        optimizer.plan.choice,
+        [flat for flat in optimizer.flat_params if flat.plan.key.group == number],
+    )
+    kept = {kind for flat in flat_params for kind in moments_of(optimizer.inner, flat.main)}
     return tuple(sorted(kept | choice.moments if choice.is_adam else kept or _kinds_in_a_trial(optimizer, number)))
 
 

@@ -1,4 +1,4 @@
-"""The block that a fork needs to find packages by itself, as text: the entry-point door.
+"""The block that a fork needs to find packages by itself, as text, see plugin/entry_point.py.
 
 It stands right after the fork's `get_megatron_optimizer`, runs on Python 3.8 (a fork's, not ours), and leaves the
 function as it is where no package registers itself. `plugin/patch_files.py` puts it in and takes it out.

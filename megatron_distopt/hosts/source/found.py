@@ -7,9 +7,9 @@ from enum import Enum
 
 from megatron_distopt.errors import refusal
 from megatron_distopt.hosts.generations import Generation
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["ClassFound", "Need", "ParserOption", "Place", "SeamFound", "SeamState", "Survey", "Unreadable"]
+__all__ = ["ClassFound", "Need", "ParserOption", "PatchPointFound", "PatchPointState", "Place", "Survey", "Unreadable"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-class SeamState(Enum):
-    """Whose a seam is."""
+class PatchPointState(Enum):
+    """Whose a patch point is."""
 
     #: The host's own function, as the host defines it.
     FREE = "free"
@@ -44,11 +44,11 @@ class SeamState(Enum):
 
 
 @dataclass(frozen=True)
-class SeamFound:
-    """A seam, as the source has it.
+class PatchPointFound:
+    """A patch point, as the source has it.
 
     Args:
-        seam: what was looked for.
+        patch point: what was looked for.
         state: whose it is.
         place: of the function, or of what replaced it; None where it is missing.
         parameters: of the function.
@@ -58,8 +58,8 @@ class SeamFound:
         end: last line of the function.
     """
 
-    seam: Seam
-    state: SeamState
+    patch_point: PatchPoint
+    state: PatchPointState
     place: Place | None = None
     parameters: tuple[str, ...] = ()
     importers: tuple[Place, ...] = ()
@@ -68,17 +68,17 @@ class SeamFound:
     end: int = 0
 
     def refusal(self) -> str | None:
-        """Why it cannot be replaced, None where it can; the same words as `Seam.find` has at run time."""
+        """Why it cannot be replaced, None where it can; the same words as `PatchPoint.find` has at run time."""
         remedy = "Use a Megatron that docs/hosts.md lists"
-        if self.state is SeamState.MISSING:
-            return refusal(str(self.seam), "missing", "exist", remedy)
-        if self.state is SeamState.DIFFERENT:
-            rule = f"start with ({', '.join(self.seam.parameters)})"
+        if self.state is PatchPointState.MISSING:
+            return refusal(str(self.patch_point), "missing", "exist", remedy)
+        if self.state is PatchPointState.DIFFERENT:
+            rule = f"start with ({', '.join(self.patch_point.parameters)})"
             got = f"({', '.join(self.parameters)}) in {self.place}"
-            return refusal(f"signature of {self.seam}", got, rule, remedy)
-        if self.state is SeamState.REPLACED:
+            return refusal(f"signature of {self.patch_point}", got, rule, remedy)
+        if self.state is PatchPointState.REPLACED:
             remedy = "Take the other patcher out, or install megatron_distopt before it"
-            return refusal(str(self.seam), f"bound to something else in {self.place}", "be untouched", remedy)
+            return refusal(str(self.patch_point), f"bound to something else in {self.place}", "be untouched", remedy)
         return None
 
 
@@ -93,7 +93,7 @@ class ClassFound:
         required: those of them without a default.
         wanted: what the adapter gives.
         is_exact: whether there may be no others, also none with a default.
-        kind: "A1" or "A2" in era A.
+        kind: "per-rank files" or "gathered file" in a Megatron of 2023.
         bound_in: file in which the name is bound by something else than a class, so that only running it tells more.
     """
 
@@ -153,7 +153,7 @@ class ParserOption:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file beside the seams that could not be read.
+    """A file beside the patch points that could not be read.
 
     Args:
         file: from the fork's folder.
@@ -171,17 +171,17 @@ class Survey:
     Args:
         roots: the folders that were read.
         generation: which Megatron it is.
-        seams: the factory first.
+        patch points: the factory first.
         optimizer_class: None where the generation is not supported.
         group_functions: those of `survey.GROUP_FUNCTIONS` that it has.
         options: of its parser; empty where it has none, as megatron-core from PyPI.
         needs: packages with CUDA kernels.
-        unreadable: files beside the seams that could not be read.
+        unreadable: files beside the patch points that could not be read.
     """
 
     roots: tuple[str, ...]
     generation: Generation
-    seams: tuple[SeamFound, ...]
+    patch_points: tuple[PatchPointFound, ...]
     optimizer_class: ClassFound | None
     group_functions: tuple[str, ...]
     options: tuple[ParserOption, ...]

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_distopt.hosts.era_a import facts as era_a
-from megatron_distopt.hosts.generations import ERA_A, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.seams import Seam
+from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.aliases import Aliases, find_aliases
 from megatron_distopt.hosts.source.block import BEGIN, END, intact_block
-from megatron_distopt.hosts.source.found import ClassFound, Need, ParserOption, Place, SeamFound, SeamState, Survey
+from megatron_distopt.hosts.source.found import (
+    ClassFound,
+    Need,
+    ParserOption,
+    PatchPointFound,
+    PatchPointState,
+    Place,
+    Survey,
+)
 from megatron_distopt.hosts.source.syntax import (
     bindings_of,
     classes_of,
@@ -27,7 +35,7 @@ from megatron_distopt.hosts.source.syntax import (
 )
 from megatron_distopt.hosts.source.tree import SourceTree
 
-__all__ = ["GROUP_FUNCTIONS", "find_seam", "survey"]
+__all__ = ["GROUP_FUNCTIONS", "find_patch_point", "survey"]
 
 #: Process groups that the adapters ask for where a host has them.
 GROUP_FUNCTIONS = (
@@ -54,7 +62,7 @@ class _ClassFacts:
     Args:
         name, parameters: of the class and its constructor.
         is_exact: whether the constructor may have no others.
-        gathers: the method that A2 has and A1 has not.
+        gathers: the method that gathered file has and per-rank files has not.
     """
 
     name: str
@@ -64,7 +72,9 @@ class _ClassFacts:
 
 
 _CLASSES = {
-    ERA_A.name: _ClassFacts(era_a.CLASS, era_a.CLASS_PARAMETERS, is_exact=False, gathers=era_a.GATHERS_STATE),
+    MEGATRON_2023.name: _ClassFacts(
+        megatron_2023.CLASS, megatron_2023.CLASS_PARAMETERS, is_exact=False, gathers=megatron_2023.GATHERS_STATE
+    ),
     MEGATRON_CORE.name: _ClassFacts(megatron_core.CLASS, megatron_core.CLASS_PARAMETERS, is_exact=True),
 }
 
@@ -74,14 +84,16 @@ def survey(tree: SourceTree) -> Survey:
 
     Raises:
         UnknownHostError: no Megatron that we know.
-        UnreadableSourceError: a file that has a seam, or what belongs to it, cannot be read.
+        UnreadableSourceError: a file that has a patch point, or what belongs to it, cannot be read.
     """
     generation = recognise(tree.has)
-    aliases = find_aliases(tree, [seam.attribute for seam in generation.seams])
+    aliases = find_aliases(tree, [patch_point.attribute for patch_point in generation.patch_points])
     return Survey(
         roots=tuple(map(str, tree.roots)),
         generation=generation,
-        seams=tuple(_with_aliases(find_seam(tree, seam), aliases) for seam in generation.seams),
+        patch_points=tuple(
+            _with_aliases(find_patch_point(tree, patch_point), aliases) for patch_point in generation.patch_points
+        ),
         optimizer_class=_find_class(tree, generation),
         group_functions=_find_group_functions(tree),
         options=tuple(_find_options(tree)),
@@ -90,32 +102,32 @@ def survey(tree: SourceTree) -> Survey:
     )
 
 
-def _with_aliases(seam: SeamFound, aliases: Aliases) -> SeamFound:
-    name = seam.seam.attribute
+def _with_aliases(patch_point: PatchPointFound, aliases: Aliases) -> PatchPointFound:
+    name = patch_point.patch_point.attribute
     importers = aliases.places(name, is_assigned=False)
-    return replace(seam, importers=importers, assigners=aliases.places(name, is_assigned=True))
+    return replace(patch_point, importers=importers, assigners=aliases.places(name, is_assigned=True))
 
 
-def find_seam(tree: SourceTree, seam: Seam) -> SeamFound:
-    """A seam in the file that defines it, without who imports it.
+def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointFound:
+    """A patch point in the file that defines it, without who imports it.
 
     Raises:
         UnreadableSourceError: that file cannot be read.
     """
-    file = tree.file_of(seam.module)
+    file = tree.file_of(patch_point.module)
     if file is None:
-        return SeamFound(seam, SeamState.MISSING)
+        return PatchPointFound(patch_point, PatchPointState.MISSING)
     module = tree.parse(file)
     ours = _lines_of_our_block(file)
-    bindings = [node for node in bindings_of(module, seam.attribute) if node.lineno not in ours]
+    bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
     if not bindings:
-        return SeamFound(seam, SeamState.MISSING)
+        return PatchPointFound(patch_point, PatchPointState.MISSING)
     last = bindings[-1]
     if not isinstance(last, ast.FunctionDef):
-        return SeamFound(seam, SeamState.REPLACED, Place(tree.shown(file), last.lineno))
-    return SeamFound(
-        seam,
-        _state_of(last, seam, is_patched=bool(ours)),
+        return PatchPointFound(patch_point, PatchPointState.REPLACED, Place(tree.shown(file), last.lineno))
+    return PatchPointFound(
+        patch_point,
+        _state_of(last, patch_point, is_patched=bool(ours)),
         Place(tree.shown(file), last.lineno),
         parameters_of(last),
         is_at_top=last in module.body,
@@ -123,10 +135,10 @@ def find_seam(tree: SourceTree, seam: Seam) -> SeamFound:
     )
 
 
-def _state_of(function: ast.FunctionDef, seam: Seam, *, is_patched: bool) -> SeamState:
-    if parameters_of(function)[: len(seam.parameters)] != seam.parameters:
-        return SeamState.DIFFERENT
-    return SeamState.PATCHED if is_patched else SeamState.FREE
+def _state_of(function: ast.FunctionDef, patch_point: PatchPoint, *, is_patched: bool) -> PatchPointState:
+    if parameters_of(function)[: len(patch_point.parameters)] != patch_point.parameters:
+        return PatchPointState.DIFFERENT
+    return PatchPointState.PATCHED if is_patched else PatchPointState.FREE
 
 
 def _lines_of_our_block(file: Path) -> range:
@@ -140,7 +152,7 @@ def _lines_of_our_block(file: Path) -> range:
 def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
     if generation.name not in _CLASSES:
         return None
-    facts, factory = _CLASSES[generation.name], generation.seams[0].module
+    facts, factory = _CLASSES[generation.name], generation.patch_points[0].module
     file = _file_of_class(tree, factory, facts.name)
     definition = classes_of(tree.parse(file)).get(facts.name) if file is not None else None
     if file is None or definition is None:
@@ -156,7 +168,7 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
         required_of(constructor)[1:] if constructor else (),
         facts.parameters,
         facts.is_exact,
-        None if facts.gathers is None else ("A2" if facts.gathers in methods else "A1"),
+        None if facts.gathers is None else ("gathered file" if facts.gathers in methods else "per-rank files"),
     )
 
 
@@ -190,7 +202,7 @@ def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
 
 
 def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
-    factory = tree.file_of(generation.seams[0].module) if generation.seams else None
+    factory = tree.file_of(generation.patch_points[0].module) if generation.patch_points else None
     for file in sorted(factory.parent.glob("*.py")) if factory is not None else ():
         for package, line, is_conditional in imports_when_loaded(tree.parse(file)):
             if package in _KERNELS:

@@ -280,10 +280,10 @@ class ShardedModel:
 
     def follow(self, changed: frozenset[str]) -> None:
         """Main params follow model params that the user has changed."""
-        for run in self.sharded.runs if changed else ():
-            for shard in run.run.shards:
+        for flat in self.sharded.flat_params if changed else ():
+            for shard in flat.plan.shards:
                 if shard.name in changed:
-                    run.follow_model(shard)
+                    flat.follow_model(shard)
         self.params.forget()
 
     def release(self) -> None:

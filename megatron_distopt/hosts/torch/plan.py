@@ -21,7 +21,7 @@ from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_params, spec_of
 from megatron_distopt.hosts.overlap import check_bucket, wire_of
 from megatron_distopt.hosts.watch import in_one_memory
-from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
+from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
     ParamGroup,
@@ -100,7 +100,7 @@ def decide(request: Request, data: Group) -> Plan:
     _check_memory(named)
     device = check_devices({param.device for param in trained.values()}, find_accelerator(config.accelerator))
     _check_backend(data, device)
-    check_bucket(config, data.size, "bucket_numel=40_000_000")
+    check_bucket(config, data.size, "bucket_size=40_000_000")
     own = request.optimizer
     choice = choose_inner(config, device.type) if own is None else _adopted(own, config, device.type)
     sets = plan_sets(trained, config, data.size)
@@ -207,9 +207,9 @@ def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards:
 
 def _plan_set(members: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> ParamSet:
     specs = [spec_of(name, param) for name, param in members.items()]
-    bucket_numel = config.bucket_numel
-    if bucket_numel is None and (config.overlap_grad_reduce or config.overlap_param_gather):
-        bucket_numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
-    layout = lay_out(specs, num_shards=num_shards, bucket_numel=bucket_numel)
+    bucket_size = config.bucket_size
+    if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
+        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
+    layout = lay_out(specs, num_shards=num_shards, bucket_size=bucket_size)
     dtype = next(iter(members.values())).dtype
     return ParamSet(members, layout, torch.float32 if config.grads_in_fp32 else dtype)

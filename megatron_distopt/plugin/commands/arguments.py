@@ -13,7 +13,7 @@ from megatron_distopt.plugin.commands import plan_arguments
 __all__ = ["FORMATS", "add_commands"]
 
 #: What `convert` writes.
-FORMATS = ("distopt", "native-a1", "native-a2", "plain", "torch")
+FORMATS = ("distopt", "per-rank", "gathered", "plain", "torch")
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
 --save folder of a run, of which it takes the latest iteration. It may be in
 any format that convert reads. Needs no GPU, no process group, no Megatron."""
@@ -35,8 +35,8 @@ A and B are what inspect takes for CKPT."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
   distopt     of this package; loads at any size
-  native-a1   of Megatron-LM 23.04: a file a rank, for one data-parallel size
-  native-a2   of the Megatrons since 23.06, Megatron-DeepSpeed among them
+  per-rank   of Megatron-LM 23.04: a file a rank, for one data-parallel size
+  gathered   of the Megatrons since 23.06, Megatron-DeepSpeed among them
   plain       of a Megatron without a distributed optimizer
   torch       one file for torch.load
 

@@ -130,8 +130,8 @@ def _row_document(row: Row) -> dict[str, Any]:
         "ranks": choice.cut.num_ranks,
         "dtype": choice.dtype,
         "grad_dtype": choice.grad_dtype,
-        "wire_dtype": choice.wire_dtype,
-        "bucket_numel": choice.bucket_numel,
+        "reduce_dtype": choice.reduce_dtype,
+        "bucket_size": choice.bucket_size,
         "stages": [_stage_document(row.plan, stage) for stage in row.plan.stages],
         "fullest_stage": row.plan.fullest.stage,
         "seconds": {

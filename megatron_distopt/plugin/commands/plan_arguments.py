@@ -83,9 +83,9 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     group.add_argument("--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="of grads; fp32")
     text = "bfloat16 or float16, which fp32 grads are rounded to on their way; none"
     wires = (_AS_THEY_ARE, *WIRE_NBYTES)
-    group.add_argument("--wire-dtype", choices=wires, nargs="+", default=[_AS_THEY_ARE], help=text)
+    group.add_argument("--reduce-dtype", choices=wires, nargs="+", default=[_AS_THEY_ARE], help=text)
     text = "elements of a bucket; auto for as many as runs with overlap take by themselves; all, one bucket a buffer"
-    bucket = partial(_bucket_numel, count)
+    bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
 
 
@@ -131,7 +131,7 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
         Cut(dp, tp, pp, ep) if parsed.ranks is None else Cut(_left_of(dp, tp, pp), tp, pp, ep)
         for dp, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep)
     ]
-    others = (parsed.dtype, parsed.grad_dtype, parsed.wire_dtype, parsed.bucket_size)
+    others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
     return [
         Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if wire == _AS_THEY_ARE else wire)
         for cut, dtype, grads, wire, bucket in itertools.product(cuts, *others)
@@ -156,7 +156,7 @@ def assumed_of(parsed: argparse.Namespace, gpt: GptSizes) -> Assumed:
     return Assumed(parsed.bandwidth * 1e9 / 8, parsed.latency_us / 1e6, backward, parsed.update_ms / 1e3)
 
 
-def _bucket_numel(count: Callable[[str], int], text: str) -> int | str | None:
+def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
     return AUTO if text == AUTO else None if text == _ONE_BUCKET else count(text)
 
 

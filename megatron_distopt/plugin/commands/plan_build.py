@@ -50,7 +50,7 @@ class Seconds:
         groups: joining torch's fake process group and making the data-parallel groups of the rank.
         params: making the params of the rank, which in training the model does.
         layout: putting them into buffers and buckets.
-        optimizer: buffers, runs, main params and the inner optimizer.
+        optimizer: buffers, flat params and the inner optimizer.
         update: its first step, which makes the moments.
     """
 
@@ -154,7 +154,7 @@ def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Sec
     return Built(
         num_params=len(plan.params),
         numel=plan.numel,
-        num_runs=sum(len(optimizer.runs) for optimizer in optimizers),
+        num_runs=sum(len(optimizer.flat_params) for optimizer in optimizers),
         seconds=seconds,
         process_nbytes=process_nbytes,
         param_nbytes=sum(each.param_nbytes for each in held),

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import BufferLayout, default_bucket_numel, lay_out
+from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.layout.estimate import (
     Collective,
     Footprint,
@@ -35,7 +35,7 @@ __all__ = [
 
 #: What torch calls them, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
-#: By what `DistOptConfig.wire_dtype` can be: bytes an element.
+#: By what `DistOptConfig.reduce_dtype` can be: bytes an element.
 WIRE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: Buckets as large as runs have them that communicate beside computation and are told no size.
 AUTO: Final = "auto"
@@ -49,8 +49,8 @@ class Choice:
         cut: sizes of the groups.
         dtype: of the params, a key of `DTYPES`.
         has_fp32_grads: the grad buffer is fp32 whatever the params are.
-        bucket_numel: elements of a bucket; None for one bucket a buffer, or `AUTO`.
-        wire_dtype: what fp32 grads are rounded to on their way, a key of `WIRE_NBYTES`; None for as they are.
+        bucket_size: elements of a bucket; None for one bucket a buffer, or `AUTO`.
+        reduce_dtype: what fp32 grads are rounded to on their way, a key of `WIRE_NBYTES`; None for as they are.
 
     Raises:
         ConfigError: grads that are kept in 16 bits are to be rounded, which training refuses, too.
@@ -59,19 +59,19 @@ class Choice:
     cut: Cut
     dtype: str = "bf16"
     has_fp32_grads: bool = True
-    bucket_numel: int | Literal["auto"] | None = None
-    wire_dtype: str | None = None
+    bucket_size: int | Literal["auto"] | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.wire_dtype is not None and self.grad_dtype != "fp32":
-            got = f"{self.wire_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
-            remedy = "Write --grad-dtype fp32, or --wire-dtype none"
-            raise ConfigError(refusal("wire_dtype", got, "have fp32 grads to round", remedy))
+        if self.reduce_dtype is not None and self.grad_dtype != "fp32":
+            got = f"{self.reduce_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
+            remedy = "Write --grad-dtype fp32, or --reduce-dtype none"
+            raise ConfigError(refusal("reduce_dtype", got, "have fp32 grads to round", remedy))
 
     @property
     def widths(self) -> Widths:
         """Bytes an element."""
-        width, wire = DTYPES[self.dtype][1], 0 if self.wire_dtype is None else WIRE_NBYTES[self.wire_dtype]
+        width, wire = DTYPES[self.dtype][1], 0 if self.reduce_dtype is None else WIRE_NBYTES[self.reduce_dtype]
         grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
         return Widths(param=width, grad=grad, main=main, wire=wire)
 
@@ -203,7 +203,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
 
 
 def _part(params: tuple[StageParam, ...], choice: Choice, num_shards: int, rank: int) -> Part:
-    numel = choice.bucket_numel
+    numel = choice.bucket_size
     if isinstance(numel, int) and numel < num_shards:
         rule, remedy = f"be at least one element for each of {num_shards} ranks", "Write --bucket-size 40000000"
         raise ConfigError(refusal("bucket size", f"{numel} elements", rule, remedy))
@@ -218,7 +218,7 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
         choice: says the size of a bucket.
         num_shards: size of the data-parallel group.
     """
-    specs, numel = [param.spec for param in reversed(params)], choice.bucket_numel
+    specs, numel = [param.spec for param in reversed(params)], choice.bucket_size
     if isinstance(numel, str):
-        numel = default_bucket_numel(sum(spec.numel for spec in specs), num_shards)
-    return lay_out(specs, num_shards=num_shards, bucket_numel=numel)
+        numel = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
+    return lay_out(specs, num_shards=num_shards, bucket_size=numel)

@@ -57,16 +57,16 @@ def name_of(plan: ChoicePlan) -> str:
     choice = plan.choice
     sizes = [f"dp {choice.cut.dp}", f"tp {choice.cut.tp}", f"pp {choice.cut.pp}"]
     sizes += [f"ep {choice.cut.ep}"] * (choice.cut.ep > 1)
-    sent = "" if choice.wire_dtype is None else f" sent as {choice.wire_dtype}"
+    sent = "" if choice.reduce_dtype is None else f" sent as {choice.reduce_dtype}"
     bucket = _BUCKETS.get(_bucket(choice), f"buckets of {_bucket(choice)}")
     return ", ".join([*sizes, f"{choice.dtype} with {choice.grad_dtype} grads{sent}", bucket])
 
 
 def _bucket(choice: Choice) -> str:
     """As it is written on the command line, with commas."""
-    if choice.bucket_numel is None:
+    if choice.bucket_size is None:
         return _USUAL["bucket"]
-    return choice.bucket_numel if isinstance(choice.bucket_numel, str) else f"{choice.bucket_numel:,}"
+    return choice.bucket_size if isinstance(choice.bucket_size, str) else f"{choice.bucket_size:,}"
 
 
 def _model(gpt: GptSizes) -> Iterator[tuple[str, str]]:
@@ -113,7 +113,7 @@ def _choice_cells(row: Row) -> list[str]:
     exposed, hidden = times.exposed_seconds, times.hidden_seconds
     return [
         *(str(size) for size in (choice.cut.dp, choice.cut.tp, choice.cut.pp, choice.cut.ep)),
-        *(choice.dtype, choice.grad_dtype, choice.wire_dtype or _USUAL["wire"], _bucket(choice)),
+        *(choice.dtype, choice.grad_dtype, choice.reduce_dtype or _USUAL["wire"], _bucket(choice)),
         ranges(row.plan.stage_numbers(stage)),
         *_bytes(stage.footprint),
         size_text(_unsharded_nbytes(stage.footprint)),

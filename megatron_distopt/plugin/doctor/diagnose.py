@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, config_from_namespace, switch_from
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
 from megatron_distopt.hosts.source.block import GROUP
-from megatron_distopt.hosts.source.found import SeamState, Survey
+from megatron_distopt.hosts.source.found import PatchPointState, Survey
 from megatron_distopt.hosts.source.patchers import PATCHERS
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import fork_at, importable_host
@@ -98,7 +98,9 @@ def _reason(check: _Check) -> str | None:
 
 def _entry_point(found: Survey | None) -> Finding:
     """A fork with our block and without our entry point would silently train with its own optimizer."""
-    is_patched = found is not None and any(seam.state is SeamState.PATCHED for seam in found.seams)
+    is_patched = found is not None and any(
+        patch_point.state is PatchPointState.PATCHED for patch_point in found.patch_points
+    )
     if any(entry.value == _OUR_ENTRY_POINT for entry in entry_points(group=GROUP)):
         use = "the fork asks for it" if is_patched else "unused until megatron-distopt patch --apply FORK"
         return ok(_SECTION, "entry point", f"distopt is registered in {GROUP}; {use}")

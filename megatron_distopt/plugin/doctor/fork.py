@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_distopt.errors import refusal
-from megatron_distopt.hosts.source.found import ClassFound, Place, SeamFound, SeamState, Survey
+from megatron_distopt.hosts.source.found import ClassFound, PatchPointFound, PatchPointState, Place, Survey
 from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS
 from megatron_distopt.plugin.doctor.findings import Finding, noted, ok, problem, refused
 from megatron_distopt.plugin.doctor.launch_flags import flag_of
@@ -14,8 +14,8 @@ __all__ = ["describe_fork"]
 
 _SECTION = "fork"
 _KINDS = {
-    "A1": "A1: every data-parallel rank keeps its state in its own file",
-    "A2": "A2: one file by the fork, a folder that loads at any size by ours",
+    "per-rank files": "per-rank files: every data-parallel rank keeps its state in its own file",
+    "gathered file": "gathered file: one file by the fork, a folder that loads at any size by ours",
 }
 
 
@@ -25,8 +25,8 @@ def describe_fork(found: Survey) -> Iterator[Finding]:
     yield _generation(found)
     if not found.generation.is_supported:
         return
-    for seam in found.seams:
-        yield from _seam(seam)
+    for patch_point in found.patch_points:
+        yield from _patch_point(patch_point)
     if found.optimizer_class is not None:
         yield from _class(found.optimizer_class)
     yield _groups(found)
@@ -41,9 +41,9 @@ def _generation(found: Survey) -> Finding:
     return refused(_SECTION, "generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
 
 
-def _seam(found: SeamFound) -> Iterator[Finding]:
-    name = found.seam.attribute
-    with_block = ", with the look-up for entry points after it" if found.state is SeamState.PATCHED else ""
+def _patch_point(found: PatchPointFound) -> Iterator[Finding]:
+    name = found.patch_point.attribute
+    with_block = ", with the look-up for entry points after it" if found.state is PatchPointState.PATCHED else ""
     text = f"free in {found.place}{with_block}: ({', '.join(found.parameters)})"
     yield refused(_SECTION, name, found.refusal(), text)
     if found.importers:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from megatron_distopt.config import Switch, config_from_namespace
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.era_a.facts import CONFLICTS, FLAG
 from megatron_distopt.hosts.generations import MEGATRON_CORE
+from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.hosts.source.found import ParserOption, Survey
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling

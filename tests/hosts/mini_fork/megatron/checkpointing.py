@@ -1,4 +1,4 @@
-"""Checkpoints. A1: a file of the model, and one of the optimizer a rank. A2: its tensors gathered in one."""
+"""Checkpoints: a file of the model, and the optimizer in a file a rank or with its tensors gathered in one."""
 
 import os
 import random
@@ -10,7 +10,7 @@ import torch
 from megatron.core import mpu
 
 from .global_vars import get_args
-from .switches import ERA
+from .switches import FILE_LAYOUT
 from .utils import is_rank_0, print_rank_0, unwrap_model
 
 
@@ -23,7 +23,7 @@ def _common_path(checkpoints_path, iteration, release=False):
     return os.path.join(checkpoints_path, directory, name)
 
 
-if ERA == "a1":
+if FILE_LAYOUT == "per_rank":
 
     def get_checkpoint_names(checkpoints_path, iteration, use_distributed_optimizer, release=False):
         """(file of the model, file of the optimizer), which is one file without the distributed optimizer."""
@@ -78,10 +78,10 @@ def save_checkpoint(iteration, model, optimizer, opt_param_scheduler):
     model_state["model"] = unwrap_model(model)[0].state_dict_for_save_checkpoint()
     if not args.no_save_rng:
         model_state["rng_state"] = get_rng_state()
-    if ERA == "a1":
-        _save_a1(iteration, model_state, optimizer, opt_param_scheduler)
+    if FILE_LAYOUT == "per_rank":
+        _save_per_rank(iteration, model_state, optimizer, opt_param_scheduler)
     else:
-        _save_a2(iteration, model_state, optimizer, opt_param_scheduler)
+        _save_gathered(iteration, model_state, optimizer, opt_param_scheduler)
     torch.distributed.barrier()
     print_rank_0(f"checkpoint of iteration {iteration} is in {args.save}")
     if is_rank_0():
@@ -101,7 +101,7 @@ def _write(state_dict, name):
     torch.save(state_dict, name)
 
 
-def _save_a1(iteration, model_state, optimizer, opt_param_scheduler):
+def _save_per_rank(iteration, model_state, optimizer, opt_param_scheduler):
     distributed = get_args().use_distributed_optimizer
     model_name, optim_name = get_checkpoint_names(get_args().save, iteration, distributed)
     first = mpu.get_data_parallel_rank() == 0
@@ -115,7 +115,7 @@ def _save_a1(iteration, model_state, optimizer, opt_param_scheduler):
         _write({**model_state, **optim_state}, model_name)
 
 
-def _save_a2(iteration, model_state, optimizer, opt_param_scheduler):
+def _save_gathered(iteration, model_state, optimizer, opt_param_scheduler):
     name = get_checkpoint_name(get_args().save, iteration)
     if get_args().use_distributed_optimizer:
         os.makedirs(os.path.dirname(name), exist_ok=True)
@@ -131,7 +131,7 @@ def _load_base_checkpoint(load_dir):
         print_rank_0(f"no {tracker_filename}, so nothing is loaded")
         return None, None, None, None
     iteration, release = read_metadata(tracker_filename)
-    if ERA == "a1":
+    if FILE_LAYOUT == "per_rank":
         distributed = get_args().use_distributed_optimizer
         other, _ = get_checkpoint_names(load_dir, iteration, not distributed, release)
         assert not os.path.isfile(other), f"{other} was saved {'without' if distributed else 'with'} distopt"
@@ -180,7 +180,7 @@ def load_checkpoint(model, optimizer, opt_param_scheduler, load_arg="load", stri
         except KeyError as error:
             print_rank_0(f"the optimizer in {load_dir} has no {error}, leaving")
             sys.exit()
-    elif args.fp16 or (args.bf16 and ERA == "a2"):
+    elif args.fp16 or (args.bf16 and FILE_LAYOUT == "gathered"):
         optimizer.reload_model_params()
     if not release and not args.finetune and not args.no_load_rng:
         _load_rng_state(model_state, load_dir)
@@ -191,7 +191,7 @@ def load_checkpoint(model, optimizer, opt_param_scheduler, load_arg="load", stri
 
 def _load_optimizer(optimizer, opt_param_scheduler, state_dict, load_dir, iteration):
     optimizer.load_state_dict(state_dict["optimizer"])
-    if ERA == "a2" and get_args().use_distributed_optimizer:
+    if FILE_LAYOUT == "gathered" and get_args().use_distributed_optimizer:
         name = get_checkpoint_name(load_dir, iteration)
         optimizer.load_parameter_state(get_distributed_optimizer_checkpoint_name(name))
     opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])

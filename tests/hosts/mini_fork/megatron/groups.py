@@ -9,7 +9,7 @@ from megatron.core import utils as core_utils
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import layers, mappings
 
-from .switches import ERA
+from .switches import FILE_LAYOUT
 
 
 class _TorchOnCpu(types.ModuleType):
@@ -23,7 +23,7 @@ class _TorchOnCpu(types.ModuleType):
 
 for _module in (core_utils, p2p_communication, layers, mappings):
     _module.torch = _TorchOnCpu("torch")
-if ERA == "a1":
+if FILE_LAYOUT == "per_rank":
     del mpu.get_data_parallel_group_gloo
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-ERA = os.environ.get("MINI_FORK_ERA", "a2")
+FILE_LAYOUT = os.environ.get("MINI_FORK_FILE_LAYOUT", "gathered")
 FLAGS = os.environ.get("MINI_FORK_FLAGS", "hyphen")
 ADAM = os.environ.get("MINI_FORK_ADAM", "fused")
 # Helps the fork's own optimizers onto a CPU.
@@ -11,7 +11,7 @@ NATIVE = os.environ.get("MINI_FORK_NATIVE") == "1"
 REPAIRED = os.environ.get("MINI_FORK_REPAIRED") == "1"
 
 for _name, _value, _known in (
-    ("ERA", ERA, ("a1", "a2")),
+    ("FILE_LAYOUT", FILE_LAYOUT, ("per_rank", "gathered")),
     ("FLAGS", FLAGS, ("hyphen", "underscore")),
     ("ADAM", ADAM, ("fused", "torch")),
 ):

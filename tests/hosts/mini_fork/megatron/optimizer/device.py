@@ -2,7 +2,7 @@
 
 import torch
 
-from ..switches import ERA, NATIVE
+from ..switches import FILE_LAYOUT, NATIVE
 
 _WHERE = "torch" if NATIVE else "torch.cuda"
 FLOAT = f"{_WHERE}.FloatTensor"
@@ -14,7 +14,7 @@ def current_device():
 
 
 def untyped_storage(tensor):
-    """A1 knows only the spelling that torch has since removed."""
+    """A fork with per-rank files has only the spelling that torch has since removed."""
     if NATIVE:
         return tensor.untyped_storage()
-    return tensor.storage()._untyped() if ERA == "a1" else tensor.storage().untyped()
+    return tensor.storage()._untyped() if FILE_LAYOUT == "per_rank" else tensor.storage().untyped()

@@ -1,6 +1,6 @@
 """The distributed optimizer: every data-parallel rank updates one piece of each gradient buffer.
 
-Quirks of the real ones are kept and listed in README.md. `DistributedOptimizer` is one of two classes, by the era.
+Quirks of the real ones are kept and listed in README.md. `DistributedOptimizer` is one of two classes.
 """
 
 import math
@@ -9,7 +9,7 @@ import torch
 
 from megatron.core import mpu
 
-from ..switches import ERA
+from ..switches import FILE_LAYOUT
 from .device import FLOAT, HALVES, current_device, untyped_storage
 from .fused_adam import Adam
 from .optimizer import (
@@ -41,7 +41,7 @@ class Range:
 
 
 class _Sharded(MixedPrecisionOptimizer):
-    """What both eras have in common."""
+    """What both file layouts have in common."""
 
     @classmethod
     def build_model_gbuf_param_range_map(cls, model, dtype, gbuf_world_range):
@@ -89,7 +89,7 @@ class _Sharded(MixedPrecisionOptimizer):
     def build_optimizer_group_ranges(cls, param_groups, model_gbuf_ranges):
         """(param to (group, place in the group), groups of this rank), both in the order of the buffers.
 
-        A1 leaves out groups of which the rank has nothing.
+        with per-rank files it leaves out groups of which the rank has nothing.
         """
         group_of = {param: i for i, group in enumerate(param_groups) for param in group["params"]}
         group_ranges = [{"params": [], "orig_group": group} for group in param_groups]
@@ -97,7 +97,7 @@ class _Sharded(MixedPrecisionOptimizer):
             for gbuf_range in by_dtype.values():
                 for param in gbuf_range["param_map"]:
                     group_ranges[group_of[param]]["params"].append(param)
-        if ERA == "a1":
+        if FILE_LAYOUT == "per_rank":
             group_ranges = [group_range for group_range in group_ranges if group_range["params"]]
         index_map = {p: (i, j) for i, group in enumerate(group_ranges) for j, p in enumerate(group["params"])}
         return index_map, group_ranges
@@ -276,7 +276,7 @@ class _Sharded(MixedPrecisionOptimizer):
 
 
 class _PerRankState(_Sharded):
-    """A1: all of the state in `state_dict()`, for a file a rank; nothing reloads the main params."""
+    """Per-rank files: all of the state in `state_dict()`, for a file a rank; nothing reloads the main params."""
 
     def state_dict(self):
         state_dict = {
@@ -294,7 +294,7 @@ class _PerRankState(_Sharded):
 
 
 class _GatheredState(_Sharded):
-    """A2: `state_dict()` has what is the same on all ranks, the rest goes through the first of them."""
+    """Gathered file: `state_dict()` has what is the same on all ranks, the rest goes through the first of them."""
 
     def _check_optimizer(self, optimizer):
         assert isinstance(optimizer, Adam), f"{type(optimizer).__name__} is not Adam, whose state the checkpoint has"
@@ -377,5 +377,5 @@ class _GatheredState(_Sharded):
                         tensors[key].data.copy_(local_range.of(local))
 
 
-DistributedOptimizer = _PerRankState if ERA == "a1" else _GatheredState
+DistributedOptimizer = _PerRankState if FILE_LAYOUT == "per_rank" else _GatheredState
 DistributedOptimizer.__name__ = DistributedOptimizer.__qualname__ = "DistributedOptimizer"

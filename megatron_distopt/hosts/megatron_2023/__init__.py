@@ -1,0 +1,6 @@
+"""The forks of 2023: Megatron-LM 23.x, Megatron-DeepSpeed and their children.
+
+`facts` is data and imports nothing of the host; `adapter` builds; `optimizer` holds the class that the host gets;
+`buffers` and `groups` say what is sharded over whom, `overlap` and `communication` what is sent beside what;
+`state_per_rank*` (with `resplit`, where buckets are not the file's) and `state_gathered` are the two file layouts.
+"""

@@ -1,0 +1,194 @@
+"""The grad buffers of the fork's DistributedDataParallel, in our words.
+
+The fork keeps one grad buffer for each grad dtype of a chunk and lets the params be. We keep its grad buffers, each as
+one bucket, and give the params real param buffers. Three things do not fit into the fork's buffer and get one of their
+own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer whose padding
+fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each
+of which has padding (overlap.py). The fork's index map stays, and says in which order its files have the params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_params, view_of
+from megatron_distopt.comm import Group
+from megatron_distopt.hosts.base import spec_of
+from megatron_distopt.hosts.megatron_2023.groups import dense_group, expert_group, is_expert
+from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
+
+__all__ = ["BufferPlan", "GradBuffer", "main_grads", "plan_grad_buffers", "take_over"]
+
+Named = Mapping[str, Parameter]
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """What becomes of one grad buffer of the fork, or of the experts in it.
+
+    Args:
+        chunk: number of the model chunk.
+        dtype: of the grads; the fork's key.
+        group: over which it is sharded.
+        layout: of the grads.
+        params: that are updated from it, by name.
+        in_file: where the fork's files have each param; its own place in the fork's buffer.
+        file_numel: elements there, without padding.
+        is_ours: the fork's DistributedDataParallel will not know the tensor, so it will not zero it.
+    """
+
+    chunk: int
+    dtype: torch.dtype
+    group: Group
+    layout: BufferLayout
+    params: Named
+    in_file: Mapping[str, Span]
+    file_numel: int
+    is_ours: bool = False
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether the run has the split of the files; the same on all ranks of the group."""
+        layout = self.layout
+        is_padded_alike = 0 <= layout.numel - self.file_numel < layout.num_shards
+        in_order = all(slot.in_buffer == self.in_file[slot.name] for slot in layout.slots)
+        return len(layout.buckets) == 1 and is_padded_alike and in_order
+
+    @cached_property
+    def file_layout(self) -> BufferLayout:
+        """Of the buffer as the files have it: one bucket in the fork's order, with its padding."""
+        if self.is_in_place:
+            return self.layout
+        slots = [ParamSlot(name, 0, span) for name, span in self.in_file.items()]
+        num_shards = self.group.size
+        padded = Span(0, -(-self.file_numel // num_shards) * num_shards)
+        return adopt(slots, [padded], num_shards=num_shards, numel_unpadded=[self.file_numel])
+
+
+@dataclass(frozen=True)
+class GradBuffer:
+    """One grad buffer with the param buffers of the params that accumulate into it.
+
+    Args:
+        plan: what was decided.
+        sharded: one for each param dtype, the majority first; all with the same grad tensor and layout.
+    """
+
+    plan: BufferPlan
+    sharded: tuple[ShardedBuffer, ...]
+
+    @property
+    def grad(self) -> Tensor:
+        """1-D [layout.numel]."""
+        return self.sharded[0].grad
+
+    def holds(self, name: str) -> bool:
+        """Whether the param is updated from it."""
+        return name in self.plan.params
+
+
+def plan_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
+    """All grad buffers of the model, in the order in which every rank reduces them. Moves nothing.
+
+    Args:
+        chunks: wrapped by the fork's DistributedDataParallel with contiguous buffers.
+        name_of: names of all params.
+
+    Raises:
+        HostError, LayoutError
+    """
+    return tuple(
+        plan
+        for number, chunk in enumerate(chunks)
+        for dtype in chunk._grad_buffers  # type: ignore[union-attr]
+        for plan in _plan_one(number, chunk, dtype, name_of)
+    )
+
+
+def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Parameter, str]) -> list[BufferPlan]:
+    spans = {name_of[param]: Span(*span) for param, span in chunk._grad_buffer_param_index_map[dtype].items()}
+    params = {name_of[param]: param for param in chunk._grad_buffer_param_index_map[dtype]}
+    dense = {name: param for name, param in params.items() if not is_expert(param)}
+    plans = []
+    if dense:
+        layout = _adopted(spans, chunk._grad_buffers[dtype], dense_group())
+        plans.append(BufferPlan(number, dtype, dense_group(), layout, dense, spans, chunk._grad_buffers[dtype].numel))
+    by_group: dict[Group, dict[str, Parameter]] = {}
+    for name, param in params.items():
+        if name not in dense:
+            by_group.setdefault(expert_group(name, param), {})[name] = param
+    for group, experts in by_group.items():
+        layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
+        in_file = {slot.name: slot.in_buffer for slot in layout.slots}
+        numel = layout.buckets[-1].numel_unpadded
+        plans.append(BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True))
+    return plans
+
+
+def _adopted(spans: Mapping[str, Span], memory: Any, group: Group) -> BufferLayout:
+    """The fork's padding, or our own where the fork's does not divide into the group's shards."""
+    slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
+    fits = memory.numel_padded % group.size == 0
+    numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
+    return adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
+
+
+def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
+    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there.
+
+    Args:
+        plan: for this rank.
+        chunks: those that it was made for.
+    """
+    chunk: Any = chunks[plan.chunk]
+    memory = chunk._grad_buffers[plan.dtype]
+    if plan.is_ours:
+        grad = memory.data.new_zeros(plan.layout.numel)
+    elif plan.layout.numel != memory.data.numel():
+        _let_go(plan, memory)
+        memory.data = grad = memory.data.new_zeros(plan.layout.numel)
+        memory.numel_padded = plan.layout.numel
+    else:
+        grad = memory.data
+    _point_main_grads(plan, grad)
+    return GradBuffer(plan, _with_params(plan, grad))
+
+
+def main_grads(params: Named) -> dict[str, Tensor]:
+    """Where the fork adds the gradient of each."""
+    return {name: param.main_grad for name, param in params.items()}  # type: ignore[attr-defined]
+
+
+def _let_go(plan: BufferPlan, memory: Any) -> None:
+    """Nothing is in it yet, and two of them at once would be the most memory that a run ever needs."""
+    for param in plan.params.values():
+        param.main_grad = None  # type: ignore[attr-defined]
+    memory.data = memory.data.new_empty(0)
+
+
+def _point_main_grads(plan: BufferPlan, grad: Tensor) -> None:
+    """The fork's hook looks `main_grad` up whenever it adds to it."""
+    for name, param in plan.params.items():
+        param.main_grad = view_of(grad, plan.layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
+
+
+def _with_params(plan: BufferPlan, grad: Tensor) -> tuple[ShardedBuffer, ...]:
+    """See [Note: two param dtypes in one grad buffer] in buffers/compact.py."""
+    by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
+    for name, param in plan.params.items():
+        by_dtype.setdefault(param.dtype, {})[name] = param
+    majority, *minorities = sorted(by_dtype.values(), key=_numel, reverse=True)
+    layout, rank = plan.layout, plan.group.rank
+    first = ShardedBuffer(layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority))
+    return first, *(pack_params(minority, layout, rank, grad) for minority in minorities)
+
+
+def _numel(params: Named) -> int:
+    return sum(param.numel() for param in params.values())

@@ -1,0 +1,175 @@
+"""The fork's checkpoint calls: which files they write and read.
+
+Where the fork gathers, the optimizer's tensors go into a folder of our own beside its file, or into that file where
+--distopt-checkpoint-format native asks for it; loading takes what it finds. Else they travel in every rank's
+`state_dict()`. Both also read the state of a run without the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import get_args
+
+from megatron_distopt.checkpoint import is_checkpoint, load_checkpoint
+from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
+from megatron_distopt.comm import exchange, raise_together
+from megatron_distopt.hosts.megatron_2023.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
+from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
+from megatron_distopt.hosts.megatron_2023.state_per_rank import (
+    check_state_per_rank,
+    load_state_per_rank,
+    state_per_rank,
+)
+from megatron_distopt.hosts.megatron_2023.state_plain import check_plain, is_plain, load_plain
+from megatron_distopt.hosts.megatron_2023.whole import whole_model_of
+from megatron_distopt.hosts.saver import Saver
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
+
+__all__ = ["CheckpointCalls"]
+
+
+class CheckpointCalls:
+    """What the optimizer answers to the fork's checkpointing.
+
+    Args:
+        optimizer: whose state it is.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer, self._everyone = optimizer, optimizer.everyone
+        self._saver = Saver(optimizer.sharded.config, optimizer.everyone)
+        #: Updates so far, as `load_state_dict` found them.
+        self._head_step: int | None = None
+        #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
+        self._has_whole_state = False
+        #: Puts back what `load_state_dict` changed, until the tensors are there too.
+        self._take_back: Callable[[], None] = _nothing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Beside a gathered file what it lacks; for per-rank files all of this rank's state, see state_per_rank.py.
+
+        Collective over the data-parallel ranks with per-rank files and more than the fork's one bucket.
+        """
+        self._optimizer.finish_param_gather()
+        if not self._optimizer.gathers_state:
+            return state_per_rank(self._optimizer)
+        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer)}}
+        if self._optimizer.grad_scaler is not None:
+            state["grad_scaler"] = self._optimizer.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective: takes `state_dict()`, also of the fork's own optimizers, back.
+
+        Args:
+            state_dict: with a gathered file to be followed by `load_parameter_state`.
+
+        Raises:
+            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+            RanksDisagreeError: on the others, with that rank's text.
+        """
+        self._has_whole_state = False
+        self._optimizer.finish_param_gather()
+        state_dict = self._without_constant_scale(state_dict)
+        if is_plain(state_dict):
+            raise_together(lambda: check_plain(self._optimizer, state_dict), self._everyone, "load")
+            load_plain(self._optimizer, state_dict)
+        elif not self._optimizer.gathers_state:
+            raise_together(lambda: check_state_per_rank(self._optimizer, state_dict), self._everyone, "load")
+            load_state_per_rank(self._optimizer, state_dict)
+        else:
+            raise_together(lambda: check_head(self._optimizer, state_dict), self._everyone, "load")
+            self._load_head(state_dict)
+            return
+        self._has_whole_state = True
+        self._optimizer.communication.gather_now()
+
+    def _without_constant_scale(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A constant loss scale has an empty state, in which a dynamic one must not look for its own."""
+        scaler = self._optimizer.grad_scaler
+        is_constant_here = scaler is not None and not scaler.state_dict()
+        if state_dict.get("grad_scaler") or is_constant_here:
+            return state_dict
+        return {key: value for key, value in state_dict.items() if key != "grad_scaler"}
+
+    def _load_head(self, state_dict: Mapping[str, Any]) -> None:
+        self._take_back = _undo_of(self._optimizer)
+        load_groups(self._optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        load_loss_scale(self._optimizer, state_dict)
+        self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
+
+        Args:
+            filename: that the fork chose, in a folder of its own for every tensor- and pipeline-parallel rank.
+
+        Raises:
+            CheckpointError, OSError: on a rank that cannot write; the others raise RanksDisagreeError.
+        """
+        if getattr(get_args(), "no_save_optim", False):
+            return
+        self._optimizer.finish_param_gather()
+        folder = self._folder(filename)
+        if self._optimizer.sharded.config.checkpoint_format == "native":
+            save_gathered(self._optimizer, filename)
+            raise_together(lambda: disown(folder) if self._everyone.rank == 0 else None, self._everyone, "save")
+            return
+        self._saver.save(folder, whole_model_of(self._optimizer))
+
+    def load_parameter_state(self, filename: str) -> None:
+        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after `load_state_dict`.
+
+        Raises:
+            CheckpointError: on a rank that finds a fault; params and state are as before on all ranks then.
+            RanksDisagreeError: on the others, with that rank's text.
+        """
+        has_whole_state, self._has_whole_state = self._has_whole_state, False
+        if has_whole_state or getattr(get_args(), "no_load_optim", False):
+            return
+        try:
+            self._load_tensors(filename)
+        except Exception:
+            self._take_back()
+            raise
+        finally:
+            self._take_back = _nothing
+        self._optimizer.communication.gather_now()
+
+    def _load_tensors(self, filename: str) -> None:
+        self._optimizer.finish_param_gather()
+        self._saver.finish()  # what is being saved may be what is to be loaded
+        folder = self._folder(filename)
+        found = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]
+        if found[0]:
+            load_checkpoint(folder, whole_model_of(self._optimizer), self._everyone)
+        elif found[1]:
+            load_gathered(self._optimizer, filename, self._head_step)
+        else:
+            raise not_found(folder, filename)
+
+    def _folder(self, filename: str) -> Path:
+        """The first rank's: every rank has a name of its own for the fork's file."""
+        return folder_beside(exchange(filename, self._everyone)[0])
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""
+
+
+def _undo_of(optimizer: DistributedOptimizer) -> Callable[[], None]:
+    """What puts hyperparameters and loss scale back as they are now."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    scale = optimizer.sharded.loss_scale.state_dict()
+
+    def undo() -> None:
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        optimizer.sharded.loss_scale.load_state_dict(scale)
+
+    return undo

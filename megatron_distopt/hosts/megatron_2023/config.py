@@ -1,0 +1,190 @@
+"""The fork's options and its base optimizer, in our words, and what is refused before anything is moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
+from megatron_distopt.hosts.base import check_dtypes, groups_of, unserved_options, with_hosts_own
+from megatron_distopt.hosts.between_steps import check_own_memory
+from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
+from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
+
+__all__ = ["Inner", "check_model", "choose_for", "merge_config"]
+
+#: Classes whose arithmetic our own choice has too, by package: one of a user's is not meant because of its name.
+_ADAMS = {
+    "torch.optim": ("Adam", "AdamW"),
+    "apex.optimizers": ("FusedAdam",),
+    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
+    "transformer_engine.pytorch.optimizers": ("FusedAdam",),
+}
+_SGDS = {"torch.optim": ("SGD",), "apex.optimizers": ("FusedSGD",)}
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The inner optimizer that takes the place of the fork's base optimizer.
+
+    Args:
+        choice: what is built.
+        groups: the fork's param groups for it, with model params.
+    """
+
+    choice: InnerChoice
+    groups: Sequence[Mapping[str, Any]]
+
+
+def merge_config(
+    options: DistOptConfig, base: Optimizer, clip_grad: float, count_zeros: bool, grad_scaler: Any
+) -> DistOptConfig:
+    """Our options with everything that the fork says.
+
+    Args:
+        options: what the fork has no flag for.
+        base: the fork's base optimizer, whose hyperparameters are the fork's.
+        clip_grad, count_zeros, grad_scaler: as the fork gives them to its own distributed optimizer.
+
+    Raises:
+        ConfigError: code gave an option another value than the fork.
+    """
+    defaults = base.defaults
+    own = {
+        "lr": float(defaults.get("lr") or 0.0),
+        "weight_decay": float(defaults.get("weight_decay", 0.0)),
+        "betas": tuple(defaults.get("betas", options.betas)),
+        "eps": float(defaults.get("eps", options.eps)),
+        "momentum": float(defaults.get("momentum", 0.0)),
+        "clip_grad": float(clip_grad or 0.0),
+        "count_zeros": bool(count_zeros),
+        "loss_scale": None if grad_scaler is None else "dynamic",
+    }
+    return with_hosts_own(options, own)
+
+
+def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type: str) -> Inner:
+    """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
+
+    Args:
+        base: the fork's base optimizer over model params.
+        config: merged.
+        args: of the fork; --ds-fused-adam and --cpu-optimizer name an implementation.
+        device_type: of the params.
+
+    Raises:
+        ConfigError: an implementation that was asked for cannot be had, or has not what the fork's has, or one that is
+            not element-wise.
+    """
+    named, unserved = _as_named_by_host(config, args), _unserved(base)
+    is_asked_for = "optimizer" in config.explicit or named.adam != "auto"
+    if is_asked_for or not unserved:
+        if unserved:
+            shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+            rule, remedy = (
+                "be off where --distopt-optimizer or an implementation of Adam is named",
+                "Drop one of the two",
+            )
+            raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
+        if "optimizer" in config.explicit or _is_of(base, _ADAMS):
+            return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base))
+        if _is_of(base, _SGDS):
+            return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
+    if config.adam != "auto":
+        rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
+        remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
+        raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
+    return Inner(adopt_instance(base), base.param_groups)
+
+
+def _is_of(base: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the base optimizer is of one of these classes: what a package exports, or calls so in one of its files.
+
+    One that inherits from them is another.
+    """
+    kind = type(base)
+    for module, names in classes.items():
+        package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
+        is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
+        if is_exported or (kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")):
+            return True
+    return False
+
+
+def _unserved(base: Optimizer) -> dict[str, Any]:
+    """Options of a class that we have an own choice for, which that choice does not have."""
+    if not (_is_of(base, _ADAMS) or _is_of(base, _SGDS)):
+        return {}
+    after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
+    return unserved_options(base) | after_momentum
+
+
+def _with_decay_of(base: Optimizer, config: DistOptConfig) -> DistOptConfig:
+    """apex, DeepSpeed and TransformerEngine are told whether the decay is decoupled; an option of ours wins."""
+    is_decoupled = getattr(base, "adam_w_mode", True)
+    return config if is_decoupled or "decay" in config.explicit else dataclasses.replace(config, decay="l2")
+
+
+def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
+    """The fork's flags name a source of Adam; ours, where given, wins."""
+    if config.adam != "auto":
+        return config
+    if getattr(args, "ds_fused_adam", False):
+        return dataclasses.replace(config, adam="deepspeed")
+    if getattr(args, "cpu_optimizer", False) and not getattr(args, "cpu_torch_adam", False):
+        return dataclasses.replace(config, adam="deepspeed_cpu")
+    return config
+
+
+def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
+    """Everything about the model that this rank can see by itself.
+
+    Returns:
+        The device of all params.
+
+    Raises:
+        HostError, ConfigError, LayoutError
+    """
+    for chunk in chunks:
+        _check_ddp(chunk)
+    if not named:
+        raise LayoutError(refusal("model", "no trainable param on this rank", "have at least 1", "Unfreeze something"))
+    if config.loss_scale is None and any(param.dtype is torch.float16 for param in named.values()):
+        got, rule = "none with fp16 params", "exist, or their gradients vanish"
+        raise ConfigError(refusal("loss scale", got, rule, "Start with --fp16, or write --loss-scale 1024"))
+    check_dtypes(named, config)
+    check_own_memory(named)
+    in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
+    for name, param in named.items():
+        if param not in in_buffers:
+            rule, remedy = (
+                "lie in a grad buffer of the fork's DistributedDataParallel",
+                "Unfreeze params before wrapping",
+            )
+            raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
+    return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
+
+
+def _check_ddp(chunk: Any) -> None:
+    rule = "be wrapped by the fork's local DistributedDataParallel"
+    if not hasattr(chunk, "_grad_buffers"):
+        got = f"{type(chunk).__module__}.{type(chunk).__name__}"
+        raise HostError(refusal("model chunk", got, rule, "Write --DDP-impl local"))
+    if not chunk._grad_buffers:
+        contiguous = next(each for each in CONFLICTS if each.option == "use_contiguous_buffers_in_local_ddp")
+        raise ConfigError(refusal("model chunk", "without contiguous buffers", "have them", contiguous.remedy))
+    if not getattr(chunk, "_grad_buffer_param_index_map", None):
+        got, remedy = "grad buffers without an index map", "Use a fork of Megatron-LM 23.04 or later"
+        raise HostError(refusal("model chunk", got, "say where each param lies in them", remedy))
+
+
+def _index_maps(chunk: Any) -> Sequence[Mapping[Parameter, Any]]:
+    return list(chunk._grad_buffer_param_index_map.values())

@@ -1,0 +1,220 @@
+"""What the two file layouts of the forks of 2023 have in common: param groups, update count, loss scale.
+
+The fork's checkpointing calls `state_dict` and `load_state_dict` on every rank; where it gathers also
+`save_parameter_state`
+and `load_parameter_state`. What we write there the fork's own optimizer can read, and the other way round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import ParamShard
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, count_updates, moments_of, restore, restore_group
+
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
+
+__all__ = [
+    "check_groups",
+    "check_head",
+    "check_moments",
+    "check_step",
+    "check_step_of",
+    "group_dicts",
+    "has_begun",
+    "install_state",
+    "load_groups",
+    "load_loss_scale",
+    "moment_keys",
+    "saved_step",
+    "shards_of",
+    "updates_so_far",
+]
+
+_log = logging.getLogger("megatron_distopt")
+
+#: Which kernel updates is the choice of the run that loads.
+_IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
+#: What tells the fork's param groups apart.
+_IDENTITY = ("name", "wd_mult", "lr_mult")
+_REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
+
+
+def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
+    """The param groups without params, with the keys that the fork's own inner optimizer has, and the update count.
+
+    torch's Adam keeps the count beside the moments, where a gathered file loses it; apex has it in the group.
+    """
+    step = updates_so_far(optimizer)
+    counted = {} if step is None else {"step": step}
+    return [
+        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | counted
+        for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
+    ]
+
+
+def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
+    """The update count for a file; None for a class that does not count, whose moments mean something without one."""
+    counted = count_updates(optimizer.sharded.inner)
+    return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
+
+
+def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Whether `state_dict()` beside a gathered file can be taken.
+
+    Raises:
+        CheckpointError
+    """
+    if "optimizer" not in state or "param_groups" not in state.get("optimizer", {}) or "state" in state["optimizer"]:
+        got = f"one with {', '.join(map(str, state)) or 'nothing'}"
+        rule = "be that of a distributed optimizer with a gathered file"
+        raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
+    check_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
+
+
+def check_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The saved groups in the order of ours, by what tells them apart; equal ones keep their order.
+
+    Raises:
+        CheckpointError: a group of ours is not among them, or one too many is.
+    """
+    left = list(saved)
+    matched = []
+    for mine in ours:
+        like = [group for group in left if _identity(group) == _identity(mine)]
+        if not like:
+            got = f"none with {_describe(mine)} among {', '.join(map(_describe, saved)) or 'no groups'}"
+            raise CheckpointError(
+                refusal("param groups in the checkpoint", got, "hold every group of the run", _REMEDY)
+            )
+        matched.append(like[0])
+        left = [group for group in left if group is not like[0]]
+    if left:
+        got = f"{_describe(left[0])} besides those of the run"
+        raise CheckpointError(refusal("param groups in the checkpoint", got, "be those of the run", _REMEDY))
+    return matched
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in _IDENTITY)
+
+
+def _describe(group: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
+
+
+def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Takes the hyperparameters over, for those keys that ours have."""
+    for mine, theirs in zip(ours, check_groups(ours, saved), strict=True):
+        mine.update({key: theirs[key] for key in mine if key in theirs and key not in _IMPLEMENTATION})
+
+
+def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]] = ()) -> int | None:
+    """The update count of a saved optimizer, wherever its class kept it; None where it was lost.
+
+    apex leaves it out in groups that had no param on the rank that wrote them.
+    """
+    return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
+
+
+def has_begun(inner: Mapping[str, Any]) -> bool:
+    """Whether torch's own state dict is of an optimizer that had updated anything."""
+    return any(inner["state"].values())
+
+
+def check_step_of(optimizer: DistributedOptimizer, inner: Mapping[str, Any]) -> int | None:
+    """`check_step` of torch's own state dict; the count of one that has no state is 0 unless the flag says more."""
+    step = saved_step(inner["param_groups"], list(inner["state"].values()))
+    is_known = step is not None or optimizer.sharded.config.resume_step is not None
+    return check_step(optimizer, step) if is_known or has_begun(inner) else 0
+
+
+def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
+    """The update count to go on from.
+
+    Raises:
+        CheckpointError: Adam needs one and nobody knows it, or the file and the flag say different ones.
+    """
+    choice, given = optimizer.sharded.plan.choice, optimizer.sharded.config.resume_step
+    if given is not None and step is not None and given != step:
+        known, rule = f"{step} in the checkpoint", f"be the {given} of --distopt-resume-step"
+        remedy = "Drop --distopt-resume-step: the checkpoint knows it"
+        raise CheckpointError(refusal("update count", known, rule, remedy))
+    if given is not None or step is not None:
+        return given if given is not None else step
+    if choice.is_adam:
+        got = "none: torch's Adam keeps it where this file layout does not save it"
+        remedy = "Write --distopt-resume-step N with the number of updates so far (iterations without skipped ones)"
+        raise CheckpointError(refusal("update count in the checkpoint", got, "be there for Adam", remedy))
+    return None
+
+
+def check_moments(
+    optimizer: DistributedOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True
+) -> None:
+    """Whether this is the state of the class that the run has: another's would be left out, or fail at the next step.
+
+    Args:
+        optimizer: that would take the state.
+        what: the state's name in the error.
+        found: keys of the tensors as large as a param.
+        may_be_none: whether a state from before the first step has none.
+
+    Raises:
+        CheckpointError
+    """
+    choice = optimizer.sharded.plan.choice
+    wanted = choice.moments
+    if not wanted <= set(found) and (found or not may_be_none):
+        got = f"with {', '.join(sorted(found)) or 'params alone'}"
+        rule = f"hold {', '.join(sorted(wanted))} for {choice.name}"
+        remedy = "Resume with the optimizer of the saved run, or start from its weights with --no-load-optim"
+        raise CheckpointError(refusal(what, got, rule, remedy))
+
+
+def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Into the fork's grad scaler, where both have one."""
+    scaler, saved = optimizer.grad_scaler, state.get("grad_scaler")
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(saved)
+    elif scaler is not None and optimizer.fp16:
+        _log.warning("the checkpoint has no loss scale; it starts from the initial one")
+    elif saved is not None:
+        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
+
+
+def moment_keys(optimizer: ShardedOptimizer) -> set[str]:
+    """What the inner optimizer keeps an element, as far as this rank can tell."""
+    return {key for flat in optimizer.flat_params for key in moments_of(optimizer.inner, flat.main)}
+
+
+def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
+    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
+    return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
+
+
+def install_state(
+    optimizer: DistributedOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
+) -> None:
+    """Gives the inner optimizer its state back and rounds the main params into the param buffers.
+
+    Args:
+        optimizer: whose main params are loaded.
+        moments: of every flat param; taken over.
+        step: the update count; None for a class that does not count.
+    """
+    inner = optimizer.sharded.inner
+    optimizer.sharded.forget_verdict()
+    for group in inner.param_groups:
+        restore_group(inner, group, step)
+    for flat in optimizer.sharded.flat_params:
+        # A count without moments is not what torch's classes keep before their first step.
+        group, counted = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
+        restore(inner, group, flat.main, moments[flat], counted)
+        flat.write_model()

@@ -1,0 +1,315 @@
+"""Communication beside computation in a fork of 2023: the same bits as without, in the same buckets.
+
+Every training runs with grads reduced after backward and params gathered before forward, and again with one or both
+beside it. Gathers in the background are slow, so that whoever does not wait has old values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distopt.comm import GradOverlap, pairwise
+from tests.support.mini_fork import MiniFork, TrainingRun
+from tests.support.spawn import run_ranks
+
+DISTRIBUTED = "--use-distributed-optimizer"
+#: The model has 7,744 elements.
+BUCKETS = "--distopt-bucket-size 700"
+# Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
+BASE = f"{DISTRIBUTED} --distopt-adam torch_foreach {BUCKETS} --lr 0.01 --train-iters 4"
+AFTER = "--distopt-overlap-grad-reduce no"
+BESIDE = "--distopt-overlap-grad-reduce yes"
+BOTH = f"{BESIDE} --distopt-overlap-param-gather"
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+FP16 = "--fp16 --initial-loss-scale 4096"
+EXPERTS = "--experts --expert-model-parallel-size 2"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+#: What is not long: the others run with scripts/test.sh -m long.
+SHORT = (
+    *("bf16", "fp16", "fp16 that overflows", "accumulation", "fp32 norms", "experts"),
+    *("pp2", "tp2 sequence-parallel", "tp2", "bf16 with fp32 norms"),
+)
+#: On two ranks of an gathered file.
+TWO = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16": FP16,
+    "fp16 that overflows": "--fp16 --initial-loss-scale 1e30",
+    "accumulation": "--bf16 --global-batch-size 12",
+    "untied": UNTIED,
+    "fp32 norms": "--bf16 --fp32-norms",
+    "frozen": "--bf16 --frozen-param",
+    "ulysses": "--ds-sequence-parallel-size 2",
+    "experts": f"--bf16 {EXPERTS}",
+    "zeros counted": f"{UNTIED} --log-num-zeros-in-grad",
+}
+#: On four: what is added up over model-parallel ranks after backward, too.
+FOUR = {
+    "pp2": f"{PP2} --global-batch-size 12",
+    "pp2 untied bf16": f"--bf16 {PP2} {UNTIED} --global-batch-size 12",
+    "tp2 sequence-parallel": f"{TP2} --sequence-parallel",
+    "tp2 sequence-parallel bf16": f"--bf16 {TP2} --sequence-parallel --global-batch-size 8",
+    "multi-query sequence-parallel": f"{TP2} --multi-query --sequence-parallel",
+    "tp2": f"{TP2} --bf16",
+    "dp4 fp16": FP16,
+    "experts": f"{EXPERTS} --bf16 --fp32-norms",
+    "ulysses": "--bf16 --ds-sequence-parallel-size 2",
+}
+
+
+def _cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in names]
+
+
+def _run(cases: Mapping[str, str], request: pytest.FixtureRequest) -> dict[str, str]:
+    """Without those that are long where none of them is asked for."""
+    leaves_long_out = request.config.option.markexpr == "not long"
+    return {name: words for name, words in cases.items() if name in SHORT or not leaves_long_out}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one case on one rank.
+
+    Args:
+        same: by what ran beside computation, whether all bits, losses and norms are those of none of it.
+        early: by step, buckets that were under way when backward had ended.
+        buckets: of the first buffer.
+        late: params in buckets of their own at the end of it.
+    """
+
+    same: dict[str, bool]
+    early: list[int]
+    buckets: int
+    late: list[str]
+
+
+@contextlib.contextmanager
+def _noting_early(early: list[int]) -> Iterator[None]:
+    original = GradOverlap.finish
+
+    def finish(self: GradOverlap) -> Any:
+        early.append(self.num_begun)
+        return original(self)
+
+    GradOverlap.finish = finish  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GradOverlap.finish = original  # type: ignore[method-assign]
+
+
+def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.005)
+        gather(*args)
+
+    return slow
+
+
+def _frozen_after_wrapping(fork: MiniFork, chunks: Any) -> None:
+    """What a fork's grad buffers have a place for, and no gradient comes of."""
+    for name, param in chunks[0].named_parameters():
+        param.requires_grad_("input_layernorm" not in name)
+
+
+def _built_before(fork: MiniFork, chunks: Any) -> None:
+    """An optimizer of which nothing is left but what it hooked."""
+    fork.training.get_megatron_optimizer(chunks)
+
+
+@contextlib.contextmanager
+def _changed(fork: MiniFork, change: Callable[[MiniFork, Any], None]) -> Iterator[None]:
+    original = fork.training.get_model
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        change(fork, chunks)
+        return chunks
+
+    fork.training.get_model = get_model
+    try:
+        yield
+    finally:
+        fork.training.get_model = original
+
+
+#: What happens to the wrapped model before its optimizer is built.
+CHANGES = {"frozen after wrapping": _frozen_after_wrapping, "had an optimizer before": _built_before}
+
+
+def _same(one: TrainingRun, other: TrainingRun) -> bool:
+    params = [torch.equal(param, other.params[name]) for name, param in one.params.items()]
+    return all(params) and bool(params) and one.iterations == other.iterations
+
+
+def _compare(fork: MiniFork, words: str) -> Found:
+    early: list[int] = []
+    without = fork.train(*f"{words} {BASE} {AFTER}".split())
+    with _noting_early(early):
+        grads = fork.train(*f"{words} {BASE} {BESIDE}".split())
+    both = fork.train(*f"{words} {BASE} {BOTH}".split())
+    layout = both.optimizer.grad_buffers[0].plan.layout
+    last = [slot.name for slot in layout.slots if slot.bucket == len(layout.buckets) - 1]
+    return Found({"grads": _same(grads, without), "both": _same(both, without)}, early, len(layout.buckets), last)
+
+
+#: No clipping: the norm is added up bucket by bucket, so other buckets round it elsewhere.
+ONE = f"{DISTRIBUTED} --distopt-adam torch_foreach --lr 0.01 --clip-grad 1e9 {AFTER}"
+MANY = f"{DISTRIBUTED} --distopt-adam torch_foreach --lr 0.01 --clip-grad 1e9 {BUCKETS} {BOTH}"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of trainings with one bucket and with many, saved after two steps and resumed by one another.
+
+    Args:
+        resumed: by who saved and who resumed, whether two more steps end at the bits of four in a row.
+        same_file: whether the two wrote the same values, where the format is the fork's own.
+    """
+
+    resumed: dict[tuple[str, str], bool]
+    same_file: bool | None
+
+
+def _files(fork: MiniFork, words: str, format: str, folder: Path) -> Files:
+    chosen = {"one": f"{words} {ONE}", "many": f"{words} {MANY}"}
+    chosen = {kind: f"{each} --distopt-checkpoint-format {format} --train-iters 4" for kind, each in chosen.items()}
+    whole = fork.train(*chosen["one"].split())
+    resumed = {}
+    for saver, words_of_saver in chosen.items():
+        fork.train(*f"{words_of_saver} --exit-interval 2 --save {folder / saver}".split())
+        for reader, words_of_reader in chosen.items():
+            again = fork.train(*f"{words_of_reader} --load {folder / saver}".split())
+            resumed[saver, reader] = _same_params(again, whole)
+    written = [sorted((folder / kind).rglob("distrib_optim.pt")) for kind in chosen]
+    if format != "native":
+        return Files(resumed, None)
+    return Files(resumed, all(_same_values(*pair, whole) for pair in zip(*written, strict=True)) and bool(written[0]))
+
+
+def _same_params(one: TrainingRun, other: TrainingRun) -> bool:
+    return all(torch.equal(param, other.params[name]) for name, param in one.params.items())
+
+
+def _same_values(one: Path, other: Path, run: TrainingRun) -> bool:
+    """In the file's order, without what pads it; experts have no place in it."""
+    states = [torch.load(path, weights_only=True) for path in (one, other)]
+    pairs = []
+    for buffer in run.optimizer.grad_buffers:
+        spans = [buffer.plan.in_file[name].as_slice() for name in buffer.plan.params]
+        left, right = (state[buffer.plan.chunk][buffer.plan.dtype] for state in states)
+        pairs += [(left[key][span], right[key][span]) for key in left for span in spans]
+        assert left.keys() == right.keys() == {"param", "exp_avg", "exp_avg_sq"}
+    return all(torch.equal(*pair) for pair in pairs) and bool(pairs)
+
+
+FILES = {"fp32": "", "bf16 with fp32 norms": "--bf16 --fp32-norms", "pp2": f"{PP2} --global-batch-size 4"}
+FORMATS = ("native", "distopt")
+
+
+def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str], folder: Path) -> dict[str, Any]:
+    fork = MiniFork.imported(file_layout="gathered", adam="torch")
+    pairwise.all_gather = _slowly(pairwise.all_gather)
+    with contextlib.redirect_stdout(io.StringIO()):
+        found: dict[str, Any] = {name: _compare(fork, words) for name, words in cases.items()}
+        for name in CHANGES if size == 2 else ():
+            with _changed(fork, CHANGES[name]):
+                found[name] = _compare(fork, "--bf16")
+        for name, words in files.items():
+            for format in FORMATS:
+                found[f"{name} {format}"] = _files(fork, words, format, folder / f"{name} {format}".replace(" ", "_"))
+        return found
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("files")
+    return run_ranks(_collect, 2, _run(TWO, request), _run(FILES, request), folder, seconds=600.0)
+
+
+@pytest.fixture(scope="module")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return run_ranks(_collect, 4, _run(FOUR, request), {}, tmp_path_factory.mktemp("files"), seconds=600.0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", _cases(FILES))
+def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(
+    name: str, format: str, two: list[dict[str, Files]]
+) -> None:
+    for each in two:
+        assert each[f"{name} {format}"].resumed == {
+            (saver, reader): True for saver in ("one", "many") for reader in ("one", "many")
+        }
+
+
+@pytest.mark.parametrize("name", _cases(FILES))
+def test_file_of_the_fork_when_written_from_many_buckets_then_it_is_in_the_forks_order(
+    name: str, two: list[dict[str, Files]]
+) -> None:
+    assert [each[f"{name} native"].same_file for each in two] == [True, True]
+
+
+@pytest.mark.parametrize("what", ["grads", "both"])
+@pytest.mark.parametrize("name", _cases(TWO))
+def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
+    name: str, what: str, two: list[dict[str, Found]]
+) -> None:
+    assert [each[name].same[what] for each in two] == [True, True]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_model_when_it_was_changed_after_wrapping_then_every_bit_is_the_same_and_all_buckets_go_early(
+    name: str, two: list[dict[str, Found]]
+) -> None:
+    for each in two:
+        assert each[name].same == {"grads": True, "both": True}
+        assert each[name].early[-3:] == [each[name].buckets] * 3
+
+
+@pytest.mark.parametrize("what", ["grads", "both"])
+@pytest.mark.parametrize("name", _cases(FOUR))
+def test_four_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
+    name: str, what: str, four: list[dict[str, Found]]
+) -> None:
+    assert [each[name].same[what] for each in four] == [True] * 4
+
+
+@pytest.mark.parametrize("name", _cases(TWO))
+def test_buckets_when_backward_ends_then_all_are_under_way_from_the_second_step_on(
+    name: str, two: list[dict[str, Found]]
+) -> None:
+    for each in two:
+        assert each[name].early == [0, *[each[name].buckets] * 3]
+
+
+@pytest.mark.parametrize(("name", "is_late"), [("pp2", True), ("tp2 sequence-parallel", True), ("tp2", False)])
+def test_buckets_when_grads_are_added_up_after_backward_then_those_alone_wait(
+    name: str, is_late: bool, four: list[dict[str, Found]]
+) -> None:
+    for each in four:
+        early = each[name].early
+        assert early[0] == 0
+        assert all(0 < number < each[name].buckets if is_late else number == each[name].buckets for number in early[1:])
+
+
+def test_params_when_the_host_adds_to_them_after_backward_then_they_have_buckets_of_their_own(
+    four: list[dict[str, Found]],
+) -> None:
+    embeddings = {"language_model.embedding.word_embeddings.weight", "word_embeddings.weight"}
+    assert {name for each in four for name in each["pp2"].late} == embeddings
+    assert all("norm" in name or "bias" in name for each in four for name in each["tp2 sequence-parallel"].late)

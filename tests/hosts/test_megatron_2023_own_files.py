@@ -1,0 +1,413 @@
+"""Files of a per-rank file, where every rank keeps the split of one bucket: the same with many buckets as with one.
+
+All but one case are long: scripts/test.sh -m long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt.comm import pairwise
+from megatron_distopt.optimizer import count_updates
+from tests.hosts.test_megatron_2023_overlap import (
+    AFTER,
+    BOTH,
+    DISTRIBUTED,
+    EXPERTS,
+    FP16,
+    TWO,
+    _compare,
+    _same_params,
+    _slowly,
+)
+from tests.support.fork_worlds import Refused, refusal
+from tests.support.mini_fork import MiniFork, TrainingRun
+from tests.support.spawn import run_ranks
+
+
+@dataclass(frozen=True)
+class Own:
+    """A training whose state is kept in every rank's own file.
+
+    Args:
+        words: of it.
+        inner: our inner optimizer.
+        bucket: elements, where there are many.
+        trained: parts of the names of the params that are; all where there are none.
+        fork_reads: whether the fork's own optimizer has the same split; it knows no experts.
+    """
+
+    words: str
+    inner: str = "--distopt-adam torch_foreach"
+    bucket: int = 700
+    trained: tuple[str, ...] = ()
+    fork_reads: bool = True
+
+    @property
+    def of_fork(self) -> str:
+        """Flags that the fork knows by itself. No clipping, as above."""
+        return f"{DISTRIBUTED} --lr 0.01 --clip-grad 1e9 {self.words}"
+
+    def kinds(self) -> dict[str, str]:
+        one = f"{self.of_fork} {self.inner} {AFTER}"
+        return {"one": one, "many": f"{self.of_fork} {self.inner} --distopt-bucket-size {self.bucket} {BOTH}"}
+
+
+ODD = "--hidden-size 5 --num-attention-heads 1 --vocab-size 63 --seq-length 10 --micro-batch-size 1"
+MIXED = "bf16 with fp32 norms"
+OWN_OF_TWO = {
+    "fp32": Own(""),
+    "bf16": Own("--bf16"),
+    "fp16": Own(FP16),
+    MIXED: Own("--bf16 --fp32-norms"),
+    "odd": Own(f"--bf16 --fp32-norms {ODD}", bucket=200),
+    "experts": Own(f"--bf16 {EXPERTS}", fork_reads=False),
+    "one bucket of ours": Own("--bf16", bucket=100_000),
+}
+OF_THREE = "--global-batch-size 12"
+GROUP_MISSING, NOTHING = "a group in some files alone", "ranks without anything"
+TINY = "--hidden-size 2 --num-attention-heads 1 --num-layers 1 --micro-batch-size 1"
+BIASES = ("layers.0.input_layernorm.bias", "layers.0.post_attention_layernorm.bias")
+OWN_OF_THREE = {
+    "odd": Own(f"--bf16 --fp32-norms {ODD} {OF_THREE}", bucket=200),
+    "class of the fork": Own(f"--bf16 {OF_THREE}", inner="--distopt-optimizer megatron.optimizer.fused_adam:FusedAdam"),
+    # Word embeddings fill the last file, which has nothing of the group without decay.
+    GROUP_MISSING: Own(f"--bf16 --vocab-size 2048 --num-layers 1 {OF_THREE}"),
+    # Two params of two elements: the files are of ranks 0 and 1, and the only bucket, of 66, is of ranks 0 and 2.
+    NOTHING: Own(f"--bf16 {TINY} {OF_THREE}", bucket=3, trained=BIASES),
+    "sgd on ranks without anything": Own(
+        f"--bf16 --optimizer sgd {TINY} {OF_THREE}", inner="", bucket=3, trained=BIASES
+    ),
+}
+
+
+@dataclass
+class OwnFiles:
+    """Of trainings with one bucket and with many, on one rank of a per-rank file.
+
+    Args:
+        facts: what has to be true, by name.
+        buckets: of the first buffer, by how many there are.
+        groups: how many this rank's file has.
+        owned: params of which this rank updates something, where there are many buckets.
+        refused: on two ranks, what came of states that are wrong on rank 1 alone.
+    """
+
+    facts: dict[str, bool] = field(default_factory=dict)
+    buckets: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    owned: int = 0
+    refused: dict[str, Refused] = field(default_factory=dict)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _same_bits(left: Any, right: Any) -> bool:
+    """Through dicts, whose order counts, and lists; nan and the sign of zero count, too."""
+    if isinstance(left, Tensor):
+        alike = isinstance(right, Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape)
+        return alike and torch.equal(_bits(left), _bits(right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(_same_bits(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same_bits, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def _any_bits(run: TrainingRun, name: str, what: str, dtype: torch.dtype) -> Tensor:
+    """Of a whole param, flat; by its name, so the same however it is split."""
+    nbytes = run.optimizer.start.named[name].numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {what}".encode()))
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def _tensors_of(run: TrainingRun) -> Iterator[tuple[str, str, Tensor, slice]]:
+    """(param, key, what this rank keeps of it, where that is in the param)."""
+    sharded = run.optimizer.sharded
+    for flat, shard in [(each, shard) for each in sharded.flat_params for shard in each.plan.shards]:
+        state = {"main": flat.main} if flat.owns_memory else {}
+        state |= {key: each for key, each in sharded.inner.state[flat.main].items() if torch.is_tensor(each)}
+        for key, tensor in state.items():
+            if tensor.shape == flat.main.shape:
+                yield shard.name, key, flat.cut(tensor, shard), shard.in_param.as_slice()
+
+
+@torch.no_grad()
+def _fill(run: TrainingRun, seed: str, extra: Mapping[str, torch.dtype] = {}) -> None:
+    """Any bits into all that this rank keeps, and into more moments of other dtypes."""
+    sharded = run.optimizer.sharded
+    for flat in sharded.flat_params:
+        for key, dtype in extra.items():
+            sharded.inner.state[flat.main][key] = torch.zeros_like(flat.main, dtype=dtype)
+    for name, key, tensor, in_param in _tensors_of(run):
+        tensor.copy_(_any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param])
+
+
+def _is_filled(run: TrainingRun, seed: str) -> bool:
+    return all(
+        _same_bits(tensor.clone(), _any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param].clone())
+        for name, key, tensor, in_param in _tensors_of(run)
+    )
+
+
+@contextlib.contextmanager
+def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> Iterator[None]:
+    """The model's other params are frozen."""
+    provide = fork.script.model_provider
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = provide(*args, **kwargs)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not parts or any(part in name for part in parts))
+        return model
+
+    fork.script.model_provider = provider
+    try:
+        yield
+    finally:
+        fork.script.model_provider = provide
+
+
+#: Of moments that a class of a user's may keep.
+DTYPES = {"in 16 bits": torch.bfloat16, "in 64 bits": torch.float64, "in 8 bits": torch.int8}
+
+
+def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> OwnFiles:
+    found = OwnFiles()
+    runs = {}
+    for kind, words in own.kinds().items():
+        fork.train(*f"{words} --train-iters 4 --exit-interval 2 --save {folder / kind}".split())
+        runs[kind] = fork.train(*f"{words} --train-iters 4".split())
+        found.buckets[kind] = len(runs[kind].optimizer.grad_buffers[0].plan.layout.buckets)
+    if size == 2:  # sums over three ranks begin with another one where the owner is another
+        found.facts["training"] = _same_params(runs["one"], runs["many"])
+        states = [run.optimizer.state_dict() for run in runs.values()]
+        found.facts["state_dict after training"] = _same_bits(*states)
+        found.facts["files"] = _same_bits(*(_own_file(folder / kind, rank) for kind in runs))
+    found.groups = len(_own_file(folder / "many", rank)["optimizer"]["param_groups"])
+    found.owned = sum(len(each.plan.shards) for each in runs["many"].optimizer.sharded.flat_params)
+    _resumed(fork, own, rank, size, folder, runs, found)
+    _with_any_bits(runs, found)
+    _undistributed(fork, own, runs, found)
+    if size == 3:
+        _without_count(fork, own, runs, found)
+    if size == 2:
+        found.refused = _refused(runs["many"], rank)
+    return found
+
+
+def _own_file(folder: Path, rank: int) -> Any:
+    file = next(folder.glob(f"iter_*/mp_rank_*_{rank:03d}/optim.pt"))
+    return torch.load(file, weights_only=True)["optimizer"]
+
+
+def _resumed(
+    fork: MiniFork, own: Own, rank: int, size: int, folder: Path, runs: Mapping[str, TrainingRun], found: OwnFiles
+) -> None:
+    for saver in runs:
+        file = _own_file(folder / saver, rank)
+        for reader, words in own.kinds().items():
+            opened = fork.train(*f"{words} --train-iters 2 --load {folder / saver}".split())
+            found.facts[f"{reader} opens what {saver} saved"] = _same_bits(opened.optimizer.state_dict(), file)
+            if size == 2 or saver == reader:
+                again = fork.train(*f"{words} --train-iters 4 --load {folder / saver}".split())
+                found.facts[f"{reader} resumes what {saver} saved"] = _same_params(again, runs[saver])
+    if own.fork_reads:
+        _resumed_by_fork(fork, own, rank, size, folder, found)
+
+
+def _resumed_by_fork(fork: MiniFork, own: Own, rank: int, size: int, folder: Path, found: OwnFiles) -> None:
+    """By its own optimizer, which keeps no update count in the same place."""
+    many, mains = folder / "many", "shard_fp32_from_float16_groups"
+    opened = fork.train(*f"{own.of_fork} --train-iters 2 --load {many}".split(), ours=False)
+    file, state = _own_file(many, rank), opened.optimizer.state_dict()
+    found.facts["the fork's own has the moments that many saved"] = _same_bits(
+        state["optimizer"]["state"], file["optimizer"]["state"]
+    )
+    found.facts["the fork's own has the main params that many saved"] = _same_bits(state[mains], file[mains])
+    if size == 2:
+        words = f"{own.of_fork} --train-iters 4".split()
+        ends = [fork.train(*words, "--load", str(folder / saver), ours=False) for saver in ("one", "many")]
+        found.facts["the fork's own resumes what many saved"] = _same_params(*ends)
+
+
+def _with_any_bits(runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    one, many = runs.values()
+    for run in runs.values():
+        _fill(run, "")
+    states = {kind: copy.deepcopy(run.optimizer.state_dict()) for kind, run in runs.items()}
+    found.facts["state_dict of any bits"] = _same_bits(*states.values())
+    for run, other in ((one, "many"), (many, "one")):
+        inner, state = run.optimizer.sharded.inner, copy.deepcopy(states[other])
+        for group in state["optimizer"]["param_groups"]:
+            group["lr"] = 0.125
+        step = count_updates(inner)
+        _fill(run, "others")
+        _forget_updates(inner)
+        run.optimizer.load_state_dict(state)
+        found.facts[f"load_state_dict of any bits of {other}"] = _is_filled(run, "")
+        found.facts[f"load_state_dict of the update count of {other}"] = count_updates(inner) == step
+    found.facts["load_state_dict of all groups"] = all(group["lr"] == 0.125 for group in many.optimizer.param_groups)
+    for run in runs.values():
+        _fill(run, "more", DTYPES)
+    more = [run.optimizer.state_dict() for run in runs.values()]
+    found.facts["state_dict of moments of other dtypes"] = _same_bits(*more)
+
+
+def _forget_updates(inner: torch.optim.Optimizer) -> None:
+    for holder in (*inner.param_groups, *inner.state.values()):
+        if "step" in holder:
+            holder["step"] = 0 * holder["step"]
+
+
+def _without_count(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    """As a fork's torch Adam leaves it, which keeps the update count where per-rank files does not save it."""
+    for kind, words in own.kinds().items():
+        state = copy.deepcopy(runs[kind].optimizer.state_dict())["optimizer"]
+        for holder in (*state["param_groups"], *state["state"].values()):
+            holder.pop("step", None)
+        run = fork.train(*f"{words} --train-iters 2 --distopt-resume-step 7".split())
+        run.optimizer.load_state_dict({**runs[kind].optimizer.state_dict(), "optimizer": state})
+        inner = run.optimizer.sharded.inner
+        has_count = any("step" in holder for holder in (*inner.param_groups, *inner.state.values()))
+        found.facts[f"{kind} goes on from the flag's update count"] = not has_count or count_updates(inner) == 7
+
+
+def _undistributed(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    """The state of a run without the flag: every rank has all of it."""
+    words = own.of_fork.replace(DISTRIBUTED, "")
+    plain = fork.train(*f"{words} --train-iters 2".split(), ours=False).optimizer.state_dict()
+    states = []
+    for run in runs.values():
+        run.optimizer.load_state_dict(copy.deepcopy(plain))
+        states.append(run.optimizer.state_dict())
+    found.facts["an undistributed state"] = _same_bits(*states)
+
+
+def _refused(run: TrainingRun, rank: int) -> dict[str, Refused]:
+    """On rank 1 alone it is wrong."""
+    good = copy.deepcopy(run.optimizer.state_dict())
+    states = {name: copy.deepcopy(good) for name in WRONG}
+    if rank == 1:
+        del states["no main params"]["shard_fp32_from_float16_groups"]
+        first = states["a moment too short"]["optimizer"]["state"][0]
+        first["exp_avg_sq"] = first["exp_avg_sq"][:-1]
+    return {name: refusal(run, lambda bad=bad: run.optimizer.load_state_dict(bad)) for name, bad in states.items()}
+
+
+WRONG = {
+    "no main params": "Invalid optimizer state: without shard_fp32_from_float16_groups. Must be a rank's own. ",
+    "a moment too short": "Invalid optimizer state: shards of [[",
+}
+OVERLAPPED_IN_A1 = ("bf16", "fp16 that overflows", "accumulation")
+
+
+def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path) -> dict[str, Any]:
+    fork = MiniFork.imported(goes_back=True, file_layout="per_rank", adam=adam)
+    if size == 3:
+        resplit: Any = import_module(
+            "megatron_distopt.hosts.megatron_2023.resplit"
+        )  # here, because it imports the fork
+        resplit.PIECE_NUMEL = 1000
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for name, own in cases.items():
+            with _training_only(fork, own.trained):
+                found[name] = _own_files(fork, own, rank, size, folder / name.replace(" ", "_"))
+        pairwise.all_gather = _slowly(pairwise.all_gather)
+        found["overlapped"] = {name: _compare(fork, TWO[name]) for name in OVERLAPPED_IN_A1 if size == 2}
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0)
+
+
+@pytest.fixture(scope="module")
+def own_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path_factory.mktemp("own"), seconds=600.0)
+
+
+@pytest.fixture(scope="module")
+def own_of_one_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    case = {MIXED: OWN_OF_TWO[MIXED]}
+    return run_ranks(_collect_own, 2, "torch", case, tmp_path_factory.mktemp("own"), seconds=600.0)
+
+
+def test_own_files_of_a_mixed_model_when_there_are_many_buckets_then_they_are_those_of_one(
+    own_of_one_case: list[dict[str, Any]],
+) -> None:
+    for each in own_of_one_case:
+        assert [fact for fact, is_true in each[MIXED].facts.items() if not is_true] == []
+        assert each[MIXED].buckets["one"] == 1 < each[MIXED].buckets["many"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN_OF_TWO)
+def test_own_files_of_two_ranks_when_there_are_many_buckets_then_they_are_those_of_one(
+    name: str, own_of_two: list[dict[str, Any]]
+) -> None:
+    for each in own_of_two:
+        assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
+        assert each[name].buckets["one"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN_OF_THREE)
+def test_own_files_of_three_ranks_when_there_are_many_buckets_then_they_are_those_of_one(
+    name: str, own_of_three: list[dict[str, Any]]
+) -> None:
+    """In pieces, which are smaller than a file."""
+    for each in own_of_three:
+        assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
+        assert each[name].buckets["one"] == 1
+
+
+@pytest.mark.long
+def test_own_files_when_one_has_less_than_another_then_these_cases_have_been_met(
+    own_of_two: list[dict[str, Any]], own_of_three: list[dict[str, Any]]
+) -> None:
+    assert [each["bf16"].buckets["many"] for each in own_of_two] == [7, 7]
+    assert [each[GROUP_MISSING].groups for each in own_of_three] == [2, 1, 1]
+    assert [each[NOTHING].groups for each in own_of_three] == [1, 1, 0]
+    assert [each[NOTHING].owned for each in own_of_three] == [1, 0, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", OWN_OF_TWO)
+def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_any(
+    name: str, wrong: str, own_of_two: list[dict[str, Any]]
+) -> None:
+    refused = [each[name].refused[wrong] for each in own_of_two]
+    assert [(each.kind, each.unchanged) for each in refused] == [
+        ("RanksDisagreeError", True),
+        ("CheckpointError", True),
+    ]
+    assert refused[1].text.startswith(WRONG[wrong])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OVERLAPPED_IN_A1)
+def test_own_files_when_communication_is_hidden_then_every_bit_is_the_same(
+    name: str, own_of_two: list[dict[str, Any]]
+) -> None:
+    for each in own_of_two:
+        found = each["overlapped"][name]
+        assert found.same == {"grads": True, "both": True}
+        assert found.early == [0, *[found.buckets] * 3]

@@ -1,0 +1,889 @@
+"""Checkpoints of the forks of 2023 in our own format: saved at one layout, resumed at another, with real processes.
+
+One spawn of six ranks collects everything, see `_collect`; inside it the ranks form worlds of one to six of them, one
+after the other. Every resume is looked at twice: what each rank holds right after the load is compared bit for bit with
+the saved tensors of the whole model, and what training makes of it with the run that was not interrupted.
+
+[Note: same arithmetic] Sums over another number of ranks are the same only where they are exact. `--grid-grads` rounds
+each microbatch's gradients to multiples of 2**-8; a constant loss scale of as many as there are microbatches takes the
+division by their number out of the backward pass, so that every layout rounds the same numbers. All that is left is the
+division of an exact sum by the batch size. Without clipping, whose norm is summed in another order, the state is then
+the same bit for bit at every data-parallel size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_distopt
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.manifest import MAIN, key_of
+from megatron_distopt.checkpoint.source import Source, open_checkpoint
+from megatron_distopt.checkpoint.whole_model import owned_pieces
+from megatron_distopt.hosts.naming import canonical
+from megatron_distopt.layout import Span
+from tests.support.fork_worlds import ForkInWorlds, Refused, held, raised, refusal, same
+from tests.support.mini_fork import FOLDER, Iteration, TrainingRun, core_folder, launch
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.long
+
+RANKS, SAVED_AT, ITERATIONS = 6, 2, 4
+FLAG = "--use-distributed-optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis: data, tensor, pipeline, and Ulysses' sequence."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+
+    def __str__(self) -> str:
+        axes = dataclasses.asdict(self)
+        return " ".join(f"{name}{size}" for name, size in axes.items() if size > 1 or name == "dp")
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.pp * self.sp
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        model = ("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp))
+        return (*model, *(("--ds-sequence-parallel-size", str(self.sp)) if self.sp > 1 else ()))
+
+
+#: torch_fused on a CPU rounds the last elements of a shard, which fill no vector, in another way than the others.
+ADAM_OF_EQUAL_TAILS = ("--distopt-adam", "torch_foreach")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A training that is not interrupted and leaves checkpoints.
+
+    Args:
+        layout: of its ranks.
+        words: flags.
+        batch: samples of an iteration, one a microbatch.
+        is_exact: see [Note: same arithmetic].
+    """
+
+    layout: Layout
+    words: tuple[str, ...] = ("--bf16",)
+    batch: int = 6
+    is_exact: bool = True
+
+    def flags(self, layout: Layout) -> tuple[str, ...]:
+        """Of the same training at any layout."""
+        batch = ("--global-batch-size", str(self.batch), "--micro-batch-size", "1")
+        exact = ("--grid-grads", "--clip-grad", "0", "--loss-scale", str(self.batch // layout.dp), *ADAM_OF_EQUAL_TAILS)
+        return (FLAG, *self.words, *layout.words, *batch, *(exact if self.is_exact else ()))
+
+
+#: The scale grows after every second update and never overflows.
+FP16 = ("--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "2")
+UNTIED = ("--bf16", "--untie-embeddings-and-output-weights")
+APART = ("--bf16", "--experts", "--expert-model-parallel-size", "2")
+SIX_LAYERS = ("--bf16", "--num-layers", "6")
+THREE_SLICES = ("--bf16", "--hidden-size", "12", "--num-attention-heads", "6", "--vocab-size", "66")
+
+SAVED: dict[str, Saved] = {
+    "one": Saved(Layout(1)),
+    "two": Saved(Layout(2)),
+    "three": Saved(Layout(3)),
+    "four": Saved(Layout(4), batch=12),
+    "six": Saved(Layout(6)),
+    "five": Saved(Layout(5), batch=10),
+    "two of ten": Saved(Layout(2), batch=10),
+    "clipped": Saved(Layout(2), is_exact=False),
+    "fp32": Saved(Layout(3), ()),
+    "fp32 norms": Saved(Layout(2), ("--bf16", "--fp32-norms")),
+    "fp16": Saved(Layout(2), FP16, is_exact=False),
+    "fp16 with fp32 grads": Saved(Layout(3), ("--fp16", "--accumulate-allreduce-grads-in-fp32")),
+    "sgd": Saved(Layout(2), ("--bf16", "--optimizer", "sgd"), batch=4),
+    "experts": Saved(Layout(2), ("--bf16", "--experts")),
+    "experts apart": Saved(Layout(2), APART, batch=4),
+    "experts of four": Saved(Layout(4), APART, batch=4),
+    "frozen": Saved(Layout(2), ("--bf16", "--frozen-param")),
+    "untied": Saved(Layout(2), UNTIED),
+    "untied stages": Saved(Layout(2, pp=2), UNTIED),
+    "stages": Saved(Layout(1, pp=2), is_exact=False),
+    "slices": Saved(Layout(1, tp=2)),
+    "sequence slices": Saved(Layout(1, tp=2), ("--bf16", "--sequence-parallel"), is_exact=False),
+    "stages and slices": Saved(Layout(1, tp=2, pp=2), is_exact=False),
+    "replicas of stages": Saved(Layout(3, pp=2), SIX_LAYERS, is_exact=False),
+    "three slices": Saved(Layout(1, tp=3), THREE_SLICES, is_exact=False),
+    "multi-query": Saved(Layout(1, tp=2), ("--bf16", "--multi-query"), is_exact=False),
+    "sequences": Saved(Layout(2, sp=2), is_exact=False),
+    "fp32 slices": Saved(Layout(2, tp=2), (), is_exact=False),
+    "padded": Saved(Layout(1), ("--bf16", "--vocab-size", "63"), is_exact=False),
+}
+#: Resumes that compute something else: sentences of another vocabulary, attention over the whole sequence.
+OF_STATE_ALONE = ("padded", "sequences")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A resume of what was saved.
+
+    Args:
+        saved: key of `SAVED`.
+        layout: of the run that loads.
+        tolerance: of the loss; None where the end is the same bit for bit.
+        words: flags beside those of the saved run.
+    """
+
+    saved: str
+    layout: Layout
+    tolerance: float | None = None
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((f"{self.saved}: {SAVED[self.saved].layout} to {self.layout}", *self.words))
+
+    @property
+    def is_by_the_fork(self) -> bool:
+        """Whether the fork's own load takes its model file."""
+        old, new = SAVED[self.saved].layout, self.layout
+        return (old.tp, old.pp) == (new.tp, new.pp)
+
+
+#: Gradients are added up in another order, or computed by other parts of a matrix: some of the 7,744 params round to
+#: their other neighbour. A run that has lost its moments is 6e-3 and more away (of six layers 3e-4).
+ROUNDED = 1e-3
+#: Of a loss of 4 the last bit is 4.8e-7. Another order of sums moves it by a few of them; lost moments move it by 8e-3.
+ROUNDED_FP32 = 1e-5
+
+PAIRS = [
+    Pair("one", Layout(6)),
+    *(Pair("two", Layout(dp)) for dp in (1, 3)),
+    Pair("three", Layout(6)),
+    *(Pair("four", Layout(dp)) for dp in (3, 6)),
+    Pair("six", Layout(1)),
+    Pair("five", Layout(2)),
+    Pair("two of ten", Layout(5)),
+    Pair("clipped", Layout(3), ROUNDED),
+    Pair("clipped", Layout(3), ROUNDED, ("--distopt-adam", "torch_foreach")),
+    Pair("fp32", Layout(2)),
+    Pair("fp32 norms", Layout(3)),
+    Pair("fp16", Layout(3), ROUNDED),
+    Pair("fp16 with fp32 grads", Layout(1)),
+    Pair("sgd", Layout(4)),
+    Pair("experts", Layout(3)),
+    Pair("experts apart", Layout(4)),
+    Pair("experts of four", Layout(2)),
+    Pair("frozen", Layout(3)),
+    Pair("untied", Layout(2, pp=2)),
+    Pair("untied stages", Layout(2)),
+    Pair("untied stages", Layout(1, pp=2)),
+    Pair("stages", Layout(1), ROUNDED),
+    Pair("stages", Layout(1, tp=2), ROUNDED),
+    Pair("slices", Layout(2, tp=2)),
+    Pair("slices", Layout(3), ROUNDED),
+    Pair("clipped", Layout(1, tp=2), ROUNDED),
+    Pair("clipped", Layout(1, tp=2, pp=2), ROUNDED),
+    Pair("sequence slices", Layout(2), ROUNDED),
+    Pair("stages and slices", Layout(3), ROUNDED),
+    Pair("stages and slices", Layout(2, pp=2), ROUNDED),
+    Pair("replicas of stages", Layout(1, tp=2, pp=3), ROUNDED),
+    Pair("three slices", Layout(2, tp=2), ROUNDED),
+    Pair("multi-query", Layout(2), ROUNDED),
+    Pair("sequences", Layout(3), ROUNDED),
+    Pair("fp32 slices", Layout(3), ROUNDED_FP32),
+    Pair("padded", Layout(1, tp=2), ROUNDED, ("--vocab-size", "64")),
+]
+
+
+# In the ranks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """One resume on one rank.
+
+    Args:
+        iterations: on the rank that logs.
+        numel: elements of the state that were compared.
+        differences: what was not as saved, right after the load.
+    """
+
+    iterations: tuple[Iteration, ...]
+    numel: int
+    differences: tuple[str, ...]
+
+
+class _Reader:
+    """A checkpoint of which every tensor is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source: Source = open_checkpoint(folder)
+        self._read: dict[str, Tensor] = {}
+
+    def __call__(self, key: str) -> Tensor:
+        if key not in self._read:
+            self._read[key] = self.source.read(key)
+        return self._read[key]
+
+
+def _folder_in(iteration: Path) -> Path:
+    return iteration / "distrib_optim.distopt"
+
+
+def _saved_at(folder: Path, iteration: int = SAVED_AT) -> Path:
+    return folder / f"iter_{iteration:07d}"
+
+
+def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
+    """Elements of the state that this rank owns, and what of it, or of its model params, is not as saved."""
+    from megatron_distopt.hosts.megatron_2023.whole import whole_model_of
+
+    read, model = _Reader(_folder_in(iteration)), whole_model_of(optimizer)
+    numel, differences = 0, []
+    for piece in owned_pieces(model):
+        for key, tensor in piece.tensors():
+            saved, mine = _both(read(key), piece.piece.in_global.as_slices(), tensor)
+            numel += mine.numel()
+            if mine.dtype != saved.dtype or not torch.equal(mine, saved):
+                differences.append(f"{key} at {piece.piece.in_global}")
+    (share,) = model.shares
+    for name, param in optimizer.start.named.items():
+        for piece in share.placements[name].pieces(Span(0, param.numel())):
+            stretch = param.detach().view(-1)[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+            whole = read(key_of(MAIN, share.placements[name].name))
+            saved, mine = _both(whole, piece.in_global.as_slices(), stretch)
+            if not torch.equal(mine, saved.to(param.dtype)):
+                differences.append(f"model param {name}")
+    return numel, (*differences, *_differences_of_head(optimizer, iteration, read.source))
+
+
+def _both(whole: Tensor, where: tuple[slice, ...], mine: Tensor) -> tuple[Tensor, Tensor]:
+    """The same elements of both; rows of padding that the saved one has not are left out."""
+    saved = whole[where]
+    return saved, mine[tuple(slice(0, numel) for numel in saved.shape)]
+
+
+def _differences_of_head(optimizer: Any, iteration: Path, source: Source) -> Iterator[str]:
+    ours, theirs = optimizer.state_dict(), _head(iteration)["optimizer"]
+    if ours["optimizer"] != theirs["optimizer"]:
+        yield f"param groups {ours['optimizer']} and not {theirs['optimizer']}"
+    if not same(ours.get("grad_scaler"), theirs.get("grad_scaler")):
+        yield f"grad scaler {ours.get('grad_scaler')} and not {theirs.get('grad_scaler')}"
+    if optimizer.sharded.num_skipped != source.head.num_skipped:
+        yield f"{optimizer.sharded.num_skipped} skipped steps"
+
+
+def _head(iteration: Path) -> dict[str, Any]:
+    """What the fork wrote beside the tensors; it holds an argparse.Namespace and random states."""
+    file = min(iteration.glob("mp_rank_*/model_optim_rng.pt"))
+    head: dict[str, Any] = torch.load(file, weights_only=False)
+    return head
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _load_across(model: Any, optimizer: Any, scheduler: Any) -> int:
+    """In the place of the fork's, whose model file is of one tensor- and pipeline-parallel size."""
+    from megatron import get_args
+    from megatron.checkpointing import get_checkpoint_name, get_distributed_optimizer_checkpoint_name
+
+    args = get_args()
+    head = _head(_saved_at(Path(args.load)))
+    optimizer.load_state_dict(head["optimizer"])
+    name = get_checkpoint_name(args.load, SAVED_AT)
+    optimizer.load_parameter_state(get_distributed_optimizer_checkpoint_name(name))
+    scheduler.load_state_dict(head["opt_param_scheduler"])
+    args.consumed_train_samples = head["args"].consumed_train_samples
+    iteration: int = head["iteration"]
+    return iteration
+
+
+class _Fork(ForkInWorlds):
+    """With the package installed once for all trainings; it is active in those that have the fork's flag."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        super().__init__("gathered", rank, folder, ranks=RANKS)
+        megatron_distopt.install()
+
+    def train(self, *words: str, ours: bool = False) -> TrainingRun:
+        """Collective: to the last iteration if the words do not say otherwise."""
+        to = () if "--train-iters" in words else ("--train-iters", str(ITERATIONS))
+        return super().train(*words, *to, ours=ours)
+
+    def train_and_save(self, name: str, *words: str, every: int = SAVED_AT) -> TrainingRun:
+        """Collective: the last checkpoint is forgotten, so that the one of `SAVED_AT` is loaded."""
+        folder = self.folder / name
+        run = self.train(*words, "--save-interval", str(every), "--save", str(folder))
+        self.point_to(folder, SAVED_AT)
+        return run
+
+    def copy(self, name: str, to: str) -> Path:
+        """Collective: of what a training has left."""
+        if self.rank == 0:
+            shutil.copytree(self.folder / name, self.folder / to)
+        dist.barrier()
+        return self.folder / to
+
+    def point_to(self, folder: Path, iteration: int) -> None:
+        """Collective."""
+        if self.rank == 0:
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        dist.barrier()
+
+    def resume(self, pair: Pair) -> Resumed:
+        """Collective."""
+        saved, folder, training = SAVED[pair.saved], self.folder / pair.saved, self.fork.training
+        compared: list[tuple[int, tuple[str, ...]]] = []
+        train = training.train
+
+        def compare_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
+            compared.append(_compare(optimizer, _saved_at(folder)))
+            return train(forward_step, model, optimizer, *args)
+
+        load = training.load_checkpoint if pair.is_by_the_fork else _load_across
+        words = (*saved.flags(pair.layout), *pair.words, "--load", str(folder), "--save", str(self.folder / str(pair)))
+        with _replaced(training, train=compare_and_train, load_checkpoint=load):
+            run = self.train(*words)
+        return Resumed(run.iterations, *compared[0])
+
+
+#: Two ranks, two samples each.
+PLAIN = (FLAG, "--bf16")
+#: The fork's own class as our inner optimizer, and no clipping, whose norm is summed in another order: the same bits.
+SAME_KERNEL = ("--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam")
+UNDISTRIBUTED: dict[str, tuple[str, ...]] = {
+    "fp32": (),
+    "bf16": ("--bf16",),
+    "bf16 with fp32 norms": ("--bf16", "--fp32-norms"),
+    "fp16": FP16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """What was logged after the checkpoint, on the rank that logs, and whether both ended with the same params."""
+
+    uninterrupted: tuple[Iteration, ...]
+    resumed: tuple[Iteration, ...]
+    same_end: bool
+
+
+def _undistributed(fork: _Fork) -> dict[str, Continued]:
+    """A run without the flag, resumed with it."""
+    found = {}
+    for name, flags in UNDISTRIBUTED.items():
+        words = (*flags, "--clip-grad", "0")
+        full = fork.train_and_save(f"undistributed {name}", *words)
+        resumed = fork.train(FLAG, *words, *SAME_KERNEL, "--load", str(fork.folder / f"undistributed {name}"))
+        assert type(resumed.optimizer).__module__.startswith("megatron_distopt")
+        assert not type(full.optimizer).__module__.startswith("megatron_distopt")
+        found[name] = Continued(full.iterations[SAVED_AT:], resumed.iterations, same(full.params, resumed.params))
+    return found
+
+
+def _files_in(folder: Path) -> dict[str, list[str]]:
+    """What of the optimizer's is in each iteration."""
+    found = {}
+    for iteration in sorted(folder.glob("iter_*")):
+        files = [*iteration.rglob("distrib_optim*.pt"), *iteration.rglob("manifest.json")]
+        found[iteration.name] = sorted(file.relative_to(iteration).as_posix() for file in files)
+    return found
+
+
+def _formats(fork: _Fork) -> dict[str, Any]:
+    """One run that is stopped after every iteration and changes its format."""
+    folder, full = fork.folder / "formats", fork.train(*PLAIN)
+
+    def goes_on(format_name: str, after: int) -> TrainingRun:
+        if after:
+            fork.point_to(folder, after)
+        load = ("--load", str(folder)) if after else ()
+        words = (*PLAIN, "--save", str(folder), "--exit-interval", "1", "--distopt-checkpoint-format", format_name)
+        return fork.train(*words, *load)
+
+    runs = [goes_on(name, after) for after, name in enumerate(("native", "distopt", "native", "distopt"))]
+    found = {"files": _files_in(folder), "same": same(held(full), held(runs[-1]))}
+    second_life = goes_on("native", 1)
+    found["files of a second life"] = _files_in(folder)
+    found["same in a second life"] = same(held(second_life), held(runs[1]))
+    goes_on("distopt", 2)
+    if fork.rank == 0:  # it is the older of the two, and nobody looks at it
+        (_saved_at(folder, 3) / "mp_rank_00/distrib_optim.pt").write_text("not a checkpoint")
+    found["same beside an older file"] = same(held(goes_on("distopt", 3)), held(full))
+    return found
+
+
+def _options(fork: _Fork) -> dict[str, Any]:
+    """Of saving: what they leave is compared in the test process."""
+    without, every = fork.train_and_save("every", *PLAIN, every=1), ("--save-interval", "1", "--save")
+    fork.train(*PLAIN, *every, str(fork.folder / "none"), "--no-save-optim")
+    fork.train(*PLAIN, *every, str(fork.folder / "two last"), "--distopt-keep-last", "2")
+    run = fork.train(*PLAIN, *every, str(fork.folder / "background"), "--distopt-async-save")
+    _load(run.optimizer, _saved_at(fork.folder / "background", ITERATIONS))  # waits for the last one
+    resumed = fork.train(*PLAIN, "--distopt-async-save", "--load", str(fork.folder / "every"))
+    return {
+        "background": (run.iterations == without.iterations, same(held(run), held(without))),
+        "resumed": same(held(resumed), held(without)),
+        "failed": _fails_in_the_background(fork),
+    }
+
+
+def _fails_in_the_background(fork: _Fork) -> tuple[str, str]:
+    """One rank cannot write its file of iteration 2."""
+    write = disk.write
+
+    def full(file: Any, data: bytes | memoryview) -> None:
+        if fork.rank == 1 and "iter_0000002" in str(file.name):
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    words = ("--save-interval", "1", "--save", str(fork.folder / "failed"), "--distopt-async-save")
+    with _replaced(disk, write=full):
+        return raised(lambda: fork.train(*PLAIN, *words))
+
+
+def _load(optimizer: Any, iteration: Path, *, with_head: bool = True) -> None:
+    """Collective: what the fork calls."""
+    if with_head:
+        optimizer.load_state_dict(_head(iteration)["optimizer"])
+    optimizer.load_parameter_state(str(iteration / "mp_rank_00/distrib_optim.pt"))
+
+
+def _unfinished(fork: _Fork) -> tuple[str, str]:
+    """The process ended while it saved the last iteration; the fork has written its own files of it."""
+    folder = fork.copy("two", "unfinished")
+    if fork.rank == 0:
+        (_folder_in(_saved_at(folder, ITERATIONS)) / "manifest.json").unlink()
+    fork.point_to(folder, ITERATIONS)
+    return raised(lambda: fork.train(*SAVED["two"].flags(Layout(2)), "--load", str(folder)))
+
+
+def _damaged(good: Path) -> Iterator[tuple[str, Path]]:
+    """Copies of a checkpoint with something wrong in each; an iteration's folder."""
+    for name in ("flipped", "short", "missing", "manifest"):
+        folder = good.parent / f"{name} {good.name}"
+        shutil.copytree(good, folder)
+        files = sorted(_folder_in(folder).glob("*.distcp"))
+        data = bytearray(files[-1].read_bytes())
+        data[len(data) // 2] ^= 1
+        if name == "flipped":
+            files[-1].write_bytes(data)
+        elif name == "short":
+            files[-1].write_bytes(data[:-1])
+        elif name == "missing":
+            files[-1].unlink()
+        else:
+            (_folder_in(folder) / "manifest.json").write_text('{"format": ')
+        yield name, folder
+
+
+#: Checkpoints of other models and runs that an fp16 run of the usual model is given.
+FOREIGN = ("three slices", "untied", "frozen", "sgd", "experts", "experts apart")
+
+
+def _refused(fork: _Fork) -> dict[str, Any]:
+    """An fp16 run of three ranks, with moments and a loss scale that has moved, is given bad checkpoints."""
+    good = _saved_at(fork.folder / "fp16")
+    bad: list[Any] = [list(_damaged(good)) if fork.rank == 0 else None]
+    dist.broadcast_object_list(bad)
+    run = fork.train(*SAVED["fp16"].flags(Layout(3)), "--lr", "0.005", "--train-iters", "3")
+    optimizer = run.optimizer
+    cases = [*bad[0], *((name, _saved_at(fork.folder / name)) for name in FOREIGN)]
+    refused = {name: _refusal_of(run, lambda folder=folder: _load(optimizer, folder)) for name, folder in cases}
+    before = held(run)
+    _load(optimizer, good)
+    taken = (not same(before, held(run)), _compare(optimizer, good)[1])
+    without_head = fork.train(*SAVED["fp16"].flags(Layout(3)), "--lr", "0.005").optimizer
+    _load(without_head, good, with_head=False)
+    apart = fork.train(*SAVED["experts"].flags(Layout(3)), "--train-iters", "1")
+    refused["apart"] = _refusal_of(apart, lambda: _load(apart.optimizer, _saved_at(fork.folder / "experts apart")))
+    thawed = fork.train(*SAVED["two"].flags(Layout(3)), "--train-iters", "1")
+    refused["thawed"] = _refusal_of(thawed, lambda: _load(thawed.optimizer, _saved_at(fork.folder / "frozen")))
+    frozen = fork.train(*SAVED["frozen"].flags(Layout(3)), "--train-iters", "1").optimizer
+    _load(frozen, _saved_at(fork.folder / "two"))
+    return {
+        "refused": refused,
+        "taken": taken,
+        "without head": _compare(without_head, good)[1],
+        "frozen since": _compare(frozen, _saved_at(fork.folder / "two"))[1],
+    }
+
+
+def _refusal_of(run: TrainingRun, call: Callable[[], object]) -> Refused:
+    """With checksums, which a test cannot know, as such."""
+    found = refusal(run, call)
+    return dataclasses.replace(found, text=re.sub(r"\b[0-9a-f]{8}\b", "HEX", found.text))
+
+
+def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+    fork = _Fork(rank, folder)
+    found: dict[str, Any] = {"saved": {}, "resumed": {}}
+    for ranks in range(1, RANKS + 1):
+        if fork.enters(ranks):
+            for name, saved in SAVED.items():
+                if saved.layout.size == ranks:
+                    run = fork.train_and_save(name, *saved.flags(saved.layout))
+                    found["saved"][name] = run.iterations
+    for ranks in range(1, RANKS + 1):
+        if fork.enters(ranks):
+            for pair in PAIRS:
+                if pair.layout.size == ranks:
+                    found["resumed"][str(pair)] = fork.resume(pair)
+            if ranks == 2:
+                found["undistributed"], found["formats"] = _undistributed(fork), _formats(fork)
+                found["options"], found["unfinished"] = _options(fork), _unfinished(fork)
+            if ranks == 3:
+                found["refused"] = _refused(fork)
+    fork.leaves()
+    return found
+
+
+# In the test process.
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """What the ranks returned and left."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Collected:
+    core_folder()
+    folder = tmp_path_factory.mktemp("reshard")
+    return Collected(folder, run_ranks(_collect, RANKS, str(folder), seconds=600))
+
+
+def _numel_in(folder: Path) -> int:
+    return sum(torch.Size(info.shape).numel() for info in open_checkpoint(folder).tensors.values())
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_load_when_the_layout_is_another_then_every_rank_has_what_was_saved_bit_for_bit(
+    pair: Pair, found: Collected
+) -> None:
+    of_ranks = [each["resumed"][str(pair)] for each in found.ranks if str(pair) in each["resumed"]]
+    assert len(of_ranks) == pair.layout.size
+    assert [each.differences for each in of_ranks] == [()] * pair.layout.size
+    # Replicas beside data parallelism hold the same elements again.
+    assert sum(each.numel for each in of_ranks) >= _numel_in(_folder_in(_saved_at(found.folder / pair.saved)))
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.tolerance is None], ids=str)
+def test_resume_when_the_arithmetic_is_the_same_then_the_end_is_the_same_bit_for_bit(
+    pair: Pair, found: Collected
+) -> None:
+    folders = (found.folder / pair.saved, found.folder / str(pair))
+    uninterrupted, resumed = (_Reader(_folder_in(_saved_at(folder, ITERATIONS))) for folder in folders)
+    assert uninterrupted.source.tensors == resumed.source.tensors
+    assert len(uninterrupted.source.tensors) > 20
+    for key in uninterrupted.source.tensors:
+        assert torch.equal(uninterrupted(key), resumed(key)), key
+    # It is no comparison of zeros, and the state has moved since it was saved.
+    before = _Reader(_folder_in(_saved_at(folders[0])))
+    moved = [key for key in before.source.tensors if not torch.equal(before(key), resumed(key))]
+    assert len(moved) > 0.9 * len(before.source.tensors)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.saved not in OF_STATE_ALONE], ids=str)
+def test_resume_when_the_layout_is_another_then_training_goes_on_on_the_curve(
+    pair: Pair, found: Collected, record_property: Callable[[str, object], None]
+) -> None:
+    uninterrupted = found.ranks[0]["saved"][pair.saved][SAVED_AT:]
+    resumed = found.ranks[0]["resumed"][str(pair)].iterations
+    assert len(resumed) == len(uninterrupted) == ITERATIONS - SAVED_AT
+    # Where the arithmetic is the same, losses are still averaged over ranks and microbatches in another order.
+    tolerance = ROUNDED_FP32 if pair.tolerance is None else pair.tolerance
+    deviation = max(abs(one.loss - other.loss) for one, other in zip(uninterrupted, resumed, strict=True))
+    kind = {None: "same arithmetic", ROUNDED: "16 bits", ROUNDED_FP32: "fp32"}[pair.tolerance]
+    record_property("deviation", {"what": f"Megatron of 2023, another layout, {kind}", "loss": deviation})
+    assert deviation < tolerance
+    assert [(each.lr, each.skipped) for each in resumed] == [(each.lr, each.skipped) for each in uninterrupted]
+    if not SAVED[pair.saved].is_exact:  # there the scale is that of the layout
+        assert [each.loss_scale for each in resumed] == [each.loss_scale for each in uninterrupted]
+
+
+def test_resume_when_in_fp16_then_the_loss_scale_has_grown_before_and_after(found: Collected) -> None:
+    """Otherwise the comparison of loss scales would say nothing."""
+    assert [each.loss_scale for each in found.ranks[0]["saved"]["fp16"]] == [1024, 2048, 2048, 4096]
+
+
+@pytest.mark.parametrize("name", UNDISTRIBUTED)
+def test_resume_when_the_flag_is_new_then_it_is_the_undistributed_run_bit_for_bit(name: str, found: Collected) -> None:
+    of_ranks = [each["undistributed"][name] for each in found.ranks[:2]]
+    assert len(of_ranks[0].resumed) == ITERATIONS - SAVED_AT
+    assert of_ranks[0].resumed == of_ranks[0].uninterrupted
+    assert [each.same_end for each in of_ranks] == [True, True]
+
+
+NATIVE, OURS = "mp_rank_00/distrib_optim.pt", "distrib_optim.distopt/manifest.json"
+
+
+def test_format_when_it_changes_within_a_run_then_the_run_goes_on_and_no_older_state_is_taken(found: Collected) -> None:
+    first, second = (each["formats"] for each in found.ranks[:2])
+    assert first["same"] and second["same"]
+    iterations = [f"iter_{number:07d}" for number in range(1, 5)]
+    assert first["files"] == dict(zip(iterations, [[NATIVE], [OURS], [NATIVE], [OURS]], strict=True))
+    # Where the fork's file was written again, our older folder is gone.
+    assert first["files of a second life"][iterations[1]] == [NATIVE]
+    assert first["same in a second life"] and second["same in a second life"]
+    assert first["same beside an older file"] and second["same beside an older file"]
+
+
+def test_save_when_the_fork_is_told_not_to_save_the_optimizer_then_no_file_of_it_is_there(found: Collected) -> None:
+    assert _files_in(found.folder / "none") == {f"iter_{number:07d}": [] for number in range(1, 5)}
+    files = {path.name for path in _saved_at(found.folder / "none").rglob("*")}
+    assert files == {"mp_rank_00", "model_optim_rng.pt"}
+
+
+def test_save_when_two_are_to_stay_then_the_last_two_do_and_the_forks_own_files_all(found: Collected) -> None:
+    folder = found.folder / "two last"
+    assert [*_files_in(folder).values()] == [[], [], [OURS], [OURS]]
+    for number in range(1, ITERATIONS + 1):
+        assert (_saved_at(folder, number) / "mp_rank_00/model_optim_rng.pt").exists()
+        assert _folder_in(_saved_at(folder, number)).exists() == (number > 2)
+
+
+def test_save_when_in_the_background_then_training_and_checkpoints_are_the_same(found: Collected) -> None:
+    for each in found.ranks[:2]:
+        assert each["options"]["background"] == (True, True)
+        assert each["options"]["resumed"]
+    for number in range(1, ITERATIONS + 1):
+        folders = (found.folder / "every", found.folder / "background")
+        usual, other = (_Reader(_folder_in(_saved_at(folder, number))) for folder in folders)
+        assert usual.source.tensors == other.source.tensors
+        assert all(torch.equal(usual(key), other(key)) for key in usual.source.tensors)
+        assert usual.source.head.groups == other.source.head.groups
+
+
+def _told(rank: int, text: str, size: int, what: str = "load") -> str:
+    rule = f"Must pass on all {size} ranks. Mend what that rank reports."
+    return f"Invalid {what}: rank {rank} refused with «{text}». {rule}"
+
+
+def test_save_when_in_the_background_and_one_disk_fails_then_the_next_save_raises_on_all_ranks(
+    found: Collected,
+) -> None:
+    first, second = (each["options"]["failed"] for each in found.ranks[:2])
+    assert second[0] == "CheckpointError"
+    assert second[1].startswith(f"Invalid file {_folder_in(_saved_at(found.folder / 'failed', 2))}/")
+    assert "[Errno 28] No space left on device" in second[1]
+    # The first rank hears it from the second, or has read it in the folder before.
+    read = f"Invalid save: rank 1 failed with «{second[1]}». Must pass on all 2 ranks. Mend what that rank reports."
+    assert first in (("RanksDisagreeError", _told(1, second[1], 2, "save")), ("CheckpointError", read))
+    assert _files_in(found.folder / "failed") == {"iter_0000001": [OURS], "iter_0000002": [], "iter_0000003": []}
+    assert [path.name for path in _folder_in(_saved_at(found.folder / "failed", 2)).iterdir()] == ["saving.lock"]
+
+
+def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_named(found: Collected) -> None:
+    folder = _saved_at(found.folder / "unfinished", ITERATIONS)
+    texts = [
+        f"Invalid optimizer state: neither {_folder_in(folder)}/manifest.json nor "
+        f"{folder}/mp_rank_00/distrib_optim.pt. Must be in one of the two. Write {SAVED_AT} into "
+        f"latest_checkpointed_iteration.txt: the save of this iteration never ended, that of {SAVED_AT} did."
+    ]
+    assert [each["unfinished"] for each in found.ranks[:2]] == [("CheckpointError", texts[0])] * 2
+
+
+EARLIER = "Load an earlier checkpoint; this one was damaged after it was written."
+WEIGHTS = "Load a checkpoint of this model, or start from its weights with --no-load-optim."
+PARAMS = f"Must hold the params of the run. {WEIGHTS}"
+EXPERT = "language_model.encoder.layers.{}.expert.weight"
+POSITIONS = "language_model.embedding.position_embeddings.weight"
+SECOND_FILE = "{folder}/HEX-00001.distcp"
+
+
+def _unknown(names: list[str], more: str = "") -> str:
+    return (
+        f"Invalid checkpoint {{folder}}: {', '.join(map(repr, names))}{more}, which the model does not have. {PARAMS}"
+    )
+
+
+APART_NAMES = [f"{EXPERT.format(layer)}@expert{rank}of2" for layer, rank in ((0, 0), (0, 1), (1, 0))]
+#: By what was given: the texts of ranks 0, 1 and 2, or that of all.
+REFUSED: dict[str, str | tuple[str, str, str]] = {
+    "manifest": (
+        "Invalid manifest {folder}/manifest.json: JSONDecodeError('Expecting value: line 1 column 12 (char 11)') "
+        f"while reading it. Must be one JSON document. {EARLIER}"
+    ),
+    "three slices": tuple(  # type: ignore[dict-item]  # three of them
+        f"Invalid tensor 'main/language_model.encoder.{name}' in checkpoint {{folder}}: of shape {theirs}. "
+        f"Must have the shape {ours} of the run. {WEIGHTS}"
+        for name, theirs, ours in (
+            ("final_layernorm.bias", [12], [16]),
+            ("layers.1.self_attention.query_key_value.weight", [36, 12], [48, 16]),
+            ("layers.0.mlp.dense_h_to_4h.weight", [48, 12], [64, 16]),
+        )
+    ),
+    "untied": _unknown(["output_layer.weight"]),
+    "frozen": f"Invalid checkpoint {{folder}}: without param '{POSITIONS}'. {PARAMS}",
+    "thawed": f"Invalid checkpoint {{folder}}: without param '{POSITIONS}'. {PARAMS}",
+    "experts": _unknown([EXPERT.format(0), EXPERT.format(1)]),
+    "experts apart": _unknown(APART_NAMES, " and 1 more"),
+    "apart": _unknown(APART_NAMES, " and 1 more"),
+}
+#: One rank alone verifies a file.
+DAMAGED = {
+    "flipped": f"Invalid file {SECOND_FILE}: CRC-32 HEX. Must have HEX. {EARLIER}",
+    "short": f"Invalid file {SECOND_FILE}: {{nbytes}} bytes. Must have {{all}} bytes. {EARLIER}",
+    "missing": (
+        f"Invalid file {SECOND_FILE}: [Errno 2] No such file or directory: '{SECOND_FILE}'. Must be readable. {EARLIER}"
+    ),
+}
+
+
+def _given(name: str, found: Collected) -> Path:
+    """The folder that a rank was given under that name."""
+    if name in (*DAMAGED, "manifest"):
+        return _folder_in(found.folder / "fp16" / f"{name} iter_{SAVED_AT:07d}")
+    others = {"apart": "experts apart", "thawed": "frozen"}
+    return _folder_in(_saved_at(found.folder / others.get(name, name)))
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_load_when_a_file_is_damaged_then_all_ranks_refuse_and_nothing_is_changed(name: str, found: Collected) -> None:
+    folder = _given(name, found)
+    whole = max(_folder_in(_saved_at(found.folder / "fp16")).glob("*.distcp")).stat().st_size
+    text = DAMAGED[name].format(folder=folder, nbytes=whole - 1, all=whole)
+    told = Refused("RanksDisagreeError", _told(1, text, 3), True)
+    assert [each["refused"]["refused"][name] for each in found.ranks[:3]] == [
+        told,
+        Refused("CheckpointError", text, True),
+        told,
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_load_when_the_checkpoint_is_of_something_else_then_all_ranks_refuse_and_nothing_is_changed(
+    name: str, found: Collected
+) -> None:
+    texts = REFUSED[name] if isinstance(REFUSED[name], tuple) else (REFUSED[name],) * 3
+    folder = _given(name, found)
+    wanted = [Refused("CheckpointError", text.format(folder=folder), True) for text in texts]
+    assert [each["refused"]["refused"][name] for each in found.ranks[:3]] == wanted
+
+
+def test_load_when_the_state_is_of_another_optimizer_then_all_ranks_refuse_and_nothing_is_changed(
+    found: Collected,
+) -> None:
+    for each in found.ranks[:3]:
+        refused = each["refused"]["refused"]["sgd"]
+        assert (refused.kind, refused.unchanged) == ("CheckpointError", True)
+        assert refused.text.startswith(
+            "Invalid state of 'language_model.embedding.word_embeddings.weight' in checkpoint "
+            f"{_given('sgd', found)}: momentum_buffer beside the param. Must hold exp_avg, exp_avg_sq"
+        )
+
+
+def test_load_when_others_were_refused_before_then_the_good_one_is_taken(found: Collected) -> None:
+    assert [each["refused"]["taken"] for each in found.ranks[:3]] == [(True, ())] * 3
+
+
+def test_load_when_nobody_brought_the_head_then_groups_step_and_loss_scale_are_those_of_the_folder(
+    found: Collected,
+) -> None:
+    assert [each["refused"]["without head"] for each in found.ranks[:3]] == [()] * 3
+
+
+def test_load_when_a_param_is_frozen_since_then_the_rest_is_taken(found: Collected) -> None:
+    assert [each["refused"]["frozen since"] for each in found.ranks[:3]] == [()] * 3
+
+
+#: The params of the small fork under the names that megatron-core gives them; those in brackets where its layers fuse
+#: the norm with the linear layer behind it.
+NAMES_IN_CORE = {
+    "language_model.embedding.word_embeddings.weight": ("embedding.word_embeddings.weight",),
+    "language_model.embedding.position_embeddings.weight": ("embedding.position_embeddings.weight",),
+    "language_model.encoder.final_layernorm.weight": ("decoder.final_layernorm.weight",),
+    "language_model.encoder.final_layernorm.bias": ("decoder.final_layernorm.bias",),
+    "output_layer.weight": ("output_layer.weight",),
+    **{
+        f"language_model.encoder.layers.{layer}.{theirs}.{kind}": tuple(
+            f"decoder.layers.{layer}.{ours.format(kind)}" for ours in in_core
+        )
+        for layer in range(2)
+        for kind in ("weight", "bias")
+        for theirs, in_core in {
+            "input_layernorm": ("input_layernorm.{}", "self_attention.linear_qkv.layer_norm_{}"),
+            "self_attention.query_key_value": ("self_attention.linear_qkv.{}",),
+            "self_attention.dense": ("self_attention.linear_proj.{}",),
+            "post_attention_layernorm": ("pre_mlp_layernorm.{}", "mlp.linear_fc1.layer_norm_{}"),
+            "mlp.dense_h_to_4h": ("mlp.linear_fc1.{}",),
+            "mlp.dense_4h_to_h": ("mlp.linear_fc2.{}",),
+        }.items()
+    },
+}
+
+
+def test_names_when_the_fork_saved_then_they_are_those_of_the_same_params_in_megatron_core(found: Collected) -> None:
+    saved = open_checkpoint(_folder_in(_saved_at(found.folder / "untied"))).head.groups
+    assert {name for group in saved for name in group.names} == NAMES_IN_CORE.keys()
+    for name, in_core in NAMES_IN_CORE.items():
+        assert {canonical(name), *map(canonical, in_core)} == {in_core[0]}
+    # Each once: a checkpoint that two params of a run would take for theirs could not be loaded.
+    assert len({canonical(name) for name in NAMES_IN_CORE}) == len(NAMES_IN_CORE) == 29
+
+
+#: A user's script on a slow disk: the only save has hardly begun when training ends.
+SLOW = """
+import sys
+import time
+from pathlib import Path
+
+import pretrain as script
+from megatron.training import pretrain
+from megatron_distopt.checkpoint import disk, is_checkpoint
+
+sync = disk.sync
+
+
+def slow(file):
+    time.sleep(0.5)
+    sync(file)
+
+
+disk.sync = slow
+pretrain(script.train_data, script.model_provider, None, script.forward_step)
+saved = Path(sys.argv[sys.argv.index("--save") + 1], "iter_0000004", "distrib_optim.distopt")
+sys.stdout.write(f"there at the end of the script: {is_checkpoint(saved)}\\n")  # in one piece: ranks write at once
+"""
+
+
+def test_exit_when_the_last_save_is_under_way_then_the_checkpoint_is_complete(found: Collected, tmp_path: Path) -> None:
+    script, folder = tmp_path / "slow.py", tmp_path / "saved"
+    script.write_text(SLOW)
+    words = ("-m", "megatron_distopt", str(script), *PLAIN, "--train-iters", str(ITERATIONS))
+    environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{FOLDER}"}
+    done = launch(
+        "torchrun", 2, (*words, "--save", str(folder), "--distopt-async-save"), environment=environment, seconds=240.0
+    )
+    assert done.status == 0, done.output
+    assert done.output.count("there at the end of the script: False") == 2, done.output
+    assert "was not saved" not in done.output
+    wanted = _Reader(_folder_in(_saved_at(found.folder / "every", ITERATIONS)))
+    saved = _Reader(_folder_in(_saved_at(folder, ITERATIONS)))
+    assert saved.source.tensors == wanted.source.tensors
+    assert all(torch.equal(saved(key), wanted(key)) for key in wanted.source.tensors)
