@@ -1,4 +1,4 @@
-"""The distributed optimizer of the Megatron forks of 2023 (23.06 and its children, "fork of 2023"), written down anew.
+"""The distributed optimizer of the Megatron forks of 2023 (23.06 and its children), written down anew.
 
 Facts, not code, are taken from them: what they do per step, tensor by tensor, in which order and in which memory.
 tests/benchmarks/test_fork_step.py compares it bit for bit with a fork's own, where MEGATRON_FORK names one and

@@ -53,7 +53,7 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
     deepspeed = {"may_compile": may_compile}
     return (
         StepEntry("ours", Ours),
-        StepEntry("ForkStep", partial(ForkStepper, adam=forloop)),
+        StepEntry("fork of 2023", partial(ForkStepper, adam=forloop)),
         StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
         StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False)),
         StepEntry("torch foreach", partial(Undistributed, adam=foreach)),

@@ -110,8 +110,8 @@ def last_line(sizes: Sequence[Mapping[str, Any]]) -> str:
 
 def _last_words(size: Mapping[str, Any]) -> str:
     ratios = {name: ratio.median for name, ratio in size["peer / ours"].items() if ratio}
-    others = {name: ratio for name, ratio in ratios.items() if not name.startswith("ForkStep")}
-    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith("ForkStep")]
+    others = {name: ratio for name, ratio in ratios.items() if not name.startswith("fork of 2023")}
+    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith("fork of 2023")]
     if others:
         best = min(others, key=lambda name: others[name])
         parts.append(f"best peer ({best})/ours {others[best]:.2f}")

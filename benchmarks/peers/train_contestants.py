@@ -22,7 +22,7 @@ ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry("ours", Ours),
     TrainEntry("ours, overlap", partial(Ours, overlap_grad_reduce=True)),
     TrainEntry(MESSAGES, partial(Ours, shared_memory=False)),
-    TrainEntry("ForkStep", partial(ForkTrainer, adam=torch_adam(foreach=False))),
+    TrainEntry("fork of 2023", partial(ForkTrainer, adam=torch_adam(foreach=False))),
     TrainEntry("fork of 2023, fused Adam", partial(ForkTrainer, adam=torch_adam(fused=True))),
     TrainEntry("megatron-core", Core),
     TrainEntry("megatron-core, fused Adam", partial(Core, is_fused=True)),

@@ -1,4 +1,4 @@
-"""Whole training steps: this package, the fork of 2023 algorithm, and no optimizer at all."""
+"""Whole training steps: this package, the algorithm of a fork of 2023, and no optimizer at all."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Host:
 
     Args:
         name: for people.
-        patch point: its factory of optimizers.
+        patch_point: its factory of optimizers.
         replacement: from the host's factory and our options to ours; imports the host.
         parser: its parser of arguments, where it has one that lets our flags in.
         check_arguments: refuses what was parsed and cannot be combined with its flag.

@@ -21,7 +21,7 @@ class Generation:
         name: for people.
         examples: who belongs to it.
         has: modules that all of them have.
-        patch points: what we replace there, the factory first; empty where it is not supported.
+        patch_points: what we replace there, the factory first; empty where it is not supported.
         remedy: what to do instead, where it is not supported.
     """
 

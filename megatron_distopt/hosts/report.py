@@ -38,7 +38,7 @@ def describe(
 
     Args:
         host: its name.
-        patch points: what was replaced, or called.
+        patch_points: what was replaced, or called.
         optimizers: of this rank, with one plan.
         device: of the params.
         more: lines of the host's own, such as its groups.

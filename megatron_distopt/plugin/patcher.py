@@ -26,7 +26,7 @@ class Patch:
     """A patch point and what takes its place.
 
     Args:
-        patch point: what is replaced.
+        patch_point: what is replaced.
         replace: from the original to the replacement.
     """
 

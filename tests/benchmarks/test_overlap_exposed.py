@@ -35,8 +35,8 @@ def _reading(name: str, seconds: float, losses: tuple[float, ...] = (4.0, 2.0)) 
 
 def _readings() -> list[WiredReading]:
     """In quarters of a second, so that what comes out is exact."""
-    mute = {"ours": 0.5, "ours, overlap": 0.5, "ForkStep": 1.0}
-    wired = {"ours": 1.0, "ours, overlap": 0.625, "ForkStep": 2.0}
+    mute = {"ours": 0.5, "ours, overlap": 0.5, "fork of 2023": 1.0}
+    wired = {"ours": 1.0, "ours, overlap": 0.625, "fork of 2023": 2.0}
     found = [WiredReading(None, 1.0, _reading(name, seconds)) for name, seconds in mute.items()]
     return found + [WiredReading(5.0, 2.0, _reading(name, seconds)) for name, seconds in wired.items()]
 
@@ -71,9 +71,9 @@ def test_parts_when_a_round_failed_on_one_side_then_are_of_the_rounds_of_both() 
 def test_summary_when_read_then_compares_each_with_itself_and_with_ours() -> None:
     found = _summary(5.0)
     exposed = {name: part.median for name, part in found["exposed part of the step"].items()}
-    assert exposed == {"ours": 0.5, "ours, overlap": 0.2, "ForkStep": 0.5}
+    assert exposed == {"ours": 0.5, "ours, overlap": 0.2, "fork of 2023": 0.5}
     ratios = {name: ratio.median for name, ratio in found["peer / ours with overlap"].items()}
-    assert ratios == {"ours": 1.6, "ForkStep": 3.2}
+    assert ratios == {"ours": 1.6, "fork of 2023": 3.2}
 
 
 @pytest.mark.parametrize(("gigabits", "is_longer"), [(1.0, True), (0.9, False)])
@@ -97,7 +97,7 @@ def test_lines_when_losses_differ_then_says_that_it_is_not_the_same_work() -> No
     context = Context(Probe(5.0, 50.0), forward=[0.125], both=[0.375], best="ours, overlap", cores=2)
     rows = {line.split("  ")[0]: line for line in lines([summary(5.0, readings, context)])}
     assert rows["torch FSDP2"].endswith("NOT THE SAME WORK: losses differ by more than 0.1%")
-    assert "NOT" not in rows["ForkStep"]
+    assert "NOT" not in rows["fork of 2023"]
 
 
 def test_lines_when_a_contestant_was_not_run_then_says_why() -> None:
@@ -108,7 +108,7 @@ def test_lines_when_a_contestant_was_not_run_then_says_why() -> None:
 
 
 def test_losses_when_a_loss_differs_then_is_the_largest_relative_difference() -> None:
-    assert losses_apart([_reading("ForkStep", 1.0, (4.0, 2.5))], [_reading("ours", 1.0)]) == 0.25
+    assert losses_apart([_reading("fork of 2023", 1.0, (4.0, 2.5))], [_reading("ours", 1.0)]) == 0.25
     assert losses_apart([], []) is None
 
 
@@ -118,8 +118,8 @@ def test_slowest_when_ranks_were_timed_apart_then_takes_the_longer_of_each_block
 
 
 def test_slowest_when_one_rank_failed_then_is_its_reason() -> None:
-    failed = TrainReading("ForkStep", 2, 8, 0, why_not="not installed")
-    assert slowest([_reading("ForkStep", 1.0), failed]) is failed
+    failed = TrainReading("fork of 2023", 2, 8, 0, why_not="not installed")
+    assert slowest([_reading("fork of 2023", 1.0), failed]) is failed
 
 
 def test_busy_when_read_then_leaves_out_waiting_and_other_machines() -> None:
@@ -128,9 +128,9 @@ def test_busy_when_read_then_leaves_out_waiting_and_other_machines() -> None:
 
 
 def test_picked_when_peers_are_named_then_this_package_runs_with_and_without_overlap() -> None:
-    names = [entry.name for entry in picked([], ["ForkStep"])]
+    names = [entry.name for entry in picked([], ["fork of 2023"])]
     assert names[:2] == ["ours", "ours, overlap"]
-    assert [name for name in names if not is_ours(name)] == ["ForkStep"]
+    assert [name for name in names if not is_ours(name)] == ["fork of 2023"]
 
 
 def test_picked_when_ranks_are_in_networks_of_their_own_then_messages_are_no_contestant_beside_ours() -> None:

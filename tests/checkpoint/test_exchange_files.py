@@ -48,7 +48,7 @@ RUNS: dict[str, Fork] = {
     "tp2 pp2, gated": Fork(tp=2, pp=2, swiglu=True),
     "pp2, two chunks": Fork(pp=2, chunks=2, layers=4),
 }
-LAYOUTS = ("gathered", "per_rank", "plain")
+LAYOUTS = ("gathered", "per-rank", "plain")
 #: The fork's own optimizer gathers groups of two dtypes in another order than it says.
 CASES = [(name, layout) for name in RUNS for layout in LAYOUTS if not (RUNS[name].fp32_norms and layout == "gathered")]
 
@@ -98,7 +98,7 @@ def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout
     assert decaying.options == {**options, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("layout", ["per_rank", "plain"])
+@pytest.mark.parametrize("layout", ["per-rank", "plain"])
 def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(layout: str, tmp_path: Path) -> None:
     fork = Fork(step=0, tp=2)
     source = open_any(_write(fork, layout, tmp_path / "iter"))
@@ -119,7 +119,7 @@ def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zer
 
 def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(tmp_path: Path) -> None:
     fork = Fork(step=None)
-    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per_rank", "mp_rank_00_001/optim.pt")):
+    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per-rank", "mp_rank_00_001/optim.pt")):
         folder = _write(fork, layout, tmp_path / layout)
         with _changed(folder / name) as state:
             for kept in state["optimizer"]["optimizer"]["state"].values():
@@ -242,7 +242,7 @@ def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layo
     """By way of a format of names; what was padding is zero in the files that are written."""
     start = _write(RUNS[name], layout, tmp_path / "start")
     first = convert(start, tmp_path / "first", "distopt")
-    assert (first.found, first.is_iteration) == ({"plain": "plain"}.get(layout, f"native-{layout}"), True)
+    assert (first.found, first.is_iteration) == (layout, True)
     back = convert(first.path, tmp_path / "back", first.found)
     _check_same_files(start, back.path, RUNS[name])
 
@@ -255,7 +255,7 @@ def test_convert_when_through_all_layouts_then_the_files_are_the_same(name: str,
     _check_same_files(start, path, RUNS[name])
 
 
-@pytest.mark.parametrize("layout", ["per_rank", "plain"])
+@pytest.mark.parametrize("layout", ["per-rank", "plain"])
 def test_convert_when_nothing_was_updated_yet_then_the_other_layout_has_no_state(layout: str, tmp_path: Path) -> None:
     start = _write(Fork(step=0), layout, tmp_path / "start")
     other = "per-rank" if layout == "plain" else "plain"
@@ -320,13 +320,13 @@ def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_i
     start = Fork(dp=2).write(tmp_path / "start")
     own = convert(start, tmp_path / "own", "per-rank", dp=5).path
     assert _same(_tensors(open_any(own)), Fork().tensors)
-    _check_same_files(_write(Fork(dp=5), "per_rank", tmp_path / "wanted"), own, Fork())
+    _check_same_files(_write(Fork(dp=5), "per-rank", tmp_path / "wanted"), own, Fork())
     gathered = convert(own, tmp_path / "gathered", "gathered", dp=7).path
     _check_same_files(_write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork())
 
 
 def test_convert_when_to_torch_then_plain_containers_hold_it_and_come_back(tmp_path: Path) -> None:
-    fork = Fork(tp=2, dtype=FP16, layout="per_rank")
+    fork = Fork(tp=2, dtype=FP16, layout="per-rank")
     converted = convert(fork.write(tmp_path / "iter"), tmp_path / "state.pt", "torch")
     assert (converted.found, converted.is_iteration) == ("per-rank", False)
     state = torch.load(converted.path, weights_only=True)
@@ -523,9 +523,9 @@ class _Dangerous:
 FILES = {
     "mp_rank_00/model_optim_rng.pt": "gathered",
     "mp_rank_00/distrib_optim.pt": "gathered",
-    "mp_rank_00/model_rng.pt": "per_rank",
-    "mp_rank_00_000/optim.pt": "per_rank",
-    "mp_rank_00_001/optim.pt": "per_rank",
+    "mp_rank_00/model_rng.pt": "per-rank",
+    "mp_rank_00_000/optim.pt": "per-rank",
+    "mp_rank_00_001/optim.pt": "per-rank",
 }
 
 
@@ -630,7 +630,7 @@ def test_open_any_when_a_model_file_is_missing_then_it_says_how_many_there_must_
 
 
 def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path) -> None:
-    folder = Fork(layout="per_rank", dp=3).write(tmp_path / "iter")
+    folder = Fork(layout="per-rank", dp=3).write(tmp_path / "iter")
     shutil.rmtree(folder / "mp_rank_00_001")
     with pytest.raises(CheckpointError) as error:
         open_any(folder)
@@ -639,7 +639,7 @@ def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path
 
 
 def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: Path) -> None:
-    folder = Fork(layout="per_rank", dp=2).write(tmp_path / "iter")
+    folder = Fork(layout="per-rank", dp=2).write(tmp_path / "iter")
     (folder / "mp_rank_00_002").mkdir()
     (folder / "mp_rank_00_002/optim.pt").write_text("of an earlier save")
     assert _same(_tensors(open_any(folder)), Fork().tensors)
@@ -688,7 +688,7 @@ def test_open_any_when_there_are_several_counts_then_it_is_refused(tmp_path: Pat
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_open_any_when_groups_do_not_say_which_param_is_where_then_it_is_refused(layout: str, tmp_path: Path) -> None:
     folder = _write(Fork(dp=1), layout, tmp_path / "iter")
-    name = "mp_rank_00_000/optim.pt" if layout == "per_rank" else "mp_rank_00/model_optim_rng.pt"
+    name = "mp_rank_00_000/optim.pt" if layout == "per-rank" else "mp_rank_00/model_optim_rng.pt"
     with _changed(folder / name) as state:
         groups = state["optimizer"]["optimizer"]["param_groups"]
         groups.append({**groups[0], "name": "wd_scale_lr", "lr_mult": 0.1})
@@ -722,7 +722,7 @@ def test_open_any_when_the_fork_gathered_a_group_of_two_dtypes_then_it_is_refuse
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_read_when_the_state_is_of_another_model_then_it_is_refused(layout: str, tmp_path: Path) -> None:
     folder, other = (_write(Fork(seed=seed), layout, tmp_path / str(seed)) for seed in (0, 1))
-    name = "model_rng.pt" if layout == "per_rank" else "model_optim_rng.pt"
+    name = "model_rng.pt" if layout == "per-rank" else "model_optim_rng.pt"
     with _changed(other / "mp_rank_00" / name) as theirs, _changed(folder / "mp_rank_00" / name) as state:
         state["model"] = theirs["model"]
     path = folder / "mp_rank_00" / name
@@ -828,8 +828,8 @@ def test_open_any_when_stages_are_uneven_then_it_is_refused(options: dict[str, A
 def test_convert_when_what_it_is_told_makes_no_sense_then_nothing_is_written(tmp_path: Path) -> None:
     source, new = Fork().write(tmp_path / "iter"), tmp_path / "new"
     with pytest.raises(CheckpointError) as error:
-        convert(source, new, "gathered")
-    rest = "'gathered'. Must be one of distopt, per-rank, gathered, plain, torch. Write --to distopt."
+        convert(source, new, "native")
+    rest = "'native'. Must be one of distopt, per-rank, gathered, plain, torch. Write --to distopt."
     _ends_with(error, "format", rest)
     with pytest.raises(CheckpointError) as error:
         convert(source, source, "plain")

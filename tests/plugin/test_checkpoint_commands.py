@@ -704,7 +704,7 @@ def test_convert_when_it_needs_model_files_then_what_exchange_says_and_nothing_w
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--to", "native"], "Invalid format: 'native'. Must be one of {all}. Write --to per-rank or gathered."),
+        (["--to", "per_rank"], "Invalid format: 'per_rank'. Must be one of {all}. Write --to per-rank."),
         (["--to", "Torch"], "Invalid format: 'Torch'. Must be one of {all}. Write --to torch."),
         (
             ["--to", "x"],

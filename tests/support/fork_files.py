@@ -55,7 +55,7 @@ class Fork:
     """A run of a fork, and what it saves.
 
     Args:
-        layout: "gathered", "per_rank" or "plain".
+        layout: "gathered", "per-rank" or "plain".
         tp, pp, dp: sizes of the groups.
         chunks: model chunks on each stage.
         layers: of the whole model.
@@ -161,7 +161,7 @@ class _OneFile:
         name = f"mp_rank_{self.rank:02d}" + (f"_{self.stage:03d}" if self.fork.pp > 1 else "")
         model, scheduler = self._model(), {"opt_param_scheduler": {"num_steps": 80, "lr_decay_style": "cosine"}}
         (folder / name).mkdir(parents=True)
-        if self.fork.layout == "per_rank":
+        if self.fork.layout == "per-rank":
             torch.save(model, folder / name / "model_rng.pt")
             for rank in range(self.fork.dp):
                 (folder / f"{name}_{rank:03d}").mkdir()

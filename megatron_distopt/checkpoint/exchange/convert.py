@@ -175,7 +175,7 @@ def convert(
         dst: must not be there yet; it appears when it is complete.
         to: one of `TARGETS`.
         progress: called with bytes as they are converted.
-        dp: number of data-parallel ranks that will read native files; None for that of the run that saved.
+        dp: number of data-parallel ranks that will read files of a fork of 2023; None for that of the run that saved.
         resume_step: updates so far, for a fork's files that lost them.
 
     Raises:
@@ -195,7 +195,7 @@ def convert(
     if to != "distopt":
         _check_one_count(opened.source, src, to)
     is_iteration = to != "distopt" or (bool(opened.files) and dst.suffix != ".distopt")
-    ranks = _ranks(opened, src, dp) if to.startswith("native") else 0
+    ranks = _ranks(opened, src, dp) if to in ("per-rank", "gathered") else 0
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
     try:
         if is_iteration:

@@ -48,7 +48,7 @@ class PatchPointFound:
     """A patch point, as the source has it.
 
     Args:
-        patch point: what was looked for.
+        patch_point: what was looked for.
         state: whose it is.
         place: of the function, or of what replaced it; None where it is missing.
         parameters: of the function.
@@ -171,7 +171,7 @@ class Survey:
     Args:
         roots: the folders that were read.
         generation: which Megatron it is.
-        patch points: the factory first.
+        patch_points: the factory first.
         optimizer_class: None where the generation is not supported.
         group_functions: those of `survey.GROUP_FUNCTIONS` that it has.
         options: of its parser; empty where it has none, as megatron-core from PyPI.

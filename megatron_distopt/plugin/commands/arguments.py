@@ -35,12 +35,12 @@ A and B are what inspect takes for CKPT."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
   distopt     of this package; loads at any size
-  per-rank   of Megatron-LM 23.04: a file a rank, for one data-parallel size
-  gathered   of the Megatrons since 23.06, Megatron-DeepSpeed among them
+  per-rank    of Megatron-LM 23.04: a file a rank, for one data-parallel size
+  gathered    of the Megatrons since 23.06, Megatron-DeepSpeed among them
   plain       of a Megatron without a distributed optimizer
   torch       one file for torch.load
 
-SRC is what inspect takes. The native formats and plain need the model files of
+SRC is what inspect takes. per-rank, gathered and plain need the model files of
 its iteration, and DST is then a new iteration with them."""
 
 
@@ -78,7 +78,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     command.add_argument("--to", type=_format, required=True, metavar="FORMAT", help=", ".join(FORMATS))
-    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size to write native formats for")
+    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size that per-rank and gathered files are for")
     command.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
     return command
 
