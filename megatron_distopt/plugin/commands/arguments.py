@@ -78,7 +78,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     command.add_argument("--to", type=_format, required=True, metavar="FORMAT", help=", ".join(FORMATS))
-    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size that per-rank and gathered files are for")
+    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
     command.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
     return command
 
