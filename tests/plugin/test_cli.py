@@ -84,7 +84,7 @@ def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Outpu
         (["inspect", "-h"], "usage: megatron-distopt inspect [-h] [--json] CKPT"),
         (["verify", "-h"], "Exit status 0 if it is whole, 1 if not."),
         (["diff", "-h"], "are equal to the bit, 1 if not, 2 if one cannot be read."),
-        (["convert", "-h"], "per-rank   of Megatron-LM 23.04"),
+        (["convert", "-h"], "per-rank    of Megatron-LM 23.04"),
         (["--version"], f"megatron-distopt {VERSION}"),
     ):
         with pytest.raises(SystemExit) as stop:
