@@ -206,7 +206,7 @@ def test_package_when_a_name_is_unknown_then_the_usual_error() -> None:
 
 
 BAD: list[tuple[Rule, str, str, str]] = [
-    (follows_the_arrow, "layout/a.py", f"from {NAME}.buffers import flat", f"imports {NAME}.buffers.flat"),
+    (follows_the_arrow, "layout/a.py", f"from {NAME}.buffers import grads", f"imports {NAME}.buffers.grads"),
     (follows_the_arrow, "buffers/a.py", f"from {NAME} import comm", f"imports {NAME}.comm"),
     (follows_the_arrow, "comm/a.py", f"import {NAME}.optimizer.base", f"imports {NAME}.optimizer.base"),
     (follows_the_arrow, "hosts/new/a.py", f"def f():\n    import {NAME}.plugin", f"imports {NAME}.plugin"),

@@ -1,9 +1,14 @@
 """Memory: the contiguous tensors that a layout describes. Torch, but no communication."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
-from megatron_distopt.buffers.flat import SUPPORTED_DTYPES, ShardedBuffer, dtype_name, view_of
 from megatron_distopt.buffers.grads import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters
-from megatron_distopt.buffers.params import move_into_buffer
+from megatron_distopt.buffers.sharded_buffer import (
+    SUPPORTED_DTYPES,
+    ShardedBuffer,
+    dtype_name,
+    move_into_buffer,
+    view_of,
+)
 
 __all__ = [
     "SUPPORTED_DTYPES",

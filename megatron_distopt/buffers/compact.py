@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.buffers.flat import ShardedBuffer, view_of
+from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 

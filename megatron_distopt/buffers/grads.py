@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.buffers.flat import dtype_name, view_of
+from megatron_distopt.buffers.sharded_buffer import dtype_name, view_of
 from megatron_distopt.errors import AccessError, ConfigError, refusal
 from megatron_distopt.layout import BufferLayout
 

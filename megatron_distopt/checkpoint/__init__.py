@@ -1,8 +1,9 @@
 """What survives a restart: by name and logical element, never by position. docs/checkpoint.md specifies the files."""
 
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, read_manifest
-from megatron_distopt.checkpoint.state import check_local_state_dict, load_local_state_dict, local_state_dict
-from megatron_distopt.checkpoint.together import load_checkpoint, save_checkpoint
+from megatron_distopt.checkpoint.load import load_checkpoint
+from megatron_distopt.checkpoint.local_state import check_local_state_dict, load_local_state_dict, local_state_dict
+from megatron_distopt.checkpoint.save import save_checkpoint
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Reading a checkpoint into the shards of this rank, without a second copy of the state."""
+"""Loading by all ranks: a checkpoint is read into the shards of each rank, without a second copy of the state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.history import remember_loaded
-from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState
-from megatron_distopt.checkpoint.loss_scale import load_loss_scale
-from megatron_distopt.checkpoint.manifest import MAIN, NOT_OPTIONS, FileRecord, Scalar
+from megatron_distopt.checkpoint.folder import read_manifest
+from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, no_collection
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.checkpoint.whole_model import WholeModel, load_loss_scale, remember_loaded
+from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, restore, restore_group
 
-__all__ = ["as_kept", "install", "load_planned", "moments_for", "restore_match", "separate", "verify_files"]
+__all__ = [
+    "as_kept",
+    "install",
+    "load_checkpoint",
+    "load_planned",
+    "moments_for",
+    "names_of_all",
+    "restore_match",
+    "separate",
+    "verify_files",
+]
+
+
+@no_collection()
+def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
+    """Collective: reads this rank's shards, whatever the layout they were saved in; the params are not gathered yet.
+
+    Everything is verified before anything is changed: each file by one rank, and by every rank that what it needs is
+    there.
+
+    Args: as of `save_checkpoint`.
+
+    Raises:
+        CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+    names = names_of_all(model, everyone)
+    plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
+    _check_same_save(folder, exchange(plan.manifest.save_id, everyone))
+    ready = plan_load(plan.manifest, str(folder), model) if separate(plan.groups) else plan
+    raise_together(lambda: load_planned(folder, ready, model), everyone, "load")
+
+
+def _verified(folder: Path, model: WholeModel, everyone: Group, names: Iterable[str]) -> LoadPlan:
+    manifest = read_manifest(folder)
+    check_names(manifest, str(folder), model, names)
+    plan = plan_load(manifest, str(folder), model)
+    verify_files(folder, manifest.files[everyone.rank :: everyone.size])
+    return plan
+
+
+def _check_same_save(folder: Path, save_ids: Sequence[str]) -> None:
+    """Another run may have saved there while the ranks were reading."""
+    if len(set(save_ids)) > 1:
+        got, rule = f"saves {', '.join(sorted(set(save_ids)))} on different ranks", "stay as it is while it is read"
+        raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Let one run save there at a time"))
+
+
+def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
+    """Collective: names in the whole model of the params that train on any rank.
+
+    Args: as of `save_checkpoint`.
+    """
+    return {name for names in exchange(_names_begun_here(model), everyone) for name in names}
+
+
+def _names_begun_here(model: WholeModel) -> list[str]:
+    """Names of the params of which this rank owns the first element: together each param once or a few times."""
+    return [
+        share.placements[shard.name].name
+        for share in model.shares
+        for flat in share.optimizer.flat_params
+        for shard in flat.plan.shards
+        if shard.in_param.start == 0
+    ]
 
 
 def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange import check_step, open_any
 from megatron_distopt.checkpoint.folder import is_checkpoint
-from megatron_distopt.checkpoint.group_record import check_groups
-from megatron_distopt.checkpoint.load import install, separate
+from megatron_distopt.checkpoint.load import install, load_checkpoint, names_of_all, separate
 from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, check_names, plan_load
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
+from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source
-from megatron_distopt.checkpoint.together import load_checkpoint, names_of_all
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import CheckpointError, refusal

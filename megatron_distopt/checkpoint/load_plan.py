@@ -10,16 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, is_like
-from megatron_distopt.checkpoint.manifest import (
-    MAIN,
-    Chunk,
-    Manifest,
-    TensorRecord,
-    key_of,
-    kind_of,
-    name_of,
-)
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord, Scalar, is_like
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.contribution import plain_option
-from megatron_distopt.checkpoint.group_record import NOT_OPTIONS, GroupRecord, Scalar, check_groups, is_like
+from megatron_distopt.checkpoint.dcp import ShardedValue
 from megatron_distopt.checkpoint.load import as_kept, moments_for, restore_match, separate
 from megatron_distopt.checkpoint.load_plan import GroupMatch, SavedState, needed_moments
-from megatron_distopt.checkpoint.sharded_value import ShardedValue
+from megatron_distopt.checkpoint.param_groups import (
+    NOT_OPTIONS,
+    GroupRecord,
+    Scalar,
+    check_groups,
+    is_like,
+    plain_option,
+)
 from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams, is_adam
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
 from megatron_distopt.comm import exchange_together

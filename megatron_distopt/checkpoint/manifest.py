@@ -6,21 +6,21 @@ Nothing in it is trusted: it is checked while it is read, and no pickle is invol
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.group_record import (
-    NOT_OPTIONS,
+from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
-    Scalar,
     check_groups,
     group_from_json,
     group_to_json,
@@ -32,12 +32,9 @@ from megatron_distopt.layout import Box
 __all__ = [
     "FORMAT_VERSION",
     "MAIN",
-    "NOT_OPTIONS",
     "Chunk",
     "FileRecord",
-    "GroupRecord",
     "Manifest",
-    "Scalar",
     "TensorRecord",
     "check_counts",
     "check_written",
@@ -46,6 +43,7 @@ __all__ = [
     "key_of",
     "kind_of",
     "name_of",
+    "no_collection",
     "overlap",
     "to_text",
 ]
@@ -132,7 +130,7 @@ class Manifest:
         loss_scale: numbers of the loss scale; empty where it never changes.
         num_skipped: steps that were skipped so far.
         about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
-        earlier: ids of the saves before it, the latest last, see [Note: history] in history.py.
+        earlier: ids of the saves before it, the latest last, see [Note: history] in whole_model.py.
         metadata: bytes and CRC-32 of the `.metadata` beside it; None before it is written, and in old checkpoints.
     """
 
@@ -373,3 +371,17 @@ def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
         parts[-1].append(box)
         end = max(end, box.offsets[dim] + box.sizes[dim])
     return parts
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """A plan and a manifest are many small objects, none of them in a cycle. They would set off collections that walk
+    through all objects of the process: a tenth of a second each after the imports of a Megatron, while all ranks wait.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -6,6 +6,10 @@ Reading goes through `torch.load(weights_only=True)`, which executes nothing tha
 [Note: one checksum] `torch.save` writes a zip archive. It computes the CRC-32 of each part, writes the part, and behind
 it a descriptor that begins with that CRC. The CRC of the file is put together from them: to compute it from the bytes a
 second time would take as long as to write them. Where torch was told to leave CRCs out, they are computed here.
+
+A CRC is the remainder of the bytes, as a polynomial over {0, 1}, by a fixed one. To append n bytes multiplies what was
+before by x**(8n), so the CRC of the whole follows from those of its parts without reading the bytes again. zlib's
+`crc32_combine` gives the same numbers; bit 31 of one is the coefficient of x**0.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import pickle
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -24,11 +29,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.crc import joined
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["Stretch", "TensorReader", "TensorWriter", "crc_of_file"]
+__all__ = ["Stretch", "TensorReader", "TensorWriter", "crc_of_file", "joined"]
 
 #: As much as is written before the disk is told to begin.
 _PIECE_NBYTES = 8 << 20
@@ -40,6 +44,8 @@ _DESCRIPTOR = b"PK\x07\x08"
 #: What `torch.save` writes begins with it. torch's older formats are never opened: before 2.6 one of them could execute
 #: code in spite of `weights_only`.
 _MAGIC = b"PK\x03\x04"
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X = 1 << 31, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -238,3 +244,38 @@ def crc_of_file(path: Path) -> int:
         while count := file.readinto(piece):
             crc32 = zlib.crc32(piece[:count], crc32)
     return crc32
+
+
+def joined(before: int, after: int, nbytes: int) -> int:
+    """CRC-32 of bytes with others behind them.
+
+    Args:
+        before: CRC-32 of the first.
+        after: CRC-32 of the others.
+        nbytes: how many the others are.
+
+    >>> import zlib
+    >>> joined(zlib.crc32(b"data-"), zlib.crc32(b"parallel"), 8) == zlib.crc32(b"data-parallel")
+    True
+    """
+    return _product(_power(8 * nbytes), before) ^ after
+
+
+def _product(left: int, right: int) -> int:
+    """Of two remainders, a remainder again."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)  # times x
+    return product
+
+
+@cache
+def _power(exponent: int) -> int:
+    """Remainder of x**exponent; tensors of a model have few sizes."""
+    if exponent < 2:
+        return _X if exponent else _ONE
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, _X) if exponent % 2 else square

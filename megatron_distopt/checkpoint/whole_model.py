@@ -1,22 +1,49 @@
-"""How this rank's params lie in the whole model. A host knows it; a checkpoint is written and read by it."""
+"""What this rank holds of the whole model, which a host says and a checkpoint is written from and read into.
+
+[Note: history] Every manifest names the saves before it, so that `keep_last` knows whose checkpoints it may remove. A
+name or a date would not say it: a checkpoint in the next folder may be of another run with the same model, or of this
+run before it was resumed from an earlier checkpoint.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, key_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of
 from megatron_distopt.layout import ParamShard, Piece, Placement
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, LossScale, ShardedOptimizer, moments_of
 
-__all__ = ["OwnedPiece", "Share", "WholeModel", "owned_pieces", "without_wrappers"]
+__all__ = [
+    "OwnedPiece",
+    "Share",
+    "WholeModel",
+    "earlier_saves",
+    "load_loss_scale",
+    "owned_pieces",
+    "remember_loaded",
+    "remember_saved",
+    "saved_loss_scale",
+    "without_wrappers",
+]
 
 #: What torch.compile, FSDP and activation checkpointing put into the names of params, wherever they wrap a module.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: What DataParallel and DDP put in front of them.
 _IN_FRONT = "module"
+#: Save ids in a manifest: a run that keeps more checkpoints than these removes none of the oldest.
+_MOST = 1000
+#: By the first optimizer of a rank, which lives as long as its run.
+_SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary()
+_log = logging.getLogger("megatron_distopt")
+#: What Megatron's grad scaler calls them, and what we do.
+_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 
 
 def without_wrappers(name: str) -> str:
@@ -108,3 +135,45 @@ def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
                 placement = share.placements[shard.name]
                 for piece in placement.pieces(shard.in_param):
                     yield OwnedPiece(share, flat, shard, placement, piece)
+
+
+def earlier_saves(model: WholeModel) -> tuple[str, ...]:
+    """Save ids, the latest last."""
+    return _SAVES.get(model.shares[0].optimizer, ())
+
+
+def remember_saved(model: WholeModel, save_id: str) -> None:
+    """Called when a save has begun; one that fails leaves an id that nothing has."""
+    _SAVES[model.shares[0].optimizer] = (*earlier_saves(model), save_id)[-_MOST:]
+
+
+def remember_loaded(model: WholeModel, manifest: Manifest) -> None:
+    """Called when a state was taken over; one of other software has no history."""
+    own = (manifest.save_id,) if manifest.save_id else ()
+    _SAVES[model.shares[0].optimizer] = (*manifest.earlier, *own)[-_MOST:]
+
+
+def saved_loss_scale(loss_scale: LossScale) -> dict[str, float]:
+    """Its state as plain numbers; empty for one that never changes."""
+    return {_NAMES.get(key, key): _number(value) for key, value in loss_scale.state_dict().items()}
+
+
+def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
+    """Takes the numbers over, where both have a loss scale; a run may start or stop using one."""
+    current = loss_scale.state_dict()
+    missing = [key for key in current if _NAMES.get(key, key) not in saved]
+    if not missing and current:
+        loss_scale.load_state_dict({key: _like(value, saved[_NAMES.get(key, key)]) for key, value in current.items()})
+    elif current:
+        _log.warning("the checkpoint has no loss scale; it starts from the initial one")
+    elif saved:
+        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
+
+
+def _number(value: Any) -> float:
+    return float(value.item()) if torch.is_tensor(value) else value
+
+
+def _like(current: Any, number: float) -> Any:
+    """In the type and shape in which this run keeps it."""
+    return torch.full_like(current, number) if torch.is_tensor(current) else type(current)(number)

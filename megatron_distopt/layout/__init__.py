@@ -1,12 +1,17 @@
 """The plan: which element lies where and who owns it. Pure, standard library only, cannot be built wrong."""
 
-from megatron_distopt.layout.boxes import Box, boxes
-from megatron_distopt.layout.buckets import Bucket, BufferLayout, adopt, default_bucket_size, lay_out
-from megatron_distopt.layout.flat_params import FlatParamPlan, plan_flat_params
-from megatron_distopt.layout.params import ParamSlot, ParamSpec
+from megatron_distopt.layout.buckets import (
+    Bucket,
+    BufferLayout,
+    ParamSlot,
+    ParamSpec,
+    adopt,
+    default_bucket_size,
+    lay_out,
+)
 from megatron_distopt.layout.placement import Piece, Placement
-from megatron_distopt.layout.shards import ParamShard, owned_shards
-from megatron_distopt.layout.span import Span
+from megatron_distopt.layout.shards import FlatParamPlan, ParamShard, owned_shards, plan_flat_params
+from megatron_distopt.layout.spans import Box, Span, boxes
 
 __all__ = [
     "Box",

@@ -6,21 +6,55 @@ that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout.params import ParamSlot, ParamSpec
-from megatron_distopt.layout.span import Span
+from megatron_distopt.layout.spans import Span
 
-__all__ = ["Bucket", "BufferLayout", "adopt", "default_bucket_size", "lay_out"]
+__all__ = ["Bucket", "BufferLayout", "ParamSlot", "ParamSpec", "adopt", "default_bucket_size", "lay_out"]
 
 #: Buckets of a buffer, where neither bound below counts.
 _USUAL_BUCKETS = 8
 #: Each rank's part of a bucket is worth a message, and a bucket is not so large that its last one is waited for.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A parameter, without its tensor.
+
+    Args:
+        name: unique among the params of one optimizer.
+        numel: elements.
+        shape: as the module sees it; `()` where it does not matter.
+        dtype: of the model param, e.g. "bfloat16".
+    """
+
+    name: str
+    numel: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            rule = "have at least 1 element"
+            raise LayoutError(refusal(f"param {self.name!r}", f"{self.numel} elements", rule, "Freeze or drop it"))
+        if self.shape and math.prod(self.shape) != self.numel:
+            rule = f"have a shape of {self.numel} elements"
+            raise LayoutError(refusal(f"param {self.name!r}", f"shape {self.shape}", rule, "Give its own shape"))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """The place of one parameter in a buffer; a parameter never crosses a bucket."""
+
+    name: str
+    bucket: int
+    in_buffer: Span
 
 
 @dataclass(frozen=True, slots=True)

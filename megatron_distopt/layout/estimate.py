@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from megatron_distopt.layout.buckets import BufferLayout
-from megatron_distopt.layout.flat_params import plan_flat_params
-from megatron_distopt.layout.shards import owned_shards
+from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
 __all__ = ["Collective", "Footprint", "Kind", "Widths", "collectives_of", "estimate_footprint", "stats_collective"]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout.boxes import Box, boxes
-from megatron_distopt.layout.span import Span
+from megatron_distopt.layout.spans import Box, Span, boxes
 
 __all__ = ["Piece", "Placement"]
 

@@ -1,4 +1,4 @@
-"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/flat_params.py).
+"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/shards.py).
 
 A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its own main param: the
 view of the param buffer is updated in place, so it is never rounded and nothing is copied.

@@ -21,10 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint import background, disk, is_checkpoint, saving
-from megatron_distopt.checkpoint.background import BackgroundSaver
-from megatron_distopt.checkpoint.contribution import Written
-from megatron_distopt.checkpoint.staging import Staging, room_for, split
+from megatron_distopt.checkpoint import background, disk, is_checkpoint, save
+from megatron_distopt.checkpoint.background import BackgroundSaver, Staging, room_for, split
+from megatron_distopt.checkpoint.save import Written
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
@@ -589,9 +588,9 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
         found["failed mutely"] = ranks.ended(ranks.saver.finish)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            read = saving.read_part
-            patch.setattr(saving, "read_part", lambda folder, of, number: None if number else read(folder, of, number))
-            patch.setattr(saving, "_SECONDS_TO_APPEAR", A_MOMENT)
+            read = save.read_part
+            patch.setattr(save, "read_part", lambda folder, of, number: None if number else read(folder, of, number))
+            patch.setattr(save, "_SECONDS_TO_APPEAR", A_MOMENT)
         ranks.save(5)
         found["not shared"] = ranks.ended(ranks.saver.finish)
     with pytest.MonkeyPatch.context() as patch:

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_distopt.checkpoint import disk, folder, save_checkpoint, saving, together
-from megatron_distopt.checkpoint.contribution import contribution_of
+from megatron_distopt.checkpoint import disk, folder, save_checkpoint
 from megatron_distopt.checkpoint.folder import is_checkpoint, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import CheckpointError
 from tests.support.simulated import Param, World
@@ -164,7 +164,7 @@ def test_first_save_when_killed_then_there_is_no_checkpoint_or_a_whole_one(
 def test_rank_when_killed_while_it_writes_then_the_old_checkpoint_stays(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
     four = Numbered(World.of(CUT, dp=2, tp=2))
     four.save(tmp_path, 1)
     before = sorted(tmp_path.iterdir())
@@ -396,7 +396,7 @@ def test_save_when_a_rank_dies_just_after_the_commit_then_the_new_checkpoint_sta
             raise ConnectionError("connection closed by peer")
         return value
 
-    monkeypatch.setattr(together, "raise_together", second_exchange_fails)
+    monkeypatch.setattr("megatron_distopt.checkpoint.save.raise_together", second_exchange_fails)
     one.become(2)
     with pytest.raises(ConnectionError):
         save_checkpoint(tmp_path, one.world.ranks[0].model, ONE_RANK)
@@ -522,7 +522,7 @@ def test_saves_when_the_file_system_has_no_locks_then_the_first_to_commit_stays(
         saver.write(contribution_of(one.world.ranks[0].model))
         both.append(saver)
     both[1].commit()
-    monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
     with pytest.raises(CheckpointError, match="no file of rank 0 to be seen"):
         both[0].commit()
     both[0].abandon()

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.crc import joined
 from megatron_distopt.checkpoint.manifest import FileRecord
-from megatron_distopt.checkpoint.tensor_file import TensorWriter, crc_of_file
+from megatron_distopt.checkpoint.tensor_file import TensorWriter, crc_of_file, joined
 
 LARGE = 1 << 18  # elements of fp32: the least that is not read for its checksum
 

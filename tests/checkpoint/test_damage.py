@@ -358,7 +358,7 @@ def test_save_when_the_folder_cannot_be_written_then_the_file_is_named(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(disk, "create", refuse)
-    monkeypatch.setattr("megatron_distopt.checkpoint.saving.new_save_id", lambda: "01234567")
+    monkeypatch.setattr("megatron_distopt.checkpoint.save.new_save_id", lambda: "01234567")
     path = folder / "01234567-00000.distcp"
     assert Saved(folder, running).refused() == (
         f"Invalid file {path}: [Errno 13] Permission denied: '{path}'. Must be writable. "

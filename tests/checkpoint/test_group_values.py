@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_distopt import distribute
-from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.exchange import convert
 from megatron_distopt.checkpoint.load_any import load_any
+from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from tests.support.simulated import World, small_model

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import megatron_distopt
-from megatron_distopt.checkpoint import load_checkpoint, saving
-from megatron_distopt.checkpoint.contribution import contribution_of
+from megatron_distopt.checkpoint import load_checkpoint
 from megatron_distopt.checkpoint.folder import new_save_id, read_manifest
+from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from tests.support.simulated import World
@@ -179,7 +179,7 @@ def test_load_when_a_tensor_is_something_else_then_that_is_said(
 def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_checkpoint_stays(
     folder: Path, marker: Path, protocol: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
     two = Numbered(World.of(TINY, dp=2)).become(2)
     by_rank = savings(two.world, folder, new_save_id())
     for each, rank in zip(by_rank, two.world.ranks, strict=True):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
-from megatron_distopt.checkpoint.sharded_value import ShardedValue
+from megatron_distopt.checkpoint.dcp import ShardedValue
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from tests.support.models import SHAPES, Params, exact_grads

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import MANIFEST, exchange, read_manifest
-from megatron_distopt.checkpoint.manifest import (
-    Chunk,
-    FileRecord,
-    GroupRecord,
-    Manifest,
-    Scalar,
-    TensorRecord,
-    kind_of,
-    name_of,
-    to_text,
-)
+from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, kind_of, name_of, to_text
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.layout import Box
 from megatron_distopt.plugin import cli

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.checkpoint import Share, WholeModel
-from megatron_distopt.checkpoint.contribution import contribution_of, write_contribution
 from megatron_distopt.checkpoint.folder import commit, new_save_id, read_manifest
 from megatron_distopt.checkpoint.load import load_planned, separate, verify_files
 from megatron_distopt.checkpoint.load_plan import check_names, plan_load
 from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.save import contribution_of, write_contribution
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, Placement, lay_out

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.contribution import contribution_of
 from megatron_distopt.checkpoint.folder import MANIFEST, lock_file, new_save_id, read_manifest
-from megatron_distopt.checkpoint.saving import Saving
+from megatron_distopt.checkpoint.save import Saving, contribution_of
 from megatron_distopt.optimizer import moments_of
 from tests.support.simulated import KINDS, Param, World, element_numbers
 

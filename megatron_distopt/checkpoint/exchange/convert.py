@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint.exchange.safe import save_whole
 from megatron_distopt.checkpoint.exchange.slices import Slices, check_all_written
 from megatron_distopt.checkpoint.exchange.torch_file import open_torch_file, write_torch_file
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, new_save_id
-from megatron_distopt.checkpoint.group_record import check_groups
+from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 

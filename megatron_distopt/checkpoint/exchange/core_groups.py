@@ -8,7 +8,8 @@ from typing import Any
 from megatron_distopt.checkpoint.exchange.groups import PartGroup, record_of
 from megatron_distopt.checkpoint.exchange.inert import as_number
 from megatron_distopt.checkpoint.exchange.names import decays
-from megatron_distopt.checkpoint.manifest import MAIN, GroupRecord, Manifest, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_distopt.checkpoint.exchange.deepspeed_state import group_record, step_of
 from megatron_distopt.checkpoint.exchange.inert import attribute
 from megatron_distopt.checkpoint.exchange.located import Flat
-from megatron_distopt.checkpoint.manifest import MAIN, GroupRecord
+from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.layout import Span
 
 __all__ = ["ZeroGroup", "zero_group"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_distopt.checkpoint.exchange.groups import PartGroup, record_of
 from megatron_distopt.checkpoint.exchange.inert import as_number, attribute
-from megatron_distopt.checkpoint.manifest import GroupRecord, Manifest
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.exchange.deepspeed_state import folder_of, group_record, head_of, step_of
 from megatron_distopt.checkpoint.exchange.inert import as_number, load_file, understood
-from megatron_distopt.checkpoint.manifest import MAIN, GroupRecord, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_distopt.checkpoint.exchange.model_file import ModelFile
 from megatron_distopt.checkpoint.exchange.names import decays
-from megatron_distopt.checkpoint.manifest import NOT_OPTIONS, GroupRecord
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = [

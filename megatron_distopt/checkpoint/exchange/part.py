@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.exchange.groups import Kept, PartGroup, record_of, the_step
 from megatron_distopt.checkpoint.exchange.model_file import FileParam, ModelFile
-from megatron_distopt.checkpoint.manifest import MAIN, GroupRecord, Manifest, join, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Span

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.exchange.safe import load_safely, save_whole
-from megatron_distopt.checkpoint.group_record import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 

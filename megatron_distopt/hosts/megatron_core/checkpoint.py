@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.load_any import load_any
-from megatron_distopt.checkpoint.manifest import NOT_OPTIONS
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal

@@ -265,7 +265,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return head_of(self)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """All of this rank's state by param name, for a restart at the same size, see checkpoint/state.py."""
+        """All of this rank's state by param name, for a restart at the same size, see checkpoint/local_state.py."""
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.contribution import Written, contribution_of
-from megatron_distopt.checkpoint.load import install, separate
+from megatron_distopt.checkpoint.load import install, names_of_all, separate
 from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_load
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
@@ -35,7 +34,7 @@ from megatron_distopt.checkpoint.manifest import (
     name_of,
     to_text,
 )
-from megatron_distopt.checkpoint.together import names_of_all
+from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal

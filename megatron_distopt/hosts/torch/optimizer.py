@@ -23,10 +23,9 @@ from megatron_distopt.checkpoint import (
     local_state_dict,
 )
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
-from megatron_distopt.checkpoint.full_state import full_state_dict
 from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
-from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, torch_state_dict
+from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
@@ -458,7 +457,7 @@ class TorchDistributedOptimizer(Optimizer):
 
     @torch.no_grad()
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's state by param name, for a restart at the same size; see checkpoint/state.py."""
+        """This rank's state by param name, for a restart at the same size; see checkpoint/local_state.py."""
         self.finish_param_gather()
         self._follow_user()
         return local_state_dict(self.sharded)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_distopt.checkpoint.manifest import MAIN, GroupRecord, Manifest, TensorRecord, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.layout import Box
 from megatron_distopt.plugin.commands.show import counted, listed

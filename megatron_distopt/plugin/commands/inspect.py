@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_distopt.checkpoint.manifest import GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.plugin.commands.answer import Answer
 from megatron_distopt.plugin.commands.held import Held, files_of, held_at, params_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_distopt.checkpoint.manifest import FileRecord, GroupRecord
+from megatron_distopt.checkpoint.manifest import FileRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.plugin.commands.held import Held
 from megatron_distopt.plugin.commands.settings import settings_of
 from megatron_distopt.plugin.commands.show import (

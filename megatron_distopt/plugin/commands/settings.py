@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_distopt.checkpoint.manifest import GroupRecord, Manifest
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 
 __all__ = ["Setting", "settings_of", "settings_that_differ"]
 

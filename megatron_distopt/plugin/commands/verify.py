@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.manifest import GroupRecord, name_of
+from megatron_distopt.checkpoint.manifest import name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box

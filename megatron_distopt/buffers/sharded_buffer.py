@@ -1,18 +1,22 @@
-"""Contiguous 1-D tensors and views into them."""
+"""Contiguous 1-D tensors and views into them, for grads and for params.
+
+`param.data` of every parameter is a view of the param buffer, so that nothing is copied after the all-gather.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 
-__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "view_of", "with_own_storage"]
+__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of", "with_own_storage"]
 
 #: What a model param may be; anything else is refused by name.
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,3 +109,23 @@ class ShardedBuffer:
 
     def collect(self) -> None:
         """After somebody changed the params: nothing to do, they are views."""
+
+
+@torch.no_grad()
+def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> Tensor:
+    """Allocates the buffer and makes each param a view of it, value kept.
+
+    Args:
+        params: by name, of one dtype and device.
+        layout: holds a slot for each.
+
+    Returns:
+        1-D [layout.numel], dtype of the params; padding is zero.
+    """
+    first = next(iter(params.values()))
+    buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+    for name, param in params.items():
+        view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
+        view.copy_(param)
+        param.data = with_own_storage(view)
+    return buffer

@@ -1,4 +1,4 @@
-"""Boxes: the elements of a flat stretch of an N-D tensor as axis-aligned boxes.
+"""Spans and boxes: ranges of element indices in one and in N dimensions.
 
 A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes, exactly: the rest of
 the first row, whole rows, and the beginning of the last row, where each of the two partial rows is such a stretch of
@@ -12,9 +12,52 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout.span import Span
 
-__all__ = ["Box", "boxes"]
+__all__ = ["Box", "Span", "boxes"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """Elements `start` (inclusive) to `stop` (exclusive) of some 1-D index space.
+
+    The index space is always in the name of the variable: `in_param`, `in_buffer`, `in_bucket`, `in_shard`.
+
+    >>> Span(2, 10).intersect(Span(8, 20))
+    Span(start=8, stop=10)
+    >>> Span(8, 10).relative_to(8)
+    Span(start=0, stop=2)
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise LayoutError(
+                refusal("span", f"[{self.start}, {self.stop})", "satisfy 0 <= start <= stop", "Give start before stop")
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def relative_to(self, origin: int) -> Span:
+        """The same elements, counted from `origin`."""
+        return Span(self.start - origin, self.stop - origin)
+
+    def moved_by(self, distance: int) -> Span:
+        """The same elements, in an index space that starts `distance` elements earlier."""
+        return Span(self.start + distance, self.stop + distance)
+
+    def intersect(self, other: Span) -> Span | None:
+        """The elements in both, or None where there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def as_slice(self) -> slice:
+        """For indexing a 1-D tensor."""
+        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True, order=True, slots=True)

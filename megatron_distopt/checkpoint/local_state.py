@@ -22,7 +22,6 @@ from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
 _FORMAT = 1
-
 #: Which kernel updates is the choice of the run that loads, not of the one that saved.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 #: These keep the same state.

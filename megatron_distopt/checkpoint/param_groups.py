@@ -1,7 +1,8 @@
-"""Param groups as a checkpoint holds them, and what may be in them."""
+"""Param groups as a checkpoint holds them: what may be in them, and how they are read off a live optimizer."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 __all__ = [
     "NOT_OPTIONS",
@@ -21,6 +24,10 @@ __all__ = [
     "group_to_json",
     "is_like",
     "join_groups",
+    "options_of",
+    "plain_option",
+    "scalars_of",
+    "step_of",
 ]
 
 #: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
@@ -29,6 +36,7 @@ NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiab
 #: Options that every optimizer computes with.
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
 _LISTS_OF_NUMBERS = ("betas",)
+_log = logging.getLogger("megatron_distopt")
 
 
 @dataclass(frozen=True)
@@ -184,3 +192,59 @@ def _difference(one: GroupRecord, other: GroupRecord) -> str:
     left, right = ({"step": each.step, **each.options, **each.scalars} for each in (one, other))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
+
+
+def step_of(
+    optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
+) -> int | None:
+    """Updates so far, wherever the class counts them; an Adam without moments has not updated it yet."""
+    is_begun = bool(optimizer.inner.state.get(flat.main)) or not optimizer.plan.choice.is_adam
+    if "step" in group and is_begun:
+        return int(_scalar("step", group["step"]).value)
+    return int(scalars["step"].value) if "step" in scalars else None
+
+
+def options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those that a file keeps, and the types of the others."""
+    given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
+    unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
+    for key, name in unsaved.items():
+        _log.warning("param group option %r is a %s and is not saved", key, name)
+    return {key: value for key, value in given.items() if key not in unsaved}, unsaved
+
+
+def plain_option(value: Any) -> Any:
+    """A learning rate that is a tensor is a number in the file."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain_option(each) for key, each in value.items()}
+    return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON keeps it as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
+    """What the inner optimizer keeps with a flat param beside tensors as large."""
+    cut = moments_of(optimizer.inner, flat.main)
+    state = optimizer.inner.state.get(flat.main, {})
+    return {key: _scalar(key, value) for key, value in state.items() if key not in cut}
+
+
+def _scalar(key: str, value: Any) -> Scalar:
+    if torch.is_tensor(value) and value.numel() == 1:
+        return Scalar(value.item(), dtype_name(value.dtype))
+    if isinstance(value, (bool, int, float)):
+        return Scalar(value, "")
+    got = f"a tensor of {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+    remedy = "Use an element-wise inner optimizer"
+    raise CheckpointError(
+        refusal(f"state {key!r} of the inner optimizer", got, "be a number, or as large as its param", remedy)
+    )

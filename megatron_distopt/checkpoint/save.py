@@ -1,0 +1,319 @@
+"""Saving by all ranks of the model: begun by all, written by each, committed by the first.
+
+Small messages travel between the ranks; tensors go to the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.folder import (
+    commit,
+    data_file,
+    lock_file,
+    new_save_id,
+    read_failure,
+    read_part,
+    withdraw,
+    write_failure,
+    write_part,
+)
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord, check_counts, no_collection
+from megatron_distopt.checkpoint.param_groups import (
+    GroupRecord,
+    check_groups,
+    join_groups,
+    options_of,
+    scalars_of,
+    step_of,
+)
+from megatron_distopt.checkpoint.tensor_file import TensorWriter
+from megatron_distopt.checkpoint.whole_model import (
+    Share,
+    WholeModel,
+    earlier_saves,
+    owned_pieces,
+    remember_saved,
+    saved_loss_scale,
+)
+from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.layout import Box
+from megatron_distopt.version import VERSION
+
+__all__ = [
+    "Contribution",
+    "Saving",
+    "Written",
+    "begin",
+    "contribution_of",
+    "save_checkpoint",
+    "should_have_appeared",
+    "write_contribution",
+]
+
+#: Network file systems show another machine's file with a delay.
+_SECONDS_TO_APPEAR = 120.0
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """One tensor to write.
+
+    Args:
+        key: see `key_of`.
+        shape: of the whole param.
+        box: that the tensor is of it.
+        tensor: a view of the live state.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """What one rank writes.
+
+    Args:
+        head: its manifest without files and tensors, and until it is written without an id.
+        tensors: in the order of the file; gone through once.
+    """
+
+    head: Manifest
+    tensors: Iterable[Written]
+
+
+def contribution_of(model: WholeModel) -> Contribution:
+    """Views of the live state: write them, or copy them, before the next step.
+
+    Raises:
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that no
+            load would take.
+    """
+    tensors = tuple(
+        Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
+        for piece in owned_pieces(model)
+        if piece.share.writes(piece.shard.name)
+        for key, tensor in piece.tensors()
+    )
+    first = model.shares[0].optimizer
+    groups = join_groups(group for share in model.shares for group in _groups_of(share))
+    resting = join_groups(group for share in model.shares for group in _resting_of(share))
+    check_groups((*groups, *resting), "the optimizer")
+    head = Manifest(
+        save_id="",
+        files=(),
+        tensors={},
+        groups=groups,
+        inner=first.plan.choice.name,
+        loss_scale=saved_loss_scale(first.loss_scale),
+        num_skipped=first.num_skipped,
+        about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
+        earlier=earlier_saves(model),
+        resting=resting,
+    )
+    check_counts(head, "the optimizer")  # a part that no reader takes would be waited for in vain
+    return Contribution(head, tensors)
+
+
+def write_contribution(folder: Path, contribution: Contribution, save_id: str, rank: int) -> Manifest:
+    """Writes this rank's file, tensor by tensor, and then its part of the manifest; both are on the disk afterwards.
+
+    Raises:
+        CheckpointError: the disk is full, or fails; what was written is removed again.
+    """
+    path = data_file(folder, save_id, rank)
+    try:
+        with disk.written(path) as file:
+            part = _write(TensorWriter(path, file), contribution, save_id)
+        write_part(folder, part, rank)
+    except OSError as error:
+        remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
+        raise CheckpointError(refusal(f"file {path}", error, "be writable", remedy)) from error
+    return part
+
+
+def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Manifest:
+    tensors: dict[str, TensorRecord] = {}
+    for each in contribution.tensors:
+        stretch = writer.append(each.key, each.tensor)
+        chunk = Chunk(each.box, 0, stretch.start, stretch.nbytes)
+        before = tensors[each.key].chunks if each.key in tensors else ()
+        tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
+    return replace(contribution.head, save_id=save_id, files=(writer.record(),), tensors=tensors)
+
+
+def _groups_of(share: Share) -> Iterator[GroupRecord]:
+    """Of the groups of which this rank owns something, one a flat param: another rank speaks for the others."""
+    optimizer = share.optimizer
+    for number, group in enumerate(optimizer.inner.param_groups):
+        options, unsaved = options_of(group)
+        for flat in optimizer.flat_params:
+            if flat.plan.key.group == number:
+                names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
+                scalars = scalars_of(optimizer, flat)
+                yield GroupRecord(tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved)
+
+
+def _resting_of(share: Share) -> Iterator[GroupRecord]:
+    for number, names in share.resting.items():
+        options, unsaved = options_of(share.optimizer.inner.param_groups[number])
+        yield GroupRecord(names, options, unsaved=unsaved)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that was begun.
+
+    Args:
+        folder: of the checkpoint.
+        save_id: in the names of its files.
+        rank: of this process among those that save.
+        size: how many they are.
+        lock: of the first rank.
+    """
+
+    folder: Path
+    save_id: str
+    rank: int
+    size: int
+    lock: int | None
+
+    def write(self, contribution: Contribution) -> Manifest:
+        """Writes this rank's file.
+
+        Raises:
+            CheckpointError: the disk is full, or fails.
+        """
+        return write_contribution(self.folder, contribution, self.save_id, self.rank)
+
+    def commit(self, is_hopeless: Callable[[], bool] | None = None) -> None:
+        """Makes it the checkpoint, on the first rank; nothing on the others.
+
+        Args:
+            is_hopeless: says, while other ranks may still be writing, whether waiting for them has become useless;
+                None where all of them have written.
+
+        Raises:
+            CheckpointError: a rank's part is not to be seen, or the parts do not fit together.
+        """
+        if self.rank != 0:
+            return
+        try:
+            commit(self.folder, [self._part_of(rank, is_hopeless) for rank in range(self.size)])
+        except OSError as error:
+            remedy = "Free space there, or save elsewhere; the checkpoint there is the one before, or this one"
+            raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
+
+    def _part_of(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
+        start = time.monotonic()
+        is_over = is_hopeless or (lambda: should_have_appeared(start))
+        while True:
+            part = read_part(self.folder, self.save_id, rank)
+            if part is not None:
+                return part
+            failure = read_failure(self.folder, self.save_id, rank)
+            if failure is not None:
+                remedy = "Mend what that rank reports"
+                raise CheckpointError(
+                    refusal("save", f"rank {rank} failed with «{failure}»", "pass on all ranks", remedy)
+                )
+            if is_over():
+                break
+            time.sleep(0.05)
+        got, rule = f"no file of rank {rank} to be seen", f"be on a disk that all {self.size} ranks share"
+        raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a folder on a shared disk"))
+
+    def report(self, error: BaseException) -> None:
+        """Tells the first rank, which waits for a file, that none will come."""
+        with suppress(OSError, DistOptError):
+            write_failure(self.folder, self.save_id, self.rank, str(error))
+
+    def abandon(self) -> None:
+        """Removes what was written, on the first rank; the checkpoint that was there stays."""
+        if self.rank == 0:
+            withdraw(self.folder, self.save_id)
+
+    def release(self) -> None:
+        """Lets other runs save there."""
+        disk.unlock(self.lock)
+
+
+def should_have_appeared(written_at: float) -> bool:
+    """Whether a file that another rank had written by then, as `time.monotonic` counts, is overdue here."""
+    return time.monotonic() >= written_at + _SECONDS_TO_APPEAR
+
+
+def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
+    """Collective: the first rank makes the folder and keeps others from it.
+
+    Args:
+        folder: of the checkpoint; made where it is missing.
+        everyone: all ranks that save.
+        prepare: what a rank does before, which may raise: one exchange tells all of both.
+
+    Raises:
+        CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.
+        RanksDisagreeError: on the others.
+    """
+    locks: list[int | None] = []
+
+    def claim() -> str:
+        prepare()
+        if everyone.rank == 0:
+            locks.append(_claim(folder))
+        return new_save_id()
+
+    try:
+        save_id = exchange_together(claim, everyone, "save")[0]
+    except BaseException:
+        for lock in locks:
+            disk.unlock(lock)
+        raise
+    return Saving(folder, save_id, everyone.rank, everyone.size, *(locks or (None,)))
+
+
+def _claim(folder: Path) -> int | None:
+    try:
+        disk.make_folder(folder)
+        return disk.lock(lock_file(folder))
+    except OSError as error:
+        rule, remedy = "be a folder that can be written", "Free space there, or give another folder"
+        raise CheckpointError(refusal(f"checkpoint {folder}", error, rule, remedy)) from error
+
+
+@no_collection()
+def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
+    """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or still the old one.
+
+    Args:
+        folder: of the checkpoint; made where it is missing.
+        model: with this rank's optimizers.
+        everyone: all ranks that hold a part of the model.
+
+    Raises:
+        CheckpointError: on a rank that cannot write.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+    saving = begin(folder, everyone)
+    try:
+        raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
+        raise_together(saving.commit, everyone, "save")
+        remember_saved(model, saving.save_id)
+    except BaseException:
+        saving.abandon()
+        raise
+    finally:
+        saving.release()
