@@ -1,6 +1,7 @@
-"""Packaging. Installing into an existing fork must not move its torch, deepspeed or megatron, so torch is named without
-a version and everything else is an extra."""
+"""Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. For torch
+the oldest release is named that has all functions that the package calls."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -14,18 +15,47 @@ DEEPSPEED = ["deepspeed"]
 #: What examples/recipes train with.
 RECIPES = ["accelerate", "lightning", "transformers"]
 QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib", "rich"]
+#: What scripts/docs.sh builds the site with; ruff lays out the signatures.
+DOCS = ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11", "ruff"]
+
+
+def index_page(readme: str) -> str:
+    """The README as a package index shows it: without what only a checkout of the repository has.
+
+    What is left out: sections between the marker comments "repository", pictures, and the targets of links into the
+    repository, whose text stays.
+    """
+    text = re.sub(r"<!-- repository: begin -->.*?<!-- repository: end -->\n", "", readme, flags=re.DOTALL)
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
+
 
 setup(
     name="megatron-distopt",
     version=VERSION["VERSION"],
-    description="A better distributed optimizer (ZeRO stage 1) for Megatron forks and megatron-core",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    description="A distributed optimizer (ZeRO stage 1) for Megatron forks, megatron-core and any torch module",
+    long_description=index_page((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
+    author="The megatron-distopt developers",
     license="Apache-2.0",
+    keywords=["distributed optimizer", "ZeRO", "Megatron", "PyTorch", "data parallelism", "large language models"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
     package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch"],
+    install_requires=["torch>=2.1"],
     entry_points={
         "console_scripts": ["megatron-distopt = megatron_distopt.plugin.cli:main"],
         "megatron.optimizer_factories": ["distopt = megatron_distopt.plugin.entry_point:distopt"],
@@ -36,6 +66,7 @@ setup(
         "megatron-core": MEGATRON_CORE,
         "quickstart": QUICKSTART,
         "recipes": RECIPES,
+        "docs": DOCS,
         "dev": [*QUICKSTART, *RECIPES, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
 )

@@ -1,20 +1,30 @@
-"""What README.md and docs/ name exists: files, commands, flags, variables."""
+"""What README.md and docs/ name exists and is linked: files, commands, flags, variables."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
 from megatron_distopt.config import FREE_OPTIONS, config_from_environment, switch_from
 from megatron_distopt.plugin import add_arguments, cli
+from scripts.reference import PAGE as REFERENCE
+from scripts.reference import with_table
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 VARIABLES = {"MEGATRON_DISTOPT", *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS)}
@@ -37,7 +47,7 @@ def _code(text: str) -> Iterator[str]:
 
 def _named_paths(text: str) -> set[str]:
     """Words in backticks that look like a path of the repository."""
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+    spans = re.findall(r"`([^`\n]+)`", _without_code(text))
     words = {word for span in spans for word in span.split() if re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word)}
     return {word for word in words if "/" in word and _is_ours(word)}
 
@@ -49,11 +59,39 @@ def _is_ours(word: str) -> bool:
     return (ROOT / first).is_dir() or (ROOT / "megatron_distopt" / first).is_dir() or word.endswith(_ENDINGS)
 
 
+def _without_code(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _links(page: Path) -> list[tuple[Path, str]]:
+    """File and anchor of every link of a page into the repository."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text(encoding="utf-8")))
+    parts = [target.partition("#") for target in targets if "://" not in target]
+    return [((page.parent / file).resolve() if file else page, anchor) for file, _, anchor in parts]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @each_page
-def test_page_when_it_links_then_the_file_exists(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
-    assert not missing
+def test_page_when_it_links_then_file_and_heading_exist(page: Path) -> None:
+    links = _links(page)
+    assert links, "a page without links leads nowhere"
+    assert [file for file, _ in links if not file.is_file()] == []
+    assert [(file, anchor) for file, anchor in links if anchor and anchor not in _anchors(file)] == []
+
+
+@each_page
+def test_page_when_it_names_a_file_then_it_links_to_it(page: Path) -> None:
+    text = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    linked = {file for file, _ in _links(page)} | {page}
+    bases = (ROOT, ROOT / "megatron_distopt", page.parent)
+    spans = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)`", _without_code(text))
+    named = {base / word for word in spans for base in bases if (base / word).is_file()}
+    assert sorted(file.resolve() for file in named if file.resolve() not in linked) == []
 
 
 @each_page
@@ -94,3 +132,37 @@ def test_page_when_it_sets_a_variable_of_ours_then_the_value_is_taken(page: Path
     for name, value in re.findall(r"\b(MEGATRON_DISTOPT\w*)=([\w.:]*\w)", page.read_text(encoding="utf-8")):
         switch_from({name: value})
         config_from_environment({name: value})
+
+
+def test_reference_when_compared_with_the_options_then_its_table_is_theirs() -> None:
+    page = REFERENCE.read_text(encoding="utf-8")
+    assert page == with_table(page), "write the table again: python scripts/reference.py"
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """Of the wheel, whose description is the page of a package index."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("setup.py", "pyproject.toml", "README.md", "megatron_distopt/version.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    code = "import setuptools.build_meta as build; print(build.prepare_metadata_for_build_wheel('wheel'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=True
+    )
+    written = folder / "wheel" / done.stdout.splitlines()[-1] / "METADATA"
+    return Parser().parsestr(written.read_text(encoding="utf-8"))
+
+
+def test_metadata_when_built_then_it_is_complete_and_has_no_address(metadata: Message) -> None:
+    assert metadata["Author"] == "The megatron-distopt developers"
+    assert metadata["Summary"] and metadata["Keywords"] and metadata.get_all("Classifier")
+    assert any(requirement.startswith("torch>=") for requirement in metadata.get_all("Requires-Dist", []))
+    assert metadata["Home-page"] is None and metadata["Project-URL"] is None
+
+
+def test_index_page_when_built_then_it_needs_no_checkout(metadata: Message) -> None:
+    page = metadata.get_payload()
+    assert isinstance(page, str) and "pip install megatron-distopt" in page
+    assert re.findall(r"\]\((?!https?:)", page) == []
+    assert [name for name in ("scripts/", "configs/", "examples/", "benchmarks/results", "<!--") if name in page] == []

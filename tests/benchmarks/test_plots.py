@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from peers.plot import Bar, Drawing, Panel, Row, draw_panels
 from peers.plot_training import draw_memory, draw_step, draw_train
 from peers.ratios import Spread
+
+from scripts.plots import NAMES, PICTURES, Picture
+from scripts.plots import draw as draw_picture
 
 pytest.importorskip("matplotlib")
 
@@ -145,3 +149,29 @@ def test_from_when_there_is_no_plot_beside_it_then_says_what_to_write() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "Invalid --from: no --plot beside it. Must say where to draw. Write --plot FILE beside it." in done.stderr
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_readme_picture_when_compared_with_its_result_then_it_is_not_stale(picture: Picture) -> None:
+    stored = re.findall(r"<dc:description>(\w+)</dc:description>", picture.path.read_text(encoding="utf-8"))
+    assert stored == [picture.digest()], "draw the pictures again: python scripts/plots.py"
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_readme_picture_when_drawn_twice_then_the_files_are_equal(picture: Picture, tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        draw_picture(picture, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_readme_picture_when_drawn_then_every_contestant_and_number_of_ranks_is_in_it(
+    picture: Picture, tmp_path: Path, drawn: list[Any]
+) -> None:
+    draw_picture(picture, tmp_path / "x.svg")
+    entries = json.loads(picture.result.read_text(encoding="utf-8"))["ranks"]
+    titles = {f"{entry['ranks']} ranks" for entry in entries}
+    found = texts(drawn[0])
+    assert titles <= {text.partition(",")[0] for text in found}
+    kind = "seconds" if "seconds" in entries[0] else "bytes an element"
+    assert {NAMES[name] for name in NAMES if entries[0][kind].get(name)} <= found

@@ -1,0 +1,147 @@
+"""Draws the two pictures of README.md from what benchmarks/results holds. Needs matplotlib.
+
+Usage: python scripts/plots.py
+
+[Note: stale pictures] Each SVG holds a digest of everything that it was made from: the result files and this script.
+`tests/benchmarks/test_plots.py` compares it, so that a new result or a new way of drawing asks for new pictures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+
+OURS, PEER, TEXT = "#1f6fb4", "#a9b4c0", "#24292f"
+#: Opacity of the part of a bar that is held between two steps.
+LIGHT = 0.45
+#: Contestants of the results in the order of the rows, with the names that a reader knows.
+NAMES = {
+    "ours": "megatron-distopt",
+    "ours, messages": "megatron-distopt, over sockets",
+    "fork of 2023": "Megatron fork's own optimizer",
+    "fork of 2023, fused Adam": "the same with a fused Adam",
+    "megatron-core": "megatron-core 0.16.1",
+    "megatron-core, fused Adam": "the same with a fused Adam",
+    "DeepSpeed ZeRO-1": "DeepSpeed ZeRO-1",
+    "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2",
+    "torch DDP + ZeroRedundancy": "torch DDP + ZeroRedundancy",
+    "torch FSDP2": "torch FSDP2 (shards params)",
+}
+#: Makes the identifiers inside of an SVG the same at every run.
+STYLE = {"svg.hashsalt": "megatron-distopt", "svg.fonttype": "path", "font.size": 9, "text.color": TEXT}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One SVG of the README.
+
+    Args:
+        name: of the result and of the picture, without their endings.
+        title: above both panels.
+        label: of the horizontal axis.
+        draw: fills the axes of a panel from the entry of one number of ranks.
+    """
+
+    name: str
+    title: str
+    label: str
+    draw: Callable[[Any, Mapping[str, Any]], None]
+
+    @property
+    def result(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def path(self) -> Path:
+        return IMAGES / f"{self.name}.svg"
+
+    def digest(self) -> str:
+        """SHA-256 of what the picture is made from, see [Note: stale pictures]."""
+        return hashlib.sha256(self.result.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
+def _draw_seconds(axes: Any, entry: Mapping[str, Any]) -> None:
+    found = {name: entry["seconds"][name] for name in NAMES if entry["seconds"].get(name)}
+    middles = [1e3 * seconds["median"] for seconds in found.values()]
+    least = [middle - 1e3 * seconds["least"] for middle, seconds in zip(middles, found.values(), strict=True)]
+    most = [1e3 * seconds["most"] - middle for middle, seconds in zip(middles, found.values(), strict=True)]
+    spread = {"ecolor": "#57606a", "elinewidth": 1, "capsize": 2}
+    axes.barh(list(found), middles, xerr=(least, most), color=_colors(found), height=0.68, error_kw=spread)
+    _label(axes, [1e3 * seconds["most"] for seconds in found.values()], [f"{middle:.0f}" for middle in middles])
+
+
+def _draw_bytes(axes: Any, entry: Mapping[str, Any]) -> None:
+    found = {name: entry["bytes an element"][name] for name in NAMES if name in entry["bytes an element"]}
+    peaks = [values["peak of a step"] for values in found.values()]
+    held = [values["held between steps"] for values in found.values()]
+    axes.barh(list(found), peaks, color=_colors(found), alpha=LIGHT, height=0.68)
+    axes.barh(list(found), held, color=_colors(found), height=0.68)
+    _label(axes, peaks, [f"{low:.1f} to {high:.1f}" for low, high in zip(held, peaks, strict=True)])
+
+
+def _colors(names: Mapping[str, Any]) -> list[str]:
+    return [OURS if name.startswith("ours") else PEER for name in names]
+
+
+def _label(axes: Any, ends: Sequence[float], texts: Sequence[str]) -> None:
+    for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_xlim(0, 1.25 * max(ends))
+
+
+PICTURES = (
+    Picture(
+        "train",
+        "Time of a training step: median and range of the rounds, lower is better",
+        "ms",
+        _draw_seconds,
+    ),
+    Picture(
+        "memory",
+        "Memory of a rank: held between steps (dark) and peak of a step (light), lower is better",
+        "bytes per parameter",
+        _draw_bytes,
+    ),
+)
+
+
+def draw(picture: Picture, path: Path) -> None:
+    """Draws one panel for each number of ranks.
+
+    Args:
+        picture: one of `PICTURES`.
+        path: of the file; an SVG has the digest of the picture in its description.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        from matplotlib.figure import Figure
+
+        entries = json.loads(picture.result.read_text(encoding="utf-8"))["ranks"]
+        figure = Figure(figsize=(9.2, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(entries), sharey=True)
+        for axes, entry in zip(panels, entries, strict=True):
+            picture.draw(axes, entry)
+            axes.set_title(f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9)
+            axes.set_xlabel(picture.label)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+        names = [label.get_text() for label in panels[0].get_yticklabels()]
+        panels[0].set_yticks(range(len(names)), [NAMES[name] for name in names])
+        panels[0].invert_yaxis()
+        figure.suptitle(picture.title, fontsize=10)
+        metadata = {"Date": None, "Description": picture.digest()} if path.suffix == ".svg" else {}
+        figure.savefig(path, metadata=metadata, dpi=110)
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    for each in PICTURES:
+        draw(each, each.path)
