@@ -1,5 +1,5 @@
 """Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. For torch
-the oldest release is named that has all functions that the package calls."""
+the oldest release is named that has all functions that the package calls; rich is pure Python."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ MEGATRON_CORE = ["megatron-core==0.16.1", "einops", "numpy"]
 DEEPSPEED = ["deepspeed"]
 #: What examples/recipes train with.
 RECIPES = ["accelerate", "lightning", "transformers"]
-QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib", "rich"]
+QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib"]
 #: What scripts/docs.sh builds the site with; ruff lays out the signatures.
 DOCS = ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11", "ruff"]
 
@@ -55,9 +55,9 @@ setup(
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
     package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.1"],
+    install_requires=["rich>=13", "torch>=2.1"],
     entry_points={
-        "console_scripts": ["megatron-distopt = megatron_distopt.plugin.cli:main"],
+        "console_scripts": ["megatron-distopt = megatron_distopt.cli.main:main"],
         "megatron.optimizer_factories": ["distopt = megatron_distopt.plugin.entry_point:distopt"],
     },
     extras_require={

@@ -28,10 +28,10 @@ from peers.plot_scale import draw_scale
 from peers.ratios import ByRound, Spread, by_round, over, spread
 from peers.script import table, write
 
-from megatron_distopt.plugin.commands.plan_build import build
-from megatron_distopt.plugin.commands.plan_choice import Choice, plan_choice, plan_stage
-from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
-from megatron_distopt.plugin.commands.plan_timeline import Assumed, times_of
+from megatron_distopt.cli.plan_build import build
+from megatron_distopt.cli.plan_choice import Choice, plan_choice, plan_stage
+from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
+from megatron_distopt.cli.plan_timeline import Assumed, times_of
 
 BUCKET_SIZE = 40_000_000
 RANKS = (2, 8, 32, 128, 512, 2048, 8192)
@@ -124,14 +124,14 @@ def warm_up() -> None:
 
     What is there by then is kept from the garbage collector, which would make the processes copy it.
     """
-    build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=2)), 0), 0)
+    build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(ParallelSizes(dp=2)), 0), 0)
     gc.collect()
     gc.freeze()
 
 
 def read(setting: Setting, number: int) -> Reading:
     """Plans and builds."""
-    choice = Choice(Cut(dp=setting.ranks), bucket_size=BUCKET_SIZE)
+    choice = Choice(ParallelSizes(dp=setting.ranks), bucket_size=BUCKET_SIZE)
     wall, start = time.perf_counter(), time.process_time()
     plan = plan_choice(setting.gpt, choice).fullest
     times_of(plan, Assumed(12.5e9, backward_seconds=1.0))

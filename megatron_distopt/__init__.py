@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import DistOptConfig, config_from_arguments
 from megatron_distopt.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
     from megatron_distopt.hosts.torch.distribute import distribute
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
-    from megatron_distopt.plugin import Installation, add_arguments, config_from_arguments, install
+    from megatron_distopt.plugin import Installation, add_arguments, install
 
 __all__ = [
     "DistOptConfig",
@@ -36,7 +36,6 @@ _LAZY = {
     "Installation": "megatron_distopt.plugin",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",
-    "config_from_arguments": "megatron_distopt.plugin",
     "distribute": "megatron_distopt.hosts.torch.distribute",
     "get_megatron_optimizer": "megatron_distopt.hosts.detect",
     "install": "megatron_distopt.plugin",

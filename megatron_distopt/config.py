@@ -1,23 +1,37 @@
 """What a user can choose, checked where it is written down. Imports no torch.
 
 [Note: who wins] Code over a flag over an environment variable over the default. So a config remembers in `explicit`
-which options somebody gave, be it the default's value; flags leave alone what code gave, and variables what code or a
-flag gave.
+which options were given, also where the value is the default. Flags do not change what code gave, and variables do not
+change what code or a flag gave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.option_types import YES_OR_NO, of_its_type
+from megatron_distopt.options import (
+    NOT_NEGATIVE,
+    VARIABLE_PREFIX,
+    YES_OR_NO,
+    Rule,
+    SetBy,
+    Write,
+    as_flag,
+    as_variable,
+    at_least,
+    in_code,
+    nearest,
+    one_of,
+    option,
+    options_of,
+    variable_of,
+)
 
 __all__ = [
     "ADAM_SOURCES",
@@ -28,43 +42,20 @@ __all__ = [
     "DistOptConfig",
     "NonFinitePolicy",
     "Switch",
+    "config_from_arguments",
     "config_from_environment",
-    "config_from_namespace",
-    "flag_of",
     "switch_from",
     "with_options",
 ]
 
-#: Names that `adam` accepts beside "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
+#: Names that `adam` accepts, apart from "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
 LARGEST_SCALE = 2.0**127
 SMALLEST_SCALE = 2.0**-126
 
-_ACCELERATORS = ("auto", "deepspeed", "torch")
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_PREFIX = "MEGATRON_DISTOPT_"
-#: Options that no host has a flag for: an environment variable or a flag of ours sets them.
-FREE_OPTIONS = (
-    "adam",
-    "optimizer",
-    "nonfinite",
-    "accelerator",
-    "decay",
-    "resume_step",
-    "checkpoint_format",
-    "async_save",
-    "async_buffer_mb",
-    "keep_last",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "bucket_size",
-    "log_communication",
-    "reduce_dtype",
-    "shared_memory",
-    "debug",
-)
 
 
 class NonFinitePolicy(Enum):
@@ -89,46 +80,29 @@ class Switch(Enum):
     REQUIRE = "require"
 
 
+def _check_loss_scale(name: str, value: float | str | None, write: Write) -> None:
+    """It is kept in fp32, and so is its inverse."""
+    if isinstance(value, str) and value != "dynamic":
+        meant = f"Write loss_scale={value}" if value.replace(".", "").isdigit() else "Write loss_scale='dynamic'"
+        raise ConfigError(refusal("loss_scale", repr(value), "be None, a positive number or 'dynamic'", meant))
+    if isinstance(value, (int, float)) and not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        rule, remedy = "be None, 'dynamic' or a number from 2**-126 to 2**127", "Write loss_scale=None for none"
+        raise ConfigError(refusal("loss_scale", value, rule, remedy))
+
+
+def _check_betas(name: str, value: tuple[float, ...], write: Write) -> None:
+    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+        rule, remedy = "be 2 numbers of at least 0 and below 1", "Write betas=(0.9, 0.999)"
+        raise ConfigError(refusal("betas", value, rule, remedy))
+
+
+_BETAS = Rule("2 numbers of at least 0 and below 1", _check_betas)
+_LOSS_SCALE = Rule("dynamic or a number from 2**-126 to 2**127", _check_loss_scale)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistOptConfig:
-    """Options of the distributed optimizer. Hosts fill in what their own flags say.
-
-    Args:
-        optimizer: "adam", "sgd", or "module:Class" of an element-wise `torch.optim.Optimizer`.
-        adam: which implementation of Adam: "auto" or one of `ADAM_SOURCES`; a named one that is absent is an error.
-        accelerator: who names the device: "deepspeed", "torch", or "auto" for DeepSpeed where it is installed.
-        lr, weight_decay, betas, eps, momentum: of the inner optimizer.
-        decay: of Adam: "decoupled" on every device, or "l2" where the decay is added to the gradient.
-        resume_step: updates that the optimizer state of a checkpoint has seen; for one that does not say it itself.
-        clip_grad: largest global gradient norm; 0 for no clipping.
-        count_zeros: count zero elements of the gradient at every step.
-        loss_scale: None for none (fp16 then needs "dynamic"), a number for a constant one, or "dynamic".
-        initial_loss_scale, min_loss_scale: bounds of the dynamic scale.
-        growth_interval: steps without overflow until the dynamic scale doubles.
-        hysteresis: overflows until it is halved, counted from the last growth.
-        nonfinite: "raise", "skip" or "log", see `NonFinitePolicy`.
-        grads_in_fp32: keep fp32 grad buffers for 16-bit params (4 bytes an element instead of 2).
-        bucket_size: elements of a bucket; None for one bucket a buffer, or for as many as suit the size of the model
-            where buckets are reduced beside backward.
-        checkpoint_format: of the files behind a host's own calls: "distopt", which loads at any size, or "native", the
-            host's own.
-        async_save: train on while a copy of the state is written.
-        async_buffer_mb: memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves.
-        keep_last: how many checkpoints of the optimizer stay beside each other; None for all.
-        overlap_grad_reduce: reduce buckets beside backward, where the host leaves that to us. None for where that is
-            known to be safe: in a Megatron of 2023, whose schedule counts microbatches. A loop of one's own has to put
-            all but the last backward of a step into `no_sync()`, and says True.
-        overlap_param_gather: gather params beside the next forward pass, where the host leaves that to us. Code that
-            reads params outside of a forward pass then calls the optimizer's `finish_param_gather()` before.
-        reduce_dtype: "bfloat16" or "float16" for fp32 grads that travel in 16 bits and are added up in fp32, where the
-            host leaves that to us; None for as they are.
-        debug: every read of a param whose gather is pending, and every write to a gradient whose bucket is under way,
-            is an error that names the param and the line; slow.
-        shared_memory: ranks on one machine whose params are on its CPU exchange them through memory, not as messages.
-        log_communication: log the communication of a step, and how much of it was hidden, every so many steps; None
-            for never.
-        explicit: names of options that were given, see [Note: who wins]; `dataclasses.replace` hands them on, nobody
-            else gives them.
+    """Options of the distributed optimizer. A Megatron fills in those that its own flags set.
 
     Raises:
         ConfigError: an option that does not exist, a value of another type, or one that cannot work.
@@ -137,56 +111,135 @@ class DistOptConfig:
     'raise'
     """
 
-    optimizer: str = "adam"
-    adam: str = "auto"
-    accelerator: str = "auto"
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    decay: str = "decoupled"
-    resume_step: int | None = None
-    clip_grad: float = 0.0
-    count_zeros: bool = False
-    loss_scale: float | str | None = None
-    initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 1.0
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    nonfinite: str = "raise"
-    grads_in_fp32: bool = True
-    bucket_size: int | None = None
-    checkpoint_format: str = "distopt"
-    async_save: bool = False
-    async_buffer_mb: int = 4096
-    keep_last: int | None = None
-    overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool = False
-    log_communication: int | None = None
-    reduce_dtype: str | None = None
-    shared_memory: bool = True
-    debug: bool = False
+    adam: str = option(
+        "auto",
+        "the implementation of Adam; auto is the best one for the device, and a named one that is absent is an error",
+        rule=one_of("auto", *ADAM_SOURCES),
+    )
+    optimizer: str = option(
+        "adam",
+        "the inner optimizer; module:Class is an element-wise torch.optim.Optimizer of your own",
+        rule=one_of("adam", "sgd", "module:Class", pattern=_MODULE_AND_CLASS),
+    )
+    accelerator: str = option(
+        "auto",
+        "who names the device; auto is DeepSpeed where it is installed, else torch",
+        rule=one_of("auto", "deepspeed", "torch"),
+    )
+    lr: float = option(1e-3, "learning rate", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
+    weight_decay: float = option(0.01, "weight decay", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
+    betas: tuple[float, float] = option(
+        (0.9, 0.999), "decay rates of Adam's two moments", set_by=SetBy.HOST, rule=_BETAS
+    )
+    eps: float = option(1e-8, "what Adam adds to the root of the second moment", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
+    momentum: float = option(0.9, "momentum of SGD", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
+    decay: str = option(
+        "decoupled",
+        "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks off CUDA",
+        rule=one_of("decoupled", "l2"),
+    )
+    resume_step: int | None = option(
+        None,
+        "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does not say it",
+        rule=at_least(0, " updates", 1000, ", the updates that the checkpoint has seen"),
+    )
+    clip_grad: float = option(
+        0.0, "largest global norm of the gradient; 0 for no clipping", set_by=SetBy.HOST, rule=NOT_NEGATIVE
+    )
+    count_zeros: bool = option(False, "count the zero elements of the gradient at every step", set_by=SetBy.HOST)
+    loss_scale: float | str | None = option(
+        None, "what the loss is multiplied by; fp16 params need one", set_by=SetBy.HOST, rule=_LOSS_SCALE
+    )
+    initial_loss_scale: float = option(2.0**16, "the dynamic loss scale of the first step", set_by=SetBy.HOST)
+    min_loss_scale: float = option(1.0, "the least dynamic loss scale", set_by=SetBy.HOST)
+    growth_interval: int = option(
+        1000, "steps without overflow after which the dynamic loss scale doubles", set_by=SetBy.HOST, rule=at_least(1)
+    )
+    hysteresis: int = option(
+        2,
+        "overflows after which the dynamic loss scale is halved, counted from the last growth",
+        set_by=SetBy.HOST,
+        rule=at_least(1),
+    )
+    nonfinite: str = option(
+        "raise",
+        "what happens when a gradient is inf or nan and no dynamic loss scale deals with it: raise stops all ranks, "
+        "skip leaves the step out, log updates all the same",
+        rule=one_of(*(policy.value for policy in NonFinitePolicy)),
+    )
+    grads_in_fp32: bool = option(
+        True, "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2", set_by=SetBy.HOST
+    )
+    bucket_size: int | None = option(
+        None,
+        "elements of a bucket; none for one bucket a buffer, or for a size that suits the model where communication "
+        "is overlapped",
+        rule=at_least(1, " element", None, " for one bucket"),
+    )
+    reduce_dtype: str | None = option(
+        None,
+        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32",
+        rule=one_of("None", "bfloat16", "float16"),
+    )
+    overlap_grad_reduce: bool | None = option(
+        None,
+        "overlap the reduction of gradients with backward; auto where that is known to be safe, in a Megatron of 2023. "
+        "Your own loop needs yes, and no_sync() around all but the last backward of a step",
+    )
+    overlap_param_gather: bool = option(
+        False,
+        "overlap the gathering of params with the next forward; code that reads params outside of a forward pass "
+        "then calls finish_param_gather() of the optimizer first",
+    )
+    shared_memory: bool = option(
+        True, "ranks that train on the CPU of one machine communicate through shared memory instead of messages"
+    )
+    log_communication: int | None = option(
+        None,
+        "steps between two log lines that say how much of a step's communication was hidden; none for no such lines",
+        rule=at_least(1, " step", 1, ", or leave it out"),
+    )
+    debug: bool = option(
+        False,
+        "make every access to params or gradients that a collective is using an error that names the param and the "
+        "line; slow",
+    )
+    checkpoint_format: str = option(
+        "distopt",
+        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, native is the host's own",
+        rule=one_of("distopt", "native"),
+    )
+    async_save: bool = option(False, "train on while a copy of the optimizer state is written")
+    async_buffer_mb: int = option(
+        4096,
+        "memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves",
+        rule=at_least(1),
+    )
+    keep_last: int | None = option(
+        None,
+        "how many checkpoints of the optimizer are kept; none for all. The model's files are the host's",
+        rule=at_least(1, " checkpoint", 2, ", or leave it out to keep all"),
+    )
+    #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __new__(cls, **given: object) -> DistOptConfig:
-        """Here alone is known which options were given: `__init__` cannot tell a default from the same value."""
+        """Notes which options were given, which `__init__` cannot tell: it gets defaults for the others."""
         _check_names(given)
         config = object.__new__(cls)
         vars(config)["_given"] = frozenset(given)
         return config
 
     def __post_init__(self) -> None:
-        for name in OPTIONS:
-            value = of_its_type(name, _ANNOTATIONS[name], getattr(self, name), _DEFAULTS[name])
+        for name, declared in OPTIONS.items():
+            value = declared.typed(getattr(self, name))
+            declared.check(value, in_code)
             object.__setattr__(self, name, value)
-        _check_values({name: getattr(self, name) for name in OPTIONS}, _in_code)
-        _check_loss_scale(self)
+        _check_bounds(self)
         given: frozenset[str] = vars(self).pop("_given")
-        if (
-            "explicit" in given
-        ):  # `dataclasses.replace` gives all options: those that it changed differ from the default
-            given = self.explicit.union(name for name in OPTIONS if getattr(self, name) != _DEFAULTS[name])
+        if "explicit" in given:  # `dataclasses.replace` gives all options: those that it changed are not the default
+            changed = (name for name, each in OPTIONS.items() if getattr(self, name) != each.default)
+            given = self.explicit.union(changed)
         object.__setattr__(self, "explicit", given)
 
     @property
@@ -204,147 +257,31 @@ class DistOptConfig:
         return tuple(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
 
 
-#: Names of the options.
-OPTIONS = tuple(each.name for each in dataclasses.fields(DistOptConfig) if each.name != "explicit")
-_ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(DistOptConfig)}
-_DEFAULTS = {name: getattr(DistOptConfig, name) for name in OPTIONS}
-#: Options with few values.
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "adam": ("auto", *ADAM_SOURCES),
-    "accelerator": _ACCELERATORS,
-    "nonfinite": tuple(policy.value for policy in NonFinitePolicy),
-    "decay": ("decoupled", "l2"),
-    "checkpoint_format": ("distopt", "native"),
-    "reduce_dtype": ("None", "bfloat16", "float16"),
-    "optimizer": ("adam", "sgd", "module:Class"),
-}
-#: The sentence that says what to type, for an option and a value.
-_Write = Callable[[str, object], str]
-
-
-def _in_code(name: str, value: object) -> str:
-    return f"Write {name}={value!r}"
-
-
-def _as_flag(name: str, value: object) -> str:
-    return f"Drop {flag_of(name)}" if value is None else f"Write {flag_of(name)} {_word(value)}"
-
-
-def _as_variable(name: str, value: object) -> str:
-    return f"Unset {_variable_of(name)}" if value is None else f"Write {_variable_of(name)}={_word(value)}"
-
-
-def _word(value: object) -> str:
-    return {"True": "yes", "False": "no"}.get(str(value), str(value))
+#: All options, by name.
+OPTIONS = options_of(DistOptConfig)
+#: Names of those that a flag or an environment variable `MEGATRON_DISTOPT_*` sets.
+FREE_OPTIONS = tuple(name for name, each in OPTIONS.items() if each.set_by is SetBy.FLAG)
+DistOptConfig.__doc__ = "\n\n".join(
+    [
+        str(DistOptConfig.__doc__).rstrip(),
+        "    Args:\n" + "\n".join(f"        {each.name}: {each.meaning}." for each in OPTIONS.values()),
+    ]
+)
 
 
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
-        if name not in _ANNOTATIONS:
-            close = _nearest(name, OPTIONS)
+        if name not in OPTIONS and name != "explicit":
+            close = nearest(name, OPTIONS)
             remedy = "help(megatron_distopt.DistOptConfig) lists them" if close is None else f"Write {close}=..."
             raise ConfigError(refusal("option", name, "be a field of DistOptConfig", remedy))
 
 
-def _nearest(word: str, words: Iterable[str]) -> str | None:
-    """Whichever letters are capitals."""
-    by_lower = {each.lower(): each for each in words}
-    close = get_close_matches(word.lower(), by_lower, n=1)
-    return by_lower[close[0]] if close else None
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str], write: _Write) -> None:
-    if value not in choices:
-        close = _nearest(value, choices) or choices[0]
-        remedy = write(name, None if close == "None" else close)
-        raise ConfigError(refusal(name, repr(value), f"be one of {', '.join(choices)}", remedy))
-
-
-def _check_values(values: Mapping[str, Any], write: _Write) -> None:
-    """Each by itself.
-
-    Args:
-        values: of the options' types; some or all options.
-        write: for remedies.
-    """
-    for name, value in values.items():
-        if name == "betas":
-            _check_betas(value)
-        elif name in ("lr", "weight_decay", "eps", "momentum", "clip_grad"):
-            _check_number(name, value)
-        elif name in _LEAST and value is not None and value < _LEAST[name].number:
-            rule = f"be at least {_LEAST[name].number}{_LEAST[name].unit}"
-            raise ConfigError(refusal(name, value, rule, _LEAST[name].remedy(name, write)))
-        elif name in _CHOICES and not (name == "optimizer" and _MODULE_AND_CLASS.fullmatch(value)):
-            _check_choice(name, str(value), _CHOICES[name], write)
-
-
-def _check_number(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(refusal(name, value, "be a finite number of at least 0", f"Write {name}=0.0 for none"))
-
-
-def _check_betas(betas: tuple[float, ...]) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        rule = "be 2 numbers of at least 0 and below 1"
-        raise ConfigError(refusal("betas", betas, rule, "Write betas=(0.9, 0.999)"))
-
-
-@dataclass(frozen=True)
-class _Least:
-    """The least value of an option that is a whole number.
-
-    Args:
-        unit: behind the number.
-        meant: what to write instead.
-        otherwise: behind that.
-    """
-
-    number: int = 1
-    unit: str = ""
-    meant: int | None = 1
-    otherwise: str = ""
-
-    def remedy(self, name: str, write: _Write) -> str:
-        return write(name, self.meant) + self.otherwise
-
-
-_LEAST = {
-    "growth_interval": _Least(),
-    "hysteresis": _Least(),
-    "async_buffer_mb": _Least(),
-    "resume_step": _Least(0, " updates", 1000, ", the updates that the checkpoint has seen"),
-    "keep_last": _Least(1, " checkpoint", 2, ", or leave it out to keep all"),
-    "log_communication": _Least(1, " step", 1, ", or leave it out"),
-    "bucket_size": _Least(1, " element", None, " for one bucket"),
-}
-
-
-def _check_loss_scale(config: DistOptConfig) -> None:
-    scale = config.loss_scale
-    if isinstance(scale, str) and scale != "dynamic":
-        remedy = f"Write loss_scale={scale}" if scale.replace(".", "").isdigit() else "Write loss_scale='dynamic'"
-        raise ConfigError(refusal("loss_scale", repr(scale), "be None, a positive number or 'dynamic'", remedy))
-    if isinstance(scale, (int, float)) and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        remedy = "Write loss_scale=None for none"
-        raise ConfigError(refusal("loss_scale", scale, "be None, 'dynamic' or a number from 2**-126 to 2**127", remedy))
+def _check_bounds(config: DistOptConfig) -> None:
     if not SMALLEST_SCALE <= config.min_loss_scale <= config.initial_loss_scale <= LARGEST_SCALE:
         got = f"{config.min_loss_scale} with initial_loss_scale {config.initial_loss_scale}"
         rule = "be at least 2**-126 and at most the initial one, which must be at most 2**127"
         raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
-
-
-def flag_of(name: str) -> str:
-    """How a free option is spelled as a flag.
-
-    >>> flag_of("bucket_size")
-    '--distopt-bucket-size'
-    """
-    return "--distopt-" + name.replace("_", "-")
-
-
-def _variable_of(name: str) -> str:
-    return _PREFIX + name.upper()
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
@@ -373,20 +310,21 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
     'skip'
     """
-    known = {_variable_of(name): name for name in FREE_OPTIONS}
-    given = {variable: value for variable, value in environ.items() if variable.startswith(_PREFIX)}
+    known = {variable_of(name): name for name in FREE_OPTIONS}
+    given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}
     for variable in given:
         if variable not in known:
             valid = ", ".join(["MEGATRON_DISTOPT", *known])
             # Without the prefix, which would make everything look alike.
-            close = _nearest(variable.removeprefix(_PREFIX), [each.removeprefix(_PREFIX) for each in known])
-            remedy = f"Write {_PREFIX}{close}" if close else f"Unset {variable}"
+            bare = [each.removeprefix(VARIABLE_PREFIX) for each in known]
+            close = nearest(variable.removeprefix(VARIABLE_PREFIX), bare)
+            remedy = f"Write {VARIABLE_PREFIX}{close}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
     texts = {known[variable]: value for variable, value in given.items()}
-    return _with_texts(config or DistOptConfig(), texts, _as_variable)
+    return _with_texts(config or DistOptConfig(), texts, as_variable)
 
 
-def config_from_namespace(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
+def config_from_arguments(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
     """`config` with what the attributes `distopt_*` of parsed arguments say about options that are not explicit in it.
 
     Args:
@@ -398,45 +336,21 @@ def config_from_namespace(args: object, config: DistOptConfig | None = None) -> 
     """
     given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
-    return _with_texts(config or DistOptConfig(), texts, _as_flag)
+    return _with_texts(config or DistOptConfig(), texts, as_flag)
 
 
-def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: _Write) -> DistOptConfig:
+def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: Write) -> DistOptConfig:
     """`config` with free options as they stand on a command line or in a variable, see [Note: who wins].
 
     Raises:
         ConfigError: a value that the option does not take.
     """
-    changes: dict[str, Any] = {
-        name: _read(name, text, write) for name, text in texts.items() if name not in config.explicit
-    }
-    _check_values(changes, write)
+    changes: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name not in config.explicit:
+            changes[name] = OPTIONS[name].read(text, write)
+            OPTIONS[name].check(changes[name], write)
     return dataclasses.replace(config, explicit=config.explicit.union(changes), **changes)
-
-
-def _read(name: str, text: str, write: _Write) -> object:
-    """A text as a value of the option's type."""
-    kinds = _ANNOTATIONS[name].split(" | ")
-    if "None" in kinds and text.lower() == ("auto" if "bool" in kinds else "none"):
-        return None
-    if "int" in kinds:
-        return _whole_number(name, text, write)
-    if "bool" in kinds:
-        return _yes_or_no(name, text, "yes, no or auto" if "None" in kinds else "yes or no", write)
-    return text
-
-
-def _whole_number(name: str, text: str, write: _Write) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(refusal(name, repr(text), "be a whole number", write(name, 10))) from None
-
-
-def _yes_or_no(name: str, text: str, words: str, write: _Write) -> bool:
-    if text.lower() not in YES_OR_NO:
-        raise ConfigError(refusal(name, repr(text), f"be {words}", write(name, True)))
-    return YES_OR_NO[text.lower()]
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
@@ -450,9 +364,7 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
         return Switch.ON if YES_OR_NO[value] else Switch.OFF
     choices = (Switch.ON.value, Switch.OFF.value, Switch.REQUIRE.value)
     if value not in choices:
-        got, remedy = (
-            repr(environ["MEGATRON_DISTOPT"]),
-            f"Write MEGATRON_DISTOPT={_nearest(value, choices) or choices[0]}",
-        )
+        got = repr(environ["MEGATRON_DISTOPT"])
+        remedy = f"Write MEGATRON_DISTOPT={nearest(value, choices) or choices[0]}"
         raise ConfigError(refusal("MEGATRON_DISTOPT", got, f"be one of {', '.join(choices)}", remedy))
     return Switch(value)

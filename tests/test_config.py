@@ -23,22 +23,16 @@ from megatron_distopt.config import (
     DistOptConfig,
     NonFinitePolicy,
     Switch,
+    config_from_arguments,
     config_from_environment,
-    config_from_namespace,
     switch_from,
     with_options,
 )
 from megatron_distopt.errors import ConfigError
+from megatron_distopt.options import SetBy, flag_of, variable_of
 
 ADAMS = "auto, transformer_engine, apex, deepspeed, torch_fused, torch_foreach, deepspeed_cpu, triton"
-VARIABLES = (
-    "MEGATRON_DISTOPT, MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, "
-    "MEGATRON_DISTOPT_NONFINITE, MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP, "
-    "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
-    "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, "
-    "MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, MEGATRON_DISTOPT_REDUCE_DTYPE, "
-    "MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG"
-)
+VARIABLES = ", ".join(["MEGATRON_DISTOPT", *map(variable_of, FREE_OPTIONS)])
 
 NO_BUCKET = "Invalid bucket_size: {}. Must be at least 1 element. Write bucket_size=None for one bucket."
 NO_STEPS = (
@@ -455,21 +449,21 @@ def test_namespace_when_attributes_are_there_then_they_stand_in_for_what_code_le
         adam="apex",
         lr=0.2,
     )
-    config = config_from_namespace(given, DistOptConfig(lr=0.5, nonfinite="log"))
+    config = config_from_arguments(given, DistOptConfig(lr=0.5, nonfinite="log"))
     assert config == DistOptConfig(lr=0.5, nonfinite="log", adam="torch_foreach", decay="l2", resume_step=7)
 
 
 def test_namespace_when_it_has_none_of_ours_then_the_config_as_it_is() -> None:
-    assert config_from_namespace(Namespace()) == DistOptConfig()
-    assert config_from_namespace(Namespace(distopt_adam=None), DistOptConfig(lr=0.5)) == DistOptConfig(lr=0.5)
+    assert config_from_arguments(Namespace()) == DistOptConfig()
+    assert config_from_arguments(Namespace(distopt_adam=None), DistOptConfig(lr=0.5)) == DistOptConfig(lr=0.5)
 
 
 def test_namespace_when_the_number_is_one_already_then_taken() -> None:
     """Arguments that a host kept in a checkpoint, or that a script wrote."""
-    assert config_from_namespace(Namespace(distopt_resume_step=0)).resume_step == 0
+    assert config_from_arguments(Namespace(distopt_resume_step=0)).resume_step == 0
     given = Namespace(distopt_async_save=True, distopt_async_buffer_mb=64, distopt_keep_last=3)
-    assert config_from_namespace(given) == DistOptConfig(async_save=True, async_buffer_mb=64, keep_last=3)
-    assert not config_from_namespace(Namespace(distopt_shared_memory=False)).shared_memory
+    assert config_from_arguments(given) == DistOptConfig(async_save=True, async_buffer_mb=64, keep_last=3)
+    assert not config_from_arguments(Namespace(distopt_shared_memory=False)).shared_memory
 
 
 @pytest.mark.parametrize(
@@ -496,7 +490,7 @@ def test_namespace_when_the_number_is_one_already_then_taken() -> None:
 )
 def test_namespace_when_a_value_is_bad_then_refused_like_the_option(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config_from_namespace(Namespace(**given))
+        config_from_arguments(Namespace(**given))
     assert str(error.value) == text
 
 
@@ -591,11 +585,11 @@ def test_option_when_code_flag_and_variable_say_something_then_code_wins_then_th
     flags = Namespace(**{f"distopt_{name}": OTHER_TEXTS[name]})
     in_code = DistOptConfig(**{name: default})
     assert getattr(config_from_environment(variables), name) == OTHER_VALUES[name]
-    assert getattr(config_from_namespace(flags), name) == OTHER_VALUES[name]
-    assert getattr(config_from_environment(variables, config_from_namespace(flags, in_code)), name) == default
+    assert getattr(config_from_arguments(flags), name) == OTHER_VALUES[name]
+    assert getattr(config_from_environment(variables, config_from_arguments(flags, in_code)), name) == default
     assert getattr(config_from_environment(variables, with_options(DistOptConfig(), {name: default})), name) == default
     if default is not None and name != "optimizer":  # what a flag says, be it the default, stands before the variable
-        said = config_from_namespace(Namespace(**{f"distopt_{name}": as_text(default)}))
+        said = config_from_arguments(Namespace(**{f"distopt_{name}": as_text(default)}))
         assert getattr(config_from_environment(variables, said), name) == default
 
 
@@ -642,6 +636,15 @@ def test_switch_when_the_value_is_unknown_then_refused_and_the_nearest_or_the_de
         switch_from({"MEGATRON_DISTOPT": value})
     text = f"Invalid MEGATRON_DISTOPT: {value!r}. Must be one of 1, 0, require. Write MEGATRON_DISTOPT={nearest}."
     assert str(error.value) == text
+
+
+def test_declarations_when_read_then_every_option_is_in_help_and_every_free_one_has_flag_and_variable() -> None:
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(DistOptConfig)} - {"explicit"}
+    for name, declared in OPTIONS.items():
+        assert f"{name}: {declared.meaning}." in str(DistOptConfig.__doc__)
+        assert declared.default == getattr(DistOptConfig(), name)
+        assert (name in FREE_OPTIONS) == (declared.set_by is SetBy.FLAG)
+    assert (flag_of("keep_last"), variable_of("keep_last")) == ("--distopt-keep-last", "MEGATRON_DISTOPT_KEEP_LAST")
 
 
 def test_config_when_imported_alone_then_torch_is_not() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.plugin.runner import Target, parse_target
+from megatron_distopt.plugin.runner import TrainingScript, parse_target
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = {"DATA": "text_document", "VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
@@ -182,7 +182,7 @@ def _parse(started: Started) -> Parsed:
     return Parsed(options, [*["-m"][: options["module"]], script, *arguments])
 
 
-def _target(parsed: Parsed, launch: Launch) -> Target:
+def _target(parsed: Parsed, launch: Launch) -> TrainingScript:
     """What the runner makes of its words on rank 0."""
     assert parsed.program[:2] == ["-m", "megatron_distopt"]
     return parse_target([*["--local_rank=0"][: launch.by_deepspeed], *parsed.program[2:]])

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_distopt.cli import main as cli
 from megatron_distopt.config import FREE_OPTIONS, config_from_environment, switch_from
-from megatron_distopt.plugin import add_arguments, cli
+from megatron_distopt.plugin import add_arguments
 from scripts.reference import PAGE as REFERENCE
 from scripts.reference import with_table
 

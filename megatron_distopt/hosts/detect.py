@@ -1,4 +1,7 @@
-"""Which Megatron is around us, by what it can do and never by a version string."""
+"""The generations of Megatron, and which one is installed: told apart by their modules, never by a version string.
+
+Imports no host: the adapter of a generation does, and is imported when its factory is replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,112 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError, refusal
-from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
+from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
 
-__all__ = ["Host", "find_host", "get_megatron_optimizer"]
+__all__ = [
+    "GENERATIONS",
+    "MEGATRON_2023",
+    "MEGATRON_CORE",
+    "Generation",
+    "Host",
+    "find_host",
+    "get_megatron_optimizer",
+    "recognise",
+]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Forks with one contract.
+
+    Args:
+        name: for people.
+        examples: forks of this generation.
+        has: modules that all of them have.
+        patch_points: what is replaced there, the factory first; empty where the generation is not supported.
+        remedy: what to do instead, where it is not supported.
+    """
+
+    name: str
+    examples: str
+    has: tuple[str, ...]
+    patch_points: tuple[PatchPoint, ...] = ()
+    remedy: str = ""
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether an adapter exists."""
+        return bool(self.patch_points)
+
+    def refusal(self) -> str | None:
+        """Says why the generation is not supported; None where an adapter exists."""
+        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+        return None if self.is_supported else refusal("host", self.name, rule, self.remedy)
+
+
+MEGATRON_CORE = Generation(
+    "megatron-core",
+    "megatron-core 0.16, Megatron-LM of 2026",
+    ("megatron.core.optimizer",),
+    (megatron_core.PATCH_POINT,),
+)
+MEGATRON_2023 = Generation(
+    "Megatron of 2023",
+    "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
+    ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
+    (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
+)
+
+#: In the order in which they are asked: the first whose modules are all there is the one.
+GENERATIONS = (
+    Generation(
+        "GPT-NeoX",
+        "EleutherAI/gpt-neox",
+        ("megatron.neox_arguments",),
+        remedy='Write "zero_optimization": {"stage": 1} in its DeepSpeed config: the engine owns its optimizer',
+    ),
+    MEGATRON_CORE,
+    Generation(
+        "Megatron-LM with megatron-core 0.4 or 0.5",
+        "Megatron-LM of early 2024",
+        ("megatron.optimizer.distrib_optimizer", "megatron.core.distributed"),
+        remedy="Move the fork to megatron-core 0.16, or call megatron_distopt.distribute(...) on its model",
+    ),
+    MEGATRON_2023,
+    Generation(
+        "Megatron without a distributed optimizer",
+        "Megatron-LM 2.5 and 2.6, BigScience Megatron-DeepSpeed",
+        ("megatron.optimizer", "megatron.mpu"),
+        remedy="Call megatron_distopt.distribute(...) on its model in place of its DistributedDataParallel",
+    ),
+)
+
+
+def recognise(has_module: Callable[[str], bool]) -> Generation:
+    """The generation of a fork.
+
+    Args:
+        has_module: whether the fork has a module of that dotted name.
+
+    Raises:
+        UnknownHostError: no generation has these modules.
+
+    >>> recognise({"megatron.optimizer.distrib_optimizer", "megatron.arguments"}.__contains__).name
+    'Megatron of 2023'
+    """
+    for generation in GENERATIONS:
+        if all(map(has_module, generation.has)):
+            return generation
+    rule = "provide " + " or ".join(str(known.patch_points[0]) for known in GENERATIONS if known.patch_points)
+    remedy = (
+        "Start in the folder of your fork, or run pip install megatron-core==0.16.1, or use "
+        "megatron_distopt.distribute(...) without a Megatron"
+    )
+    raise UnknownHostError(refusal("host", "no Megatron that we know", rule, remedy))
+
 
 #: Where the adapter of a generation is; it imports the host and is imported when its factory is replaced.
 _ADAPTERS = {
@@ -25,13 +129,13 @@ _ADAPTERS = {
 
 @dataclass(frozen=True)
 class Host:
-    """A host that we can plug into.
+    """A supported host.
 
     Args:
         name: for people.
         patch_point: its factory of optimizers.
-        replacement: from the host's factory and our options to ours; imports the host.
-        parser: its parser of arguments, where it has one that lets our flags in.
+        replacement: makes a replacement of the host's factory, given that and options; imports the host.
+        parser: its `parse_args`, where it has one that takes more flags.
         check_arguments: refuses what was parsed and cannot be combined with its flag.
     """
 
@@ -46,7 +150,7 @@ def find_host() -> Host:
     """The host in this process.
 
     Raises:
-        UnknownHostError: none of those that we know is importable, or one that has no adapter.
+        UnknownHostError: no generation is importable, or one without an adapter.
     """
     generation = recognise(_is_importable)
     reason = generation.refusal()
@@ -60,7 +164,7 @@ def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **k
 
     Args:
         args, kwargs: whatever the host's function takes.
-        options: ours; MEGATRON_DISTOPT_* variables override them.
+        options: options of this package; flags and MEGATRON_DISTOPT_* variables set the others.
 
     Returns:
         What the host's function returns; without its flag the host's own optimizer.

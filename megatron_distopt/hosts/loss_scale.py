@@ -36,7 +36,7 @@ class HostLossScale:
 
     @property
     def value(self) -> float:
-        """The same for the CPU, which waits for the device to know it."""
+        """The scale as a Python number; the CPU waits for the device."""
         return float(self.scale.item())
 
     def can_back_off(self) -> bool:
@@ -45,7 +45,7 @@ class HostLossScale:
         return minimum is not None and bool(self.scale > minimum)
 
     def update(self, found_nonfinite: bool) -> None:
-        """Once a step."""
+        """Updates the scale; called once a step."""
         self._grad_scaler.update(found_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:

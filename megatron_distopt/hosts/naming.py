@@ -1,4 +1,4 @@
-"""Names of params in the whole model, the same in every run of it: what a checkpoint goes by.
+"""Names of params in the whole model, the same in every run, by which checkpoints find them.
 
 A pipeline stage counts its layers from 0, an expert-parallel rank its experts, and the last stage keeps a copy of a
 tied embedding under a name of its own. Here each gets the name that it has in the model on one rank.
@@ -37,7 +37,7 @@ class ModelRanks:
         tensor: (rank, size) in the tensor-parallel group.
         expert_tensor: the same for experts.
         expert: (rank, size) in the expert-parallel group.
-        is_gated: whether MLPs hold a gate beside the up projection.
+        is_gated: whether MLPs hold a gate in addition to the up projection.
         embedding: name of the tied embedding on the first stage.
     """
 
@@ -99,7 +99,7 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
         return Placement(name, shape, is_padded=name.endswith(_VOCABULARY))
     dim = getattr(param, "partition_dim", -1)
     if size > 1 and (dim < 0 or any(part in _FUSED for part in name.split("."))):
-        # Nobody says how the parts lie in the whole: each is kept under a name of its own, for the same size alone.
+        # How the parts lie in the whole is unknown: each is kept under a name of its own, and loads at this size only.
         return Placement(f"{name}@tensor{rank}of{size}", shape)
     stride = max(getattr(param, "partition_stride", 1), 2 if ranks.is_gated and name.endswith(_GATED) else 1)
     return Placement(name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0)

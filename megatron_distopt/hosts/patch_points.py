@@ -1,22 +1,28 @@
-"""What of a host we replace, as data: each host's facts.py lists its patch points, plugin/patcher.py acts on them."""
+"""The attributes of a host that are replaced, as data, and what stands in them while the package is active.
+
+Each host's facts.py lists its patch points; plugin/patcher.py and the adapters act on them.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_distopt.errors import HostMismatchError, UnknownHostError, refusal
+from megatron_distopt.config import Switch, switch_from
+from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError, refusal
 
-__all__ = ["PatchPoint", "Replacement"]
+__all__ = ["PatchPoint", "Replacement", "is_wanted", "substituted"]
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """What stands in a patch point while the package is active.
+    """The object in a patch point while the package is active.
 
     Args:
         original: the host's own function.
@@ -27,13 +33,13 @@ class Replacement:
     ours: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ours."""
+        """Calls the replacement."""
         return self.ours(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """One attribute of a host that we replace.
+    """One attribute of a host that is replaced.
 
     Args:
         module: where it is defined.
@@ -46,11 +52,11 @@ class PatchPoint:
     parameters: tuple[str, ...]
 
     def find(self) -> Callable[..., Any]:
-        """The host's own function, also behind ours, after making sure that it is that and looks as expected.
+        """Returns the host's own function, also where it is replaced already, after checking its signature.
 
         Raises:
             UnknownHostError: the module cannot be imported.
-            HostMismatchError: the attribute is missing, has another signature, or was replaced by somebody.
+            HostMismatchError: the attribute is missing, has another signature, or was replaced by other code.
         """
         try:
             module = import_module(self.module)
@@ -64,16 +70,16 @@ class PatchPoint:
 
     @property
     def stands(self) -> Any:
-        """What stands there now, the host's or ours; None where the module is not loaded or lacks it."""
+        """The object that is there now; None where the module is not loaded or lacks it."""
         return getattr(sys.modules.get(self.module), self.attribute, None)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether ours stands there already; asks only a module that is loaded."""
+        """Whether it is replaced already; looks only at a loaded module."""
         return isinstance(self.stands, Replacement)
 
     def checked(self, found: Any) -> Callable[..., Any]:
-        """`found`, where it is what this patch point expects.
+        """Returns `found`, where it is the function that this patch point expects.
 
         Raises:
             HostMismatchError
@@ -92,3 +98,35 @@ class PatchPoint:
 
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+
+def is_wanted(has_flag: bool) -> bool:
+    """Whether this package's optimizer is to be built.
+
+    Args:
+        has_flag: whether the host was started with its flag.
+
+    Raises:
+        ConfigError: it is not, and MEGATRON_DISTOPT=require.
+    """
+    switch = switch_from(os.environ)
+    if switch is Switch.REQUIRE and not has_flag:
+        rule, remedy = "be used when MEGATRON_DISTOPT=require", "Add --use-distributed-optimizer, or unset the variable"
+        raise ConfigError(refusal("run", "without use_distributed_optimizer", rule, remedy))
+    return has_flag and switch is not Switch.OFF
+
+
+@contextmanager
+def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces names in the module of `function` while the context is active."""
+    host = function.__globals__
+    before = {name: host[name] for name in ours if name in host}
+    host.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            if name in before:
+                host[name] = before[name]
+            else:
+                del host[name]

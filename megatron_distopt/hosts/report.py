@@ -34,7 +34,7 @@ def describe(
     device: torch.device,
     *more: str,
 ) -> str:
-    """Several lines for a person.
+    """Describes in several lines what is active and why.
 
     Args:
         host: its name.
@@ -64,7 +64,7 @@ def describe(
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
-    """Over how many ranks, and how buckets travel between them; after the first of them did."""
+    """Says over how many ranks the optimizer is sharded, and how they communicate; after the first collective."""
     carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
     return f"optimizer sharded over {data.size}{carrier}"
 
@@ -76,7 +76,7 @@ def _when_known(optimizer: ShardedOptimizer) -> str:
     if optimizer.device.type == CPU:
         return ""
     can_be_late = stats_dtype(optimizer.device) is torch.float64 and isinstance(optimizer.loss_scale, ConstantLossScale)
-    return ", for which every step waits" + ("; with adam torch_fused none does" if can_be_late else "")
+    return ", and every step waits for the check" + ("; with adam torch_fused no step waits" if can_be_late else "")
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:

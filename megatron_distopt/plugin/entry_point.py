@@ -20,16 +20,16 @@ __all__ = ["distopt"]
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What the fork uses in place of its own factory.
+    """Returns what the fork uses in place of its own factory.
 
     Args:
-        original: the fork's factory, or what another package made of it.
+        original: the fork's factory, or the replacement of another package.
 
     Raises:
         ConfigError: a bad MEGATRON_DISTOPT variable.
         HostError: a fork that looks different from what is supported, or another package that came first.
     """
-    config_from_environment(os.environ)  # refuses a bad variable here; it is read behind the fork's flags
+    config_from_environment(os.environ)  # refuses a bad variable now; it is read after the fork's flags
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF

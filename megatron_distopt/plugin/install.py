@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, UnknownHostError, refusal
-from megatron_distopt.hosts.detect import Host, find_host
-from megatron_distopt.hosts.generations import recognise
+from megatron_distopt.hosts.detect import Host, find_host, recognise
 from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
 from megatron_distopt.plugin.patcher import Patch, Undo, apply
@@ -65,7 +64,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if switch_from(os.environ) is Switch.OFF:
         return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
     host = find_host()
-    host.patch_point.find()  # which imports it: a host that looks for entry points then has us and our flags in it
+    host.patch_point.find()  # imports it; a host that looks for entry points installs this package then
     factory = Patch(
         host.patch_point, lambda original: host.replacement(original, options)
     )  # flags come before variables
@@ -78,9 +77,9 @@ def _keep(installation: Installation) -> Installation:
 
 
 def _install_flags_alone() -> Undo:
-    """A launch script with our flags runs without us too: with MEGATRON_DISTOPT=0 they are parsed and ignored.
+    """Lets a launch script keep its --distopt flags with MEGATRON_DISTOPT=0: they are parsed and ignored.
 
-    A host without a parser is not imported for that: nothing is to happen where we are switched off.
+    A host without a parser is not imported, because nothing is to happen where the package is switched off.
     """
     try:
         generation = recognise(importable_host(Path(sys.path[0] or "."), sys.path).has)
@@ -91,7 +90,7 @@ def _install_flags_alone() -> Undo:
 
 
 def flags_of(host: Host) -> list[Patch]:
-    """What lets our flags into the host's parser, unless it is in already."""
+    """Returns the patch that adds the flags to the host's parser, or none where it is applied already."""
     if host.parser is None or host.parser.is_replaced:
         return []
     return [Patch(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]

@@ -1,5 +1,4 @@
-"""Replaces attributes of code that is not ours: all patch points are checked first, nothing is changed on a mismatch,
-and whatever is changed comes with its undo.
+"""Replaces attributes of a host: checks all patch points first, changes nothing on a mismatch, and returns the undo.
 
 Training modules import the factory *by value*, so replacing it where it is defined is not enough: every loaded module
 that holds the same object under the same name is rebound too.
@@ -36,7 +35,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Applied:
-    """A patch point with the object that was there, perhaps an earlier replacement of ours, and the one there now."""
+    """A patch point with the object that was there, which may be an earlier replacement, and the new one."""
 
     patch_point: PatchPoint
     before: Any
@@ -47,12 +46,12 @@ def apply(patches: Sequence[Patch]) -> Undo:
     """Checks every patch point, makes every replacement, and only then puts them in.
 
     Returns:
-        What puts the originals back, also into modules that imported a replacement by value since. It refuses, and
-        changes nothing, where somebody has replaced ours meanwhile.
+        A function that puts the originals back, also into modules that imported a replacement by value since. It
+        refuses, and changes nothing, where other code has replaced the replacement.
 
     Raises:
         UnknownHostError: a module cannot be imported.
-        HostMismatchError: an attribute is missing, has another signature, or was replaced by somebody else.
+        HostMismatchError: an attribute is missing, has another signature, or was replaced by other code.
     """
     originals = [patch.patch_point.find() for patch in patches]
     pairs = zip(patches, originals, strict=True)
@@ -67,14 +66,14 @@ def _undo(applied: list[_Applied]) -> None:
     for each in applied:
         home = sys.modules.get(each.patch_point.module)
         if home is not None and getattr(home, each.patch_point.attribute, None) is not each.ours:
-            got, remedy = "replaced by somebody else since", "Undo that replacement first"
+            got, remedy = "replaced by other code since", "Undo that replacement first"
             raise HostMismatchError(refusal(str(each.patch_point), got, "still be megatron_distopt's", remedy))
     _rebind([(each.ours, each.before) for each in applied])
     applied.clear()  # a second call finds nothing to do
 
 
 def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """In every loaded module, under whatever name it holds the first of a pair, it holds the second from now on."""
+    """Replaces the first object of each pair by the second, in every loaded module and under every name."""
     new_of = {id(old): new for old, new in pairs}
     for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
         if new_of.keys().isdisjoint(map(id, vars(module).values())):

@@ -24,15 +24,15 @@ from types import ModuleType, TracebackType
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
 from megatron_distopt.plugin.install import install
 
-__all__ = ["Target", "main", "parse_target"]
+__all__ = ["TrainingScript", "main", "parse_target"]
 
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is run.
+class TrainingScript:
+    """The script or module that is run.
 
     Args:
         name: a path, or the dotted name of a module.
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     _run(target)
 
 
-def parse_target(words: Sequence[str]) -> Target:
-    """Takes the command line apart.
+def parse_target(words: Sequence[str]) -> TrainingScript:
+    """Splits the command line into the script and its arguments.
 
     Raises:
         ConfigError: no target, or a script that does not exist.
 
     >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
-    Target(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
+    TrainingScript(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
     """
     launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
     rest = list(words[len(launcher) :])
@@ -83,10 +83,10 @@ def parse_target(words: Sequence[str]) -> Target:
         got = repr(name[0]) if name else "none"
         remedy = "Put the script's path, or -m and a module, first"
         raise ConfigError(refusal("training script", got, "be a file that exists", remedy))
-    return Target(name[0], is_module, (*launcher, *arguments))
+    return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 
-def _run(target: Target) -> None:
+def _run(target: TrainingScript) -> None:
     script = os.path.abspath(target.name)
     if not target.is_module and not getattr(sys.flags, "safe_path", False):  # python 3.11 can leave both folders out
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
@@ -104,7 +104,7 @@ def _run(target: Target) -> None:
 
 
 def _run_script(script: str) -> None:
-    """As `python` does; runpy.run_path would put the absolute path into `sys.argv[0]`."""
+    """Runs a script as `python` does; runpy.run_path would put the absolute path into `sys.argv[0]`."""
     main_module = ModuleType("__main__")
     main_module.__file__ = script
     sys.modules["__main__"] = main_module
@@ -114,7 +114,7 @@ def _run_script(script: str) -> None:
 
 
 def _without_our_frames(original: ExceptHook) -> ExceptHook:
-    """A traceback starts with the script's first frame, as it would without us."""
+    """Makes a traceback start with the first frame of the script, as it does without the runner."""
     ours = (__file__, runpy.__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "__main__.py"))
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

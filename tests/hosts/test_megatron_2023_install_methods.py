@@ -161,7 +161,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _patch(action: str, folder: Path) -> str:
-    command = [str(Path(sys.executable).parent / "megatron-distopt"), "patch", action, str(folder)]
+    command = [sys.executable, "-m", "megatron_distopt.cli.main", "patch", action, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 

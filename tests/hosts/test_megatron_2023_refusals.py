@@ -476,7 +476,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "another patcher after": (
         "HostMismatchError",
-        "Invalid megatron.optimizer.get_megatron_optimizer: replaced by somebody else since. Must still be "
+        "Invalid megatron.optimizer.get_megatron_optimizer: replaced by other code since. Must still be "
         "megatron_distopt's. Undo that replacement first.",
     ),
     "class without a parameter": (

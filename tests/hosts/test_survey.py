@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE
+from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
 from megatron_distopt.hosts.source.block import as_bytes
-from megatron_distopt.hosts.source.found import PatchPointState, Place, Survey
+from megatron_distopt.hosts.source.found import PatchPointState, SourceLine, Survey
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import UnreadableSourceError, fork_at, importable_host
 from megatron_distopt.hosts.tried import TRIED, as_markdown
@@ -59,16 +59,18 @@ def test_survey_when_a_fork_is_of_a_generation_then_says_which(
 def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place_and_importers(tmp_path: Path) -> None:
     factory, parser = read(per_rank_2023(tmp_path)).patch_points
     assert factory.state is parser.state is PatchPointState.FREE
-    assert factory.place == Place(FACTORY, 4)
+    assert factory.place == SourceLine(FACTORY, 4)
     assert factory.parameters == ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")
-    assert factory.importers == (Place("megatron/training.py", 1),)
-    assert parser.importers == (Place("megatron/initialize.py", 1),)  # not tools/convert.py: that is somebody else's
-    assert parser.assigners == (Place("tools/convert.py", 2),)
+    assert factory.importers == (SourceLine("megatron/training.py", 1),)
+    assert parser.importers == (
+        SourceLine("megatron/initialize.py", 1),
+    )  # not tools/convert.py: that is somebody else's
+    assert parser.assigners == (SourceLine("tools/convert.py", 2),)
     assert str(parser.place) == "megatron/arguments.py:1"
 
 
 def test_survey_when_the_import_is_inside_a_function_and_relative_then_is_an_importer(tmp_path: Path) -> None:
-    assert read(core(tmp_path)).patch_points[0].importers == (Place("megatron/core/optimizer/muon.py", 2),)
+    assert read(core(tmp_path)).patch_points[0].importers == (SourceLine("megatron/core/optimizer/muon.py", 2),)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_survey_when_our_block_is_in_then_the_patch_point_is_patched(tmp_path: P
     assert (patch_point.state, patch_point.refusal(), patch_point.place) == (
         PatchPointState.PATCHED,
         None,
-        Place(FACTORY, 4),
+        SourceLine(FACTORY, 4),
     )
 
 
@@ -188,7 +190,7 @@ def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> No
     found = read(tmp_path).optimizer_class
     assert found is not None
     assert found.refusal() == (
-        "Invalid factory: no DistributedOptimizer beside it. Must know its classes. "
+        "Invalid factory: no DistributedOptimizer in its module. Must know its classes. "
         "Use a Megatron that docs/hosts.md lists."
     )
 
@@ -237,7 +239,7 @@ def test_survey_when_files_are_not_the_forks_then_they_are_left_alone(tmp_path: 
     files = ("venv/lib/a.py", ".git/a.py", "build/lib/a.py", "my_env/site-packages/a.py")
     write_tree(per_rank_2023(tmp_path), {**dict.fromkeys(files, text), "venv/pyvenv.cfg": ""})
     (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere.py")
-    assert read(tmp_path).patch_points[0].importers == (Place("megatron/training.py", 1),)
+    assert read(tmp_path).patch_points[0].importers == (SourceLine("megatron/training.py", 1),)
 
 
 IS_NO_FORK = "Must be a folder that holds the folder megatron."

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.hosts.generations import GENERATIONS
+from megatron_distopt.cli import doctor
+from megatron_distopt.cli.main import main
+from megatron_distopt.cli.show import ok, problem
+from megatron_distopt.hosts.detect import GENERATIONS
 from megatron_distopt.hosts.source.block import BLOCK, GROUP
 from megatron_distopt.hosts.tried import TRIED
-from megatron_distopt.plugin.cli import main
-from megatron_distopt.plugin.doctor import diagnose as doctor
-from megatron_distopt.plugin.doctor.findings import ok, problem
 from megatron_distopt.version import VERSION
 from tests.support.fork_trees import early_core, per_rank_2023
 
@@ -130,7 +130,7 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
 
 def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_others_print(tmp_path: Path) -> None:
     """DeepSpeed, where it is installed, logs while it is imported."""
-    command = "import sys; from megatron_distopt.plugin.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = "import sys; from megatron_distopt.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", command, "doctor", str(per_rank_2023(tmp_path)), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert json.loads(done.stdout)["can_start"] is (done.returncode == 0), done.stderr
@@ -139,7 +139,7 @@ def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_othe
 def test_command_when_it_only_reads_files_then_torch_is_not_imported(tmp_path: Path) -> None:
     fork = per_rank_2023(tmp_path)
     probe = (
-        "import sys; from megatron_distopt.plugin.cli import main; "
+        "import sys; from megatron_distopt.cli.main import main; "
         f"assert main(['hosts']) == main(['patch', '--check', {str(fork)!r}]) == 0; "
         "sys.exit(str([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules]))"
     )
@@ -155,7 +155,7 @@ def test_installation_when_asked_then_command_and_entry_point_are_registered() -
         if entry.value.startswith("megatron_distopt.")
     }
     assert values == {
-        "megatron-distopt": "megatron_distopt.plugin.cli:main",
+        "megatron-distopt": "megatron_distopt.cli.main:main",
         "distopt": "megatron_distopt.plugin.entry_point:distopt",
     }, "the installed metadata is older than setup.py: run pip install -e . again, and remove a stale *.egg-info"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints
@@ -14,19 +15,17 @@ from typing import Any
 
 import pytest
 
+from megatron_distopt.cli import doctor, doctor_machine
+from megatron_distopt.cli.doctor import check_launch_flags, describe_fork, read_flags
+from megatron_distopt.cli.patch import plan_apply, write
+from megatron_distopt.cli.show import Finding, Status, console_for, noted, ok, problem
 from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.hosts.source.block import GROUP
-from megatron_distopt.hosts.source.found import Need, Place, Survey
+from megatron_distopt.hosts.source.found import Need, SourceLine, Survey
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import fork_at
 from megatron_distopt.optimizer import Accelerator
 from megatron_distopt.optimizer.accelerator import CPU, CUDA
-from megatron_distopt.plugin.doctor import diagnose as doctor
-from megatron_distopt.plugin.doctor import machine as doctor_machine
-from megatron_distopt.plugin.doctor.findings import Finding, Status, as_table, can_start, noted, ok, problem
-from megatron_distopt.plugin.doctor.fork import describe_fork
-from megatron_distopt.plugin.doctor.launch_flags import check_launch_flags, read_flags
-from megatron_distopt.plugin.patch_files import plan_apply, write
 from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
 
 OURS = EntryPoint("distopt", "megatron_distopt.plugin.entry_point:distopt", GROUP)
@@ -66,7 +65,7 @@ def test_doctor_when_a_fork_is_supported_then_training_could_start(
 ) -> None:
     findings = doctor.diagnose(make(tmp_path), [])
     assert problems(findings) == []
-    assert can_start(findings)
+    assert not problems(findings)
     assert of(findings, "source").text == str(tmp_path.resolve())
     assert {finding.section for finding in findings} == {"fork", "machine", "environment"}
     subjects = {"generation", "get_megatron_optimizer", "DistributedOptimizer", "flag", "python", "torch", "torchrun"}
@@ -170,8 +169,8 @@ def test_doctor_when_others_are_registered_or_installed_then_it_names_them(
     findings = doctor.diagnose(per_rank_2023(tmp_path / "fork"), [])
     texts = [finding.text for finding in findings if finding.section == "environment"]
     assert "also other = package:factory; they are used in order of names" in texts
-    assert "mindspeed (MindSpeed) replaces functions of Megatron too; install ours before it" in texts
-    assert can_start(findings)
+    assert "mindspeed (MindSpeed) replaces functions of Megatron too; install megatron_distopt before it" in texts
+    assert not problems(findings)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def with_needs(tmp_path: Path, *needs: Need) -> Survey:
 
 @pytest.mark.usefixtures("impostor")
 def test_machine_when_the_fork_imports_apex_in_any_case_then_a_problem(tmp_path: Path) -> None:
-    found = with_needs(tmp_path, Need("apex", Place("megatron/optimizer/__init__.py", 3), False))
+    found = with_needs(tmp_path, Need("apex", SourceLine("megatron/optimizer/__init__.py", 3), False))
     assert problems(describe(found=found)) == [
         "Invalid package apex: not importable. Must be importable, because the host imports apex.optimizers in "
         "megatron/optimizer/__init__.py:3. Build NVIDIA apex from its sources; pip install apex gets an unrelated "
@@ -278,7 +277,7 @@ def test_machine_when_a_condition_decides_then_a_problem_only_where_it_is_true(
     device_type: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(device_type, "torch"))
-    found = with_needs(tmp_path, Need("amp_C", Place("a.py", 1), True))
+    found = with_needs(tmp_path, Need("amp_C", SourceLine("a.py", 1), True))
     assert of(describe(found=found), "needs amp_C").status is status
 
 
@@ -297,7 +296,7 @@ def test_machine_when_launchers_are_missing_or_anothers_then_notes(
     monkeypatch.setenv("PATH", str(tmp_path))
     findings = describe()
     assert of(findings, "torchrun").text == (
-        f"{tmp_path / 'torchrun'}, which is not beside this Python ({sys.executable})"
+        f"{tmp_path / 'torchrun'}, which is not in the folder of this Python ({sys.executable})"
     )
     assert of(findings, "deepspeed") == noted("machine", "deepspeed", "not on PATH")
 
@@ -403,16 +402,21 @@ def test_doctor_when_a_flag_names_an_adam_then_that_is_looked_for(
     assert text == "torch_foreach (asked for by name)"
 
 
-def test_table_when_wide_then_a_line_each_and_a_verdict() -> None:
+def report(findings: list[Finding], width: int | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(doctor, "diagnose", lambda fork, launch: findings)
+    return doctor.answer(Namespace(fork=None, launch=[])).as_text(console_for(width)).splitlines()
+
+
+def test_report_when_shown_then_a_line_a_finding_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [ok("fork", "source", "/fork"), noted("machine", "torchrun", "absent"), problem("machine", "a", "Bad.")]
-    assert as_table(findings) == (
-        "fork\n  ok       source    /fork\n\nmachine\n  note     torchrun  absent\n  problem  a         Bad.\n\n"
-        "1 problem: this optimizer could not start"
-    )
+    lines = [line.split() for line in report(findings, None, monkeypatch)]
+    assert lines[:2] == [["fork"], ["ok", "source", "/fork"]]
+    assert lines[3:6] == [["machine"], ["note", "torchrun", "absent"], ["problem", "a", "Bad."]]
+    assert lines[-1][:2] == ["1", "problem:"]
 
 
-def test_table_when_narrow_then_wrapped_under_the_text() -> None:
-    lines = as_table([ok("fork", "source", "word " * 20)], width=60).splitlines()
+def test_report_when_narrow_then_wrapped_under_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = report([ok("fork", "source", "word " * 20)], 60, monkeypatch)
     assert all(len(line) <= 60 for line in lines)
     assert lines[2].startswith(" " * 19 + "word")
 
@@ -423,7 +427,7 @@ def test_doctor_when_it_looks_then_no_host_is_imported(tmp_path: Path, monkeypat
         file.write_text(f"{file.read_text()}\nraise SystemExit('was imported')\n")
     monkeypatch.chdir(fork)
     monkeypatch.syspath_prepend(str(fork))
-    assert can_start(doctor.diagnose(None, []))
+    assert not problems(doctor.diagnose(None, []))
 
 
 def test_doctor_when_a_stand_in_without_a_spec_is_loaded_then_it_is_named(
@@ -433,7 +437,7 @@ def test_doctor_when_a_stand_in_without_a_spec_is_loaded_then_it_is_named(
     stand_in.__spec__ = None
     monkeypatch.setitem(sys.modules, "primus", stand_in)
     texts = [finding.text for finding in doctor.diagnose(per_rank_2023(tmp_path), [])]
-    assert "primus (Primus) replaces functions of Megatron too; install ours before it" in texts
+    assert "primus (Primus) replaces functions of Megatron too; install megatron_distopt before it" in texts
 
 
 def test_doctor_when_a_real_fork_is_given_then_only_kernels_can_be_a_problem() -> None:

@@ -107,40 +107,21 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "text"),
+    ("variable", "value", "what", "remedy"),
     [
-        (
-            "MEGATRON_DISTOPT",
-            "requires",
-            "Invalid MEGATRON_DISTOPT: 'requires'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=require.",
-        ),
-        (
-            "MEGATRON_DISTOPT_NONFINITE",
-            "ignore",
-            "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
-        ),
-        (
-            "MEGATRON_DISTOPT_NONFINIT",
-            "skip",
-            "Invalid environment variable: MEGATRON_DISTOPT_NONFINIT. Must be one of MEGATRON_DISTOPT, "
-            "MEGATRON_DISTOPT_ADAM, MEGATRON_DISTOPT_OPTIMIZER, MEGATRON_DISTOPT_NONFINITE, "
-            "MEGATRON_DISTOPT_ACCELERATOR, MEGATRON_DISTOPT_DECAY, MEGATRON_DISTOPT_RESUME_STEP, "
-            "MEGATRON_DISTOPT_CHECKPOINT_FORMAT, MEGATRON_DISTOPT_ASYNC_SAVE, MEGATRON_DISTOPT_ASYNC_BUFFER_MB, "
-            "MEGATRON_DISTOPT_KEEP_LAST, MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE, "
-            "MEGATRON_DISTOPT_OVERLAP_PARAM_GATHER, MEGATRON_DISTOPT_BUCKET_SIZE, MEGATRON_DISTOPT_LOG_COMMUNICATION, "
-            "MEGATRON_DISTOPT_REDUCE_DTYPE, MEGATRON_DISTOPT_SHARED_MEMORY, MEGATRON_DISTOPT_DEBUG. "
-            "Write MEGATRON_DISTOPT_NONFINITE.",
-        ),
+        ("MEGATRON_DISTOPT", "requires", "MEGATRON_DISTOPT: 'requires'", "MEGATRON_DISTOPT=require"),
+        ("MEGATRON_DISTOPT_NONFINITE", "ignore", "nonfinite: 'ignore'", "MEGATRON_DISTOPT_NONFINITE=raise"),
+        ("MEGATRON_DISTOPT_NONFINIT", "skip", "variable: MEGATRON_DISTOPT_NONFINIT", "MEGATRON_DISTOPT_NONFINITE"),
     ],
 )
 def test_install_when_a_variable_is_bad_then_refused_and_the_host_is_as_it_was(
-    variable: str, value: str, text: str, host: Any, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, what: str, remedy: str, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = host.get_megatron_optimizer
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as error:
         install()
-    assert str(error.value) == text
+    assert f"{what}." in str(error.value) and str(error.value).endswith(f"Write {remedy}.")
     assert host.get_megatron_optimizer is original
 
 
@@ -196,7 +177,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone
     with pytest.raises(HostMismatchError) as error:
         first.undo()
     assert str(error.value) == (
-        "Invalid fake_megatron.get_megatron_optimizer: replaced by somebody else since. "
+        "Invalid fake_megatron.get_megatron_optimizer: replaced by other code since. "
         "Must still be megatron_distopt's. Undo that replacement first."
     )
     assert host.get_megatron_optimizer is theirs

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_distopt.cli import patch
+from megatron_distopt.cli.patch import Edit, as_diff, is_patched, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, GROUP, as_bytes, has_marker, intact_block
 from megatron_distopt.hosts.source.tree import fork_at
-from megatron_distopt.plugin import patch_files
-from megatron_distopt.plugin.patch_files import Edit, as_diff, is_patched, plan_apply, plan_undo, write
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,
@@ -215,7 +215,7 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
     def fail(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(patch_files.os, "replace", fail)
+    monkeypatch.setattr(patch.os, "replace", fail)
     assert refusal_of(lambda: applied(tmp_path)) == (
         f"Invalid fork: {file.resolve()} (Permission denied). Must be in a folder that you may write to. "
         "Run it as the user who owns the fork, or on a copy of it."

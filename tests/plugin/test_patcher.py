@@ -115,7 +115,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     with pytest.raises(HostMismatchError) as error:
         undo()
     assert str(error.value) == (
-        f"Invalid {patch_point}: replaced by somebody else since. Must still be megatron_distopt's. "
+        f"Invalid {patch_point}: replaced by other code since. Must still be megatron_distopt's. "
         "Undo that replacement first."
     )
     assert snapshot(host, trainer) == replaced

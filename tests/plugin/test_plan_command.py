@@ -23,19 +23,25 @@ from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.cli import main as cli
+from megatron_distopt.cli import plan_build
+from megatron_distopt.cli.plan_choice import (
+    AUTO,
+    Choice,
+    PlannedBuffer,
+    StagePlan,
+    plan_choice,
+    plan_stage,
+    stage_params,
+)
+from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_mapping
+from megatron_distopt.cli.plan_timeline import Assumed, TimelineLane, times_of
 from megatron_distopt.comm import Group, shared_memory
 from megatron_distopt.comm.fake import fake_world
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL
 from megatron_distopt.hosts.torch.plan import Request, decide
 from megatron_distopt.layout import default_bucket_size
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
-from megatron_distopt.plugin import cli
-from megatron_distopt.plugin.commands import plan_build
-from megatron_distopt.plugin.commands.plan_choice import AUTO, Choice, Part, StagePlan, plan_choice, plan_stage
-from megatron_distopt.plugin.commands.plan_config import sizes_in_mapping
-from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
-from megatron_distopt.plugin.commands.plan_stage import stage_params
-from megatron_distopt.plugin.commands.plan_timeline import Assumed, Lane, times_of
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks
 
@@ -76,17 +82,20 @@ RUNS: dict[str, tuple[list[str], torch.dtype, DistOptConfig]] = {
 }
 #: Real models on 2 ranks: their sizes and how they are cut.
 SHAPES = {
-    "tp 2": (GPT, Cut(dp=1, tp=2)),
-    "pp 2, tied": (GPT, Cut(dp=1, pp=2)),
-    "pp 2, untied": (replace(GPT, is_tied=False), Cut(dp=1, pp=2)),
+    "tp 2": (GPT, ParallelSizes(dp=1, tp=2)),
+    "pp 2, tied": (GPT, ParallelSizes(dp=1, pp=2)),
+    "pp 2, untied": (replace(GPT, is_tied=False), ParallelSizes(dp=1, pp=2)),
     "as llama": (
         replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, positions=0),
-        Cut(dp=1, tp=2),
+        ParallelSizes(dp=1, tp=2),
     ),
-    "as qwen": (replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, positions=0), Cut(dp=2)),
-    "experts": (replace(GPT, experts=4, expert_ffn=48), Cut(dp=2)),
-    "experts, tp 2": (replace(GPT, experts=4, has_bias=False), Cut(dp=1, tp=2)),
-    "experts, ep 2": (replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False), Cut(dp=2, ep=2)),
+    "as qwen": (
+        replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, positions=0),
+        ParallelSizes(dp=2),
+    ),
+    "experts": (replace(GPT, experts=4, expert_ffn=48), ParallelSizes(dp=2)),
+    "experts, tp 2": (replace(GPT, experts=4, has_bias=False), ParallelSizes(dp=1, tp=2)),
+    "experts, ep 2": (replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False), ParallelSizes(dp=2, ep=2)),
 }
 
 
@@ -139,7 +148,7 @@ def held_by(tensors: Sequence[Tensor]) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def real_model(gpt: GptSizes, cut: Cut) -> torch.nn.Module:
+def real_model(gpt: GptSizes, cut: ParallelSizes) -> torch.nn.Module:
     """Of megatron-core, on this rank."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -192,7 +201,7 @@ def real_model(gpt: GptSizes, cut: Cut) -> torch.nn.Module:
 
 def used_by(dtype: torch.dtype, config: DistOptConfig, size: int) -> Used:
     """Collective: a real optimizer of a real model takes two steps."""
-    model = real_model(GPT, Cut(dp=size)).to(dtype)
+    model = real_model(GPT, ParallelSizes(dp=size)).to(dtype)
     params = list(model.parameters())
     groups = [
         {"params": [param for param in params if param.ndim > 1]},
@@ -310,12 +319,12 @@ MIXTURE = replace(GPT, experts=8, layers=4)
 @pytest.mark.parametrize(
     ("gpt", "choice", "rank"),
     [
-        (GPT, Choice(Cut(dp=2)), 0),
-        (GPT, Choice(Cut(dp=3, tp=2, pp=2), "fp16", has_fp32_grads=False, bucket_size=BUCKET), 11),
-        (GPT, Choice(Cut(dp=5), "fp32", bucket_size=BUCKET), 4),
-        (MIXTURE, Choice(Cut(dp=8, tp=2, ep=4), bucket_size=BUCKET), 13),
-        (TRILLION, Choice(Cut(dp=4096), bucket_size=40_000_000), 4095),
-        (TRILLION, Choice(Cut(dp=32, tp=8, pp=16)), 1234),
+        (GPT, Choice(ParallelSizes(dp=2)), 0),
+        (GPT, Choice(ParallelSizes(dp=3, tp=2, pp=2), "fp16", has_fp32_grads=False, bucket_size=BUCKET), 11),
+        (GPT, Choice(ParallelSizes(dp=5), "fp32", bucket_size=BUCKET), 4),
+        (MIXTURE, Choice(ParallelSizes(dp=8, tp=2, ep=4), bucket_size=BUCKET), 13),
+        (TRILLION, Choice(ParallelSizes(dp=4096), bucket_size=40_000_000), 4095),
+        (TRILLION, Choice(ParallelSizes(dp=32, tp=8, pp=16)), 1234),
     ],
 )
 def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes, choice: Choice, rank: int) -> None:
@@ -329,7 +338,7 @@ def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes
 
 
 def test_build_when_all_ranks_are_built_then_together_they_own_everything_once() -> None:
-    size, choice = 7, Choice(Cut(dp=7), bucket_size=BUCKET)
+    size, choice = 7, Choice(ParallelSizes(dp=7), bucket_size=BUCKET)
     plans = [plan_stage(GPT, choice, 0, rank) for rank in range(size)]
     owned = sum(plan.footprint.main_nbytes for plan in plans) // 4
     assert plans[0].numel <= owned <= plans[0].parts[0].layout.numel
@@ -340,7 +349,7 @@ def groups_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
     planned = plan_build._step_plan
 
-    def step_plan(part: Part, data: Group, everybody: Group) -> Any:
+    def step_plan(part: PlannedBuffer, data: Group, everybody: Group) -> Any:
         first = [data.global_rank(rank) for rank in range(min(data.size, 3))]
         seen.append((data.backend, data.rank, data.size, first, everybody.rank, everybody.size))
         return planned(part, data, everybody)
@@ -351,7 +360,7 @@ def groups_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_build_when_4096_ranks_are_asked_for_then_the_groups_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = groups_seen(monkeypatch)
-    built = plan_build.build(plan_stage(TRILLION, Choice(Cut(dp=4096)), 0, 1234), 1234)
+    built = plan_build.build(plan_stage(TRILLION, Choice(ParallelSizes(dp=4096)), 0, 1234), 1234)
     assert seen[-1] == ("fake", 1234, 4096, [0, 1, 2], 1234, 4096)
     assert built.numel > 10**12
     assert not dist.is_initialized()
@@ -360,7 +369,7 @@ def test_build_when_4096_ranks_are_asked_for_then_the_groups_are_torchs_own(monk
 def test_build_when_experts_are_spread_then_each_buffer_has_the_group_that_shards_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen, choice = groups_seen(monkeypatch), Choice(Cut(dp=8, tp=2, ep=4))
+    seen, choice = groups_seen(monkeypatch), Choice(ParallelSizes(dp=8, tp=2, ep=4))
     plan = plan_stage(MIXTURE, choice, *choice.cut.place_of(13))
     plan_build.build(plan, 13)
     assert [(part.rank, part.layout.num_shards) for part in plan.parts] == [(6, 8), (1, 2)]
@@ -368,7 +377,7 @@ def test_build_when_experts_are_spread_then_each_buffer_has_the_group_that_shard
 
 
 def test_cut_when_all_ranks_are_asked_then_their_groups_are_whole_and_apart() -> None:
-    cut = Cut(dp=6, tp=2, pp=2, ep=3)
+    cut = ParallelSizes(dp=6, tp=2, pp=2, ep=3)
     for groups, size in ((cut.data_ranks, 6), (cut.expert_ranks, 2)):
         found = [groups(rank) for rank in range(cut.num_ranks)]
         assert all(rank in ranks and len(ranks) == size for rank, ranks in enumerate(found))
@@ -406,7 +415,7 @@ def calls_of(gpt: GptSizes, dp: int) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    choice = Choice(Cut(dp=dp), bucket_size=10**6)
+    choice = Choice(ParallelSizes(dp=dp), bucket_size=10**6)
     sys.setprofile(count)
     try:
         times_of(plan_choice(gpt, choice).fullest, Assumed(1e9, backward_seconds=1.0))
@@ -426,7 +435,7 @@ def test_plan_when_there_are_more_params_then_the_cost_grows_as_they_do() -> Non
 
 
 def small_plan(dp: int = 4, bucket_size: int | None = BUCKET, **sizes: Any) -> StagePlan:
-    return plan_choice(replace(GPT, **sizes), Choice(Cut(dp=dp), bucket_size=bucket_size)).fullest
+    return plan_choice(replace(GPT, **sizes), Choice(ParallelSizes(dp=dp), bucket_size=bucket_size)).fullest
 
 
 def test_times_when_there_is_one_bucket_then_nothing_is_hidden() -> None:
@@ -470,12 +479,12 @@ def test_timeline_when_drawn_then_no_lane_is_busy_twice_and_the_waits_are_those_
     times = times_of(small_plan(**sizes), assumed)
     assert times.timeline is not None
     ends = {}
-    for lane in Lane:
+    for lane in TimelineLane:
         spans = sorted((each.start, each.stop) for each in times.timeline.intervals if each.lane is lane)
         assert all(left[1] <= right[0] + 1e-12 for left, right in itertools.pairwise(spans))
         ends[lane] = spans[-1][1]
     computing = backward * 1.5 + assumed.update_seconds
-    assert ends[Lane.COMPUTE] == pytest.approx(computing + (times.exposed_seconds or 0.0))
+    assert ends[TimelineLane.COMPUTE] == pytest.approx(computing + (times.exposed_seconds or 0.0))
     assert max(times.seconds - backward * 1.5, 0.0) <= (times.exposed_seconds or 0.0) + 1e-9
     assert (times.exposed_seconds or 0.0) <= times.seconds + 1e-9
 
@@ -485,13 +494,15 @@ def test_timeline_when_the_output_layer_is_on_a_stage_of_its_own_then_a_tied_one
     is_tied: bool,
 ) -> None:
     """Its gradient waits for the sum with the first stage's, after backward; an untied one's is the first of all."""
-    choice = Choice(Cut(dp=4, pp=2), bucket_size=128 * 40)  # the output layer fills a bucket, the first in the buffer
+    choice = Choice(
+        ParallelSizes(dp=4, pp=2), bucket_size=128 * 40
+    )  # the output layer fills a bucket, the first in the buffer
     plan = plan_choice(replace(GPT, is_tied=is_tied, positions=0), choice).fullest
     layout = plan.parts[0].layout
     assert (plan.stage, layout.slots[0].name, layout.slots[1].bucket) == (1, "output_layer.weight", 1)
     times = times_of(plan, Assumed(1e9, backward_seconds=10.0))
     assert times.timeline is not None
-    starts = {each.label: each.start for each in times.timeline.intervals if each.lane is Lane.SEND}
+    starts = {each.label: each.start for each in times.timeline.intervals if each.lane is TimelineLane.SEND}
     scatters = [start for label, start in starts.items() if label.startswith("reduce-scatter")]
     assert (starts["reduce-scatter 0"] >= 10.0, starts["reduce-scatter 0"] == min(scatters)) == (is_tied, not is_tied)
     assert starts["all-gather 0"] == max(starts.values())  # forward needs it last either way
@@ -593,7 +604,7 @@ def module_of(plan: StagePlan) -> Module:
 @pytest.mark.parametrize(("size", "num_buckets"), [(3, 7), (16, 4), (64, 1)])  # more ranks, larger buckets
 def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(size: int, num_buckets: int) -> None:
     gpt = GptSizes(layers=8, hidden=256, vocab=1024, seq=64)
-    plan = plan_stage(gpt, Choice(Cut(dp=size), bucket_size=AUTO), 0)
+    plan = plan_stage(gpt, Choice(ParallelSizes(dp=size), bucket_size=AUTO), 0)
     config = DistOptConfig(adam="torch_foreach", accelerator="torch", overlap_grad_reduce=True)
     with fake_world(0, size) as everybody:
         decided = decide(Request([module_of(plan)], config, None, None), everybody)
@@ -653,7 +664,7 @@ def test_plan_when_sizes_are_given_then_they_override_the_config(config: Path, c
 def test_plan_when_stages_differ_then_each_kind_is_told_once(config: Path, capsys: Output) -> None:
     (choice,) = document(capsys, "--config", config, "--pp", 4)["choices"]
     assert [stage["stages"] for stage in choice["stages"]] == [[0], [1, 2], [3]]
-    embedding, layer = 128 * 40, stage_params(GPT, Cut(dp=1, pp=4), 1, "float32")
+    embedding, layer = 128 * 40, stage_params(GPT, ParallelSizes(dp=1, pp=4), 1, "float32")
     numels = [stage["numel"] for stage in choice["stages"]]
     middle = sum(param.spec.numel for param in layer)
     assert numels == [middle + embedding + 16 * 40, middle, middle + 2 * 40 + embedding]
@@ -676,7 +687,7 @@ def test_plan_when_a_rank_is_built_then_it_says_where_and_that_all_is_as_planned
 
 def test_plan_when_it_builds_nothing_then_torch_is_not_imported() -> None:
     probe = (
-        "import sys; from megatron_distopt.plugin.cli import main; "
+        "import sys; from megatron_distopt.cli.main import main; "
         "assert main(['plan', '--layers', '2', '--hidden', '64', '--vocab', '128']) == 0; "
         "sys.exit(str([name for name in ('torch', 'matplotlib') if name in sys.modules]))"
     )
@@ -750,7 +761,7 @@ REFUSALS: list[tuple[tuple[object, ...], str]] = [
     (
         (*SIZES, "--plot", "x.png"),
         "Invalid --plot: no time of backward. Must have the length of backward. "
-        "Write --backward-ms MS or --tokens-per-second N beside it.",
+        "Write --backward-ms MS or --tokens-per-second N as well.",
     ),
     (
         (*SIZES, "--backward-ms", 0, "--plot", "x.png"),
@@ -780,7 +791,7 @@ def test_plot_when_matplotlib_is_missing_then_says_what_to_install(
     config: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_distopt.plugin.commands.plan_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_distopt.cli.plan_timeline.find_spec", lambda name: None)
     text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.png")
     assert text == (
         "Invalid --plot: matplotlib is not installed. Must have matplotlib to draw with. Run pip install matplotlib."
@@ -824,7 +835,7 @@ def test_plan_when_a_number_cannot_be_then_status_2(words: tuple[str, str], caps
         (
             '{"num_layers": 2.5}',
             "Invalid key 'num_layers' of the config: 2.5. Must be a whole number of at least 0. "
-            "Correct it, or give the flag beside --config.",
+            "Correct it, or give the flag in addition to --config.",
         ),
         (
             '{"num_layers": 2, "kv_lora_rank": 512}',
@@ -840,7 +851,7 @@ def test_config_when_it_cannot_be_used_then_says_why(content: str, text: str, tm
 
 
 def test_sizes_when_experts_are_spread_then_a_rank_has_its_share() -> None:
-    whole, spread = (stage_params(MIXTURE, Cut(dp=8, ep=ep), 0, "float32") for ep in (1, 4))
+    whole, spread = (stage_params(MIXTURE, ParallelSizes(dp=8, ep=ep), 0, "float32") for ep in (1, 4))
     of_experts = [param for param in spread if param.is_expert]
     assert not any(param.is_expert for param in whole)
     assert sum(param.spec.numel for param in of_experts) * 4 == sum(

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.plugin.commands.plan_choice import Choice, plan_choice
-from megatron_distopt.plugin.commands.plan_config import sizes_in_mapping
-from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
+from megatron_distopt.cli.plan_choice import Choice, plan_choice
+from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_mapping
 
 #: What HuggingFace writes for a model like Llama, whose class unties by default and so has to say it.
 LLAMA = {
@@ -41,13 +40,13 @@ def test_config_when_it_is_huggingfaces_then_llama_has_the_params_that_it_has() 
         "attention_bias": False,
         "bos_token_id": 128000,
     }
-    assert plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(Cut(dp=1))).fullest.numel == 8_030_261_248
+    assert plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(ParallelSizes(dp=1))).fullest.numel == 8_030_261_248
 
 
 def test_config_when_it_is_gpt2s_then_it_has_the_params_that_it_has() -> None:
     """GPT-2 has 124,439,808 params with a vocabulary of 50,257, which Megatron pads to 50,304 of 768."""
     given = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
-    found = plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(Cut(dp=1))).fullest.numel
+    found = plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(ParallelSizes(dp=1))).fullest.numel
     assert found == 124_439_808 + (50304 - 50257) * 768
 
 
@@ -101,7 +100,7 @@ def test_config_when_it_is_gemmas_which_leaves_the_key_out_then_it_is_tied() -> 
         "rope_theta": 10000.0,
         "vocab_size": 256000,
     }
-    assert plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(Cut(dp=1))).fullest.numel == 2_506_172_416
+    assert plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(ParallelSizes(dp=1))).fullest.numel == 2_506_172_416
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.runner import Target, parse_target
+from megatron_distopt.plugin.runner import TrainingScript, parse_target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_core.py"
 
@@ -107,7 +107,9 @@ def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(folder: Pa
 
 def test_target_when_the_rank_comes_first_then_is_handed_on(folder: Path) -> None:
     script = str(folder / "train.py")
-    assert parse_target(["--local-rank=3", script, "-m", "x"]) == Target(script, False, ("--local-rank=3", "-m", "x"))
+    assert parse_target(["--local-rank=3", script, "-m", "x"]) == TrainingScript(
+        script, False, ("--local-rank=3", "-m", "x")
+    )
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

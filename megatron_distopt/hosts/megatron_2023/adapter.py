@@ -16,7 +16,7 @@ from typing import Any
 from megatron import get_args
 
 from megatron_distopt.comm import Group, meet, raise_together
-from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
+from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import HostError, HostMismatchError, refusal
 from megatron_distopt.hosts.megatron_2023.facts import (
     CLASS,
@@ -27,8 +27,7 @@ from megatron_distopt.hosts.megatron_2023.facts import (
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-from megatron_distopt.hosts.patch_points import Replacement
-from megatron_distopt.hosts.substitute import is_wanted, substituted
+from megatron_distopt.hosts.patch_points import Replacement, is_wanted, substituted
 
 __all__ = ["build", "replacement"]
 
@@ -61,13 +60,13 @@ def _check(original: Callable[..., Any], options: DistOptConfig, host_args: obje
     """Everything that this rank can see by itself."""
     check_flags(host_args)
     _check_class(original)
-    return config_from_environment(os.environ, config_from_namespace(host_args, options))
+    return config_from_environment(os.environ, config_from_arguments(host_args, options))
 
 
 def _check_class(original: Callable[..., Any]) -> None:
     remedy = "Use a fork that megatron-distopt hosts lists, or call megatron_distopt.DistributedOptimizer in it"
     if CLASS not in original.__globals__:
-        raise HostMismatchError(refusal(str(PATCH_POINT), f"no {CLASS} beside it", "know its class", remedy))
+        raise HostMismatchError(refusal(str(PATCH_POINT), f"no {CLASS} in its module", "know its class", remedy))
     found = inspect.signature(original.__globals__[CLASS].__init__).parameters
     missing = [name for name in CLASS_PARAMETERS if name not in found]
     unknown = [

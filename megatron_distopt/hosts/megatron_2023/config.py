@@ -1,4 +1,4 @@
-"""The fork's options and its base optimizer, in our words, and what is refused before anything is moved."""
+"""Translates the options and the base optimizer of a fork, and refuses what cannot work before anything is moved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_device
 
 __all__ = ["Inner", "check_model", "choose_for", "merge_config"]
 
-#: Classes whose arithmetic our own choice has too, by package: one of a user's is not meant because of its name.
+#: Classes that can be replaced by another implementation of the same formula, by package; a user's own class of the
+#: same name is not meant.
 _ADAMS = {
     "torch.optim": ("Adam", "AdamW"),
     "apex.optimizers": ("FusedAdam",),
@@ -47,7 +48,7 @@ class Inner:
 def merge_config(
     options: DistOptConfig, base: Optimizer, clip_grad: float, count_zeros: bool, grad_scaler: Any
 ) -> DistOptConfig:
-    """Our options with everything that the fork says.
+    """Adds the fork's settings to the options of this package.
 
     Args:
         options: what the fork has no flag for.
@@ -120,7 +121,7 @@ def _is_of(base: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _unserved(base: Optimizer) -> dict[str, Any]:
-    """Options of a class that we have an own choice for, which that choice does not have."""
+    """Returns options of the base optimizer that the class which replaces it does not have."""
     if not (_is_of(base, _ADAMS) or _is_of(base, _SGDS)):
         return {}
     after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
@@ -128,13 +129,13 @@ def _unserved(base: Optimizer) -> dict[str, Any]:
 
 
 def _with_decay_of(base: Optimizer, config: DistOptConfig) -> DistOptConfig:
-    """apex, DeepSpeed and TransformerEngine are told whether the decay is decoupled; an option of ours wins."""
+    """Takes over whether the base optimizer decouples the decay, unless the option `decay` is given."""
     is_decoupled = getattr(base, "adam_w_mode", True)
     return config if is_decoupled or "decay" in config.explicit else dataclasses.replace(config, decay="l2")
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
-    """The fork's flags name a source of Adam; ours, where given, wins."""
+    """Takes over the source of Adam that a flag of the fork names, unless the option `adam` is given."""
     if config.adam != "auto":
         return config
     if getattr(args, "ds_fused_adam", False):
@@ -145,7 +146,7 @@ def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
 
 
 def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
-    """Everything about the model that this rank can see by itself.
+    """Checks everything about the model that this rank can see by itself.
 
     Returns:
         The device of all params.

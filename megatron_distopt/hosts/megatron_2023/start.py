@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group, Reduction
-from megatron_distopt.config import DistOptConfig, config_from_environment, config_from_namespace
+from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.hosts.base import names_by_param, plan_groups
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
@@ -104,7 +104,7 @@ def decide(request: Request, everyone: Group) -> Start:
     check_flags(args)
     names = names_by_param(request.models)
     named = {name: param for param, name in names.items() if param.requires_grad}
-    own = config_from_environment(os.environ, config_from_namespace(args, request.options))
+    own = config_from_environment(os.environ, config_from_arguments(args, request.options))
     config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
     device = check_model(request.models, named, config)
     inner, data = choose_for(request.base, config, args, device.type), dense_group()

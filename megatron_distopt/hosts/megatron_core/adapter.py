@@ -26,9 +26,8 @@ from megatron_distopt.hosts.megatron_core.config import (
 )
 from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, PATCH_POINT
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
-from megatron_distopt.hosts.patch_points import Replacement
+from megatron_distopt.hosts.patch_points import Replacement, is_wanted, substituted
 from megatron_distopt.hosts.report import announce, describe
-from megatron_distopt.hosts.substitute import is_wanted, substituted
 
 __all__ = ["build", "replacement"]
 
@@ -83,7 +82,7 @@ def _check_classes(original: Callable[..., Any]) -> None:
     remedy = "Use megatron-core 0.16, which this adapter was tested on"
     for name in (CLASS, CHAIN):
         if name not in original.__globals__:
-            raise HostMismatchError(refusal(str(PATCH_POINT), f"no {name} beside it", "know its classes", remedy))
+            raise HostMismatchError(refusal(str(PATCH_POINT), f"no {name} in its module", "know its classes", remedy))
     found = tuple(inspect.signature(original.__globals__[CLASS].__init__).parameters)[1:]
     if found != CLASS_PARAMETERS:
         rule = f"be ({', '.join(CLASS_PARAMETERS)})"

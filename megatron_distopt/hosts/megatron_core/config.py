@@ -1,4 +1,4 @@
-"""megatron-core's options, in our words, and what is refused before the first collective."""
+"""Translates the options of megatron-core, and refuses what cannot work before the first collective."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
-from megatron_distopt.config import DistOptConfig, flag_of
+from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
+from megatron_distopt.options import flag_of
 
 __all__ = [
     "check_model",
@@ -23,14 +24,14 @@ __all__ = [
 
 
 def missing_parallel_state() -> ConfigError:
-    """The flag needs process groups."""
+    """Returns the error for a flag without process groups."""
     got = "set, but parallel_state is not initialized"
     remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
     return ConfigError(refusal("use_distributed_optimizer", got, "come after parallel_state", remedy))
 
 
 def check_parallel_state(pg_collection: object | None) -> None:
-    """The host's groups are there, or the caller gives its own.
+    """Checks that the host's groups exist, or that the caller gives its own.
 
     Raises:
         ConfigError
@@ -40,7 +41,7 @@ def check_parallel_state(pg_collection: object | None) -> None:
 
 
 def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
-    """Our options with everything that the host's OptimizerConfig says.
+    """Adds the settings of the host's OptimizerConfig to the options of this package.
 
     Args:
         options: what the host has no flag for.
@@ -71,9 +72,9 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
 
 
 def _check_own(options: DistOptConfig) -> None:
-    """The host's own DistributedDataParallel decides what runs beside what."""
+    """Refuses options that the host's own DistributedDataParallel decides."""
     for name in HOSTS_OWN:
-        if getattr(options, name) != getattr(DistOptConfig(), name):
+        if getattr(options, name) != OPTIONS[name].default:
             rule = f"be left to the host's {HOSTS_OWN[name]}"
             raise ConfigError(refusal(name, "set with megatron-core", rule, f"Drop {flag_of(name)}"))
 
@@ -85,7 +86,7 @@ def _check_options(where: str, options: object) -> None:
 
 
 def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
-    """Everything about the model that this rank can see by itself.
+    """Checks everything about the model that this rank can see by itself.
 
     Raises:
         HostError, ConfigError, LayoutError

@@ -1,7 +1,7 @@
-"""The block that a fork needs to find packages by itself, as text, see plugin/entry_point.py.
+"""The block of text that lets a fork find packages by itself, see plugin/entry_point.py.
 
-It stands right after the fork's `get_megatron_optimizer`, runs on Python 3.8 (a fork's, not ours), and leaves the
-function as it is where no package registers itself. `plugin/patch_files.py` puts it in and takes it out.
+It comes right after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use, and leaves the
+function as it is where no package registers itself. `cli/patch.py` puts it in and takes it out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was found in a host's source tree, as values; `survey.py` finds it."""
+"""The findings of `survey.py` about a host's source tree, as values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_distopt.errors import refusal
-from megatron_distopt.hosts.generations import Generation
+from megatron_distopt.hosts.detect import Generation
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["ClassFound", "Need", "ParserOption", "PatchPointFound", "PatchPointState", "Place", "Survey", "Unreadable"]
+__all__ = [
+    "ClassFound",
+    "Need",
+    "ParserOption",
+    "PatchPointFound",
+    "PatchPointState",
+    "SourceLine",
+    "Survey",
+    "Unreadable",
+]
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of a file.
 
     Args:
@@ -29,7 +38,7 @@ class Place:
 
 
 class PatchPointState(Enum):
-    """Whose a patch point is."""
+    """What the name of a patch point is bound to."""
 
     #: The host's own function, as the host defines it.
     FREE = "free"
@@ -49,21 +58,21 @@ class PatchPointFound:
 
     Args:
         patch_point: what was looked for.
-        state: whose it is.
+        state: what it is bound to.
         place: of the function, or of what replaced it; None where it is missing.
         parameters: of the function.
-        importers: who imports it by value, and so holds an alias of its own.
-        assigners: who assigns it in somebody else's module.
+        importers: lines that import it by value, which makes another alias of it.
+        assigners: lines that assign it in another module.
         is_at_top: whether the function stands by itself, and not under an `if` or a `try`.
         end: last line of the function.
     """
 
     patch_point: PatchPoint
     state: PatchPointState
-    place: Place | None = None
+    place: SourceLine | None = None
     parameters: tuple[str, ...] = ()
-    importers: tuple[Place, ...] = ()
-    assigners: tuple[Place, ...] = ()
+    importers: tuple[SourceLine, ...] = ()
+    assigners: tuple[SourceLine, ...] = ()
     is_at_top: bool = False
     end: int = 0
 
@@ -98,7 +107,7 @@ class ClassFound:
     """
 
     name: str
-    place: Place | None
+    place: SourceLine | None
     parameters: tuple[str, ...]
     required: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -110,7 +119,7 @@ class ClassFound:
         """Why the factory cannot build our class in its place, None where it can."""
         remedy = "Use a Megatron that docs/hosts.md lists"
         if self.place is None:
-            return refusal("factory", f"no {self.name} beside it", "know its classes", remedy)
+            return refusal("factory", f"no {self.name} in its module", "know its classes", remedy)
         takes_all = set(self.required) <= set(self.wanted) <= set(self.parameters)
         if self.parameters == self.wanted if self.is_exact else takes_all:
             return None
@@ -130,7 +139,7 @@ class Need:
     """
 
     package: str
-    place: Place
+    place: SourceLine
     is_conditional: bool
 
 
@@ -148,12 +157,12 @@ class ParserOption:
     flag: str
     name: str
     value: bool | None
-    place: Place
+    place: SourceLine
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file beside the patch points that could not be read.
+    """A file that could not be read, other than those with a patch point.
 
     Args:
         file: from the fork's folder.
@@ -166,7 +175,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that the source says.
+    """Everything that was found in the source.
 
     Args:
         roots: the folders that were read.
@@ -176,7 +185,7 @@ class Survey:
         group_functions: those of `survey.GROUP_FUNCTIONS` that it has.
         options: of its parser; empty where it has none, as megatron-core from PyPI.
         needs: packages with CUDA kernels.
-        unreadable: files beside the patch points that could not be read.
+        unreadable: files that could not be read, other than those with a patch point.
     """
 
     roots: tuple[str, ...]

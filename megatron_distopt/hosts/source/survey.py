@@ -1,17 +1,16 @@
-"""Reads off a host's source what the adapters need to know, without importing it."""
+"""Reads from a host's source what the adapters need to know, without importing it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_distopt.hosts.generations import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
 from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.hosts.source.aliases import Aliases, find_aliases
 from megatron_distopt.hosts.source.block import BEGIN, END, intact_block
 from megatron_distopt.hosts.source.found import (
     ClassFound,
@@ -19,10 +18,13 @@ from megatron_distopt.hosts.source.found import (
     ParserOption,
     PatchPointFound,
     PatchPointState,
-    Place,
+    SourceLine,
     Survey,
+    Unreadable,
 )
-from megatron_distopt.hosts.source.syntax import (
+from megatron_distopt.hosts.source.tree import (
+    SourceTree,
+    UnreadableSourceError,
     bindings_of,
     classes_of,
     flags_added,
@@ -33,9 +35,8 @@ from megatron_distopt.hosts.source.syntax import (
     resolved,
     values_given,
 )
-from megatron_distopt.hosts.source.tree import SourceTree
 
-__all__ = ["GROUP_FUNCTIONS", "find_patch_point", "survey"]
+__all__ = ["GROUP_FUNCTIONS", "Alias", "Aliases", "find_aliases", "find_patch_point", "survey"]
 
 #: Process groups that the adapters ask for where a host has them.
 GROUP_FUNCTIONS = (
@@ -62,7 +63,7 @@ class _ClassFacts:
     Args:
         name, parameters: of the class and its constructor.
         is_exact: whether the constructor may have no others.
-        gathers: the method that gathered file has and per-rank files has not.
+        gathers: the method that classes with a gathered file have and those with per-rank files have not.
     """
 
     name: str
@@ -83,7 +84,7 @@ def survey(tree: SourceTree) -> Survey:
     """Reads the whole tree.
 
     Raises:
-        UnknownHostError: no Megatron that we know.
+        UnknownHostError: no generation has these modules.
         UnreadableSourceError: a file that has a patch point, or what belongs to it, cannot be read.
     """
     generation = recognise(tree.has)
@@ -124,11 +125,11 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointFou
         return PatchPointFound(patch_point, PatchPointState.MISSING)
     last = bindings[-1]
     if not isinstance(last, ast.FunctionDef):
-        return PatchPointFound(patch_point, PatchPointState.REPLACED, Place(tree.shown(file), last.lineno))
+        return PatchPointFound(patch_point, PatchPointState.REPLACED, SourceLine(tree.shown(file), last.lineno))
     return PatchPointFound(
         patch_point,
         _state_of(last, patch_point, is_patched=bool(ours)),
-        Place(tree.shown(file), last.lineno),
+        SourceLine(tree.shown(file), last.lineno),
         parameters_of(last),
         is_at_top=last in module.body,
         end=last.end_lineno or last.lineno,
@@ -163,7 +164,7 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
     constructor = methods.get("__init__")
     return ClassFound(
         facts.name,
-        Place(tree.shown(file), definition.lineno),
+        SourceLine(tree.shown(file), definition.lineno),
         parameters_of(constructor)[1:] if constructor else (),
         required_of(constructor)[1:] if constructor else (),
         facts.parameters,
@@ -198,7 +199,7 @@ def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
             given = values_given(call)
             name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
             value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
-            yield from (ParserOption(flag, name, value, Place(tree.shown(file), call.lineno)) for flag in flags)
+            yield from (ParserOption(flag, name, value, SourceLine(tree.shown(file), call.lineno)) for flag in flags)
 
 
 def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
@@ -206,4 +207,73 @@ def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
     for file in sorted(factory.parent.glob("*.py")) if factory is not None else ():
         for package, line, is_conditional in imports_when_loaded(tree.parse(file)):
             if package in _KERNELS:
-                yield Need(package, Place(tree.shown(file), line), is_conditional)
+                yield Need(package, SourceLine(tree.shown(file), line), is_conditional)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """One line that imports a function of the host, or replaces it.
+
+    Args:
+        name: of the function.
+        place: of the line.
+        is_assigned: whether it assigns an attribute of that name in another module, and does not import it.
+    """
+
+    name: str
+    place: SourceLine
+    is_assigned: bool
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """All aliases of a tree.
+
+    Args:
+        found: in the order of files and lines.
+        unreadable: files that mention a name and could not be read.
+    """
+
+    found: tuple[Alias, ...]
+    unreadable: tuple[Unreadable, ...]
+
+    def places(self, name: str, *, is_assigned: bool) -> tuple[SourceLine, ...]:
+        """The lines of one function."""
+        return tuple(alias.place for alias in self.found if (alias.name, alias.is_assigned) == (name, is_assigned))
+
+
+def find_aliases(tree: SourceTree, names: Sequence[str]) -> Aliases:
+    """Reads every file that mentions one of the names."""
+    found: list[Alias] = []
+    unreadable: list[Unreadable] = []
+    words = [name.encode() for name in names]
+    for file in tree.python_files() if words else ():
+        content = _content(file)
+        if any(word in content for word in words):
+            try:
+                found += _aliases_in(tree, file, names)
+            except UnreadableSourceError as error:
+                unreadable.append(Unreadable(tree.shown(file), str(error)))
+    return Aliases(tuple(found), tuple(unreadable))
+
+
+def _content(file: Path) -> bytes:
+    """Returns the content of a file, or nothing where it cannot be read, such as a dangling link."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def _aliases_in(tree: SourceTree, file: Path, names: Sequence[str]) -> Iterator[Alias]:
+    module = tree.module_of(file)
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree.parse(file)):
+        if isinstance(node, ast.ImportFrom) and resolved(node, package).partition(".")[0] == "megatron":
+            taken, is_assigned = [alias.name for alias in node.names], False
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            taken, is_assigned = [node.attr], True
+        else:
+            continue
+        place = SourceLine(tree.shown(file), node.lineno)
+        yield from (Alias(name, place, is_assigned) for name in taken if name in names)

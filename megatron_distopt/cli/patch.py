@@ -1,4 +1,4 @@
-"""The entry point: puts one marked block into a fork's file, right after its factory, and takes it out again.
+"""`megatron-distopt patch`: puts one marked block into a fork's file, right after its factory, and takes it out again.
 
 The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not. A plan is an
 `Edit`, both contents of one file; `write` puts the new one in place of the old by a rename, so a fork is never half
@@ -7,6 +7,7 @@ patched.
 
 from __future__ import annotations
 
+import argparse
 import os
 import stat
 import tempfile
@@ -15,14 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError, refusal
-from megatron_distopt.hosts.generations import recognise
+from megatron_distopt.hosts.detect import recognise
 from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
 from megatron_distopt.hosts.source.found import PatchPointFound
 from megatron_distopt.hosts.source.survey import find_patch_point
-from megatron_distopt.hosts.source.tree import SourceTree
+from megatron_distopt.hosts.source.tree import SourceTree, fork_at
 
-__all__ = ["Edit", "as_diff", "is_patched", "plan_apply", "plan_undo", "write"]
+__all__ = ["Edit", "answer", "as_diff", "is_patched", "plan_apply", "plan_undo", "write"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,38 @@ class Edit:
     line: int
 
 
+def answer(parsed: argparse.Namespace) -> Answer:
+    """Checks, applies or undoes the patch.
+
+    Raises:
+        HostError: it cannot be done; nothing is changed then.
+    """
+    tree = fork_at(parsed.fork)
+    is_applied = is_patched(tree)
+    if parsed.action == ("apply" if is_applied else "undo"):
+        said = "is applied already: nothing to do" if is_applied else "is not applied: nothing to undo"
+        return Answer({}, [said])
+    edit = plan_undo(tree) if is_applied else plan_apply(tree)
+    if parsed.action != "check":
+        write(edit)
+    return Answer({}, [_said(parsed.action, edit, parsed.fork, is_applied=is_applied)])
+
+
+def _said(action: str, edit: Edit, fork: Path, *, is_applied: bool) -> str:
+    place = f"{edit.name}, {len(BLOCK)} lines after line {edit.line}"
+    if action == "undo":
+        return f"undone: {place}; the file is as it was before"
+    undo = f"megatron-distopt patch --undo {fork} takes them out"
+    if action == "apply":
+        return f"applied: {place}; {undo}"
+    if is_applied:
+        return f"is applied: {place}; {undo}"
+    apply = f"megatron-distopt patch --apply {fork} puts them in"
+    return f"can be applied: {place}; {apply}\n\n{as_diff(edit)}".removesuffix("\n")
+
+
 def is_patched(tree: SourceTree) -> bool:
-    """Whether the block is there.
+    """Whether the fork has the block.
 
     Raises:
         HostError: the tree is no supported fork, or the block was edited by hand.
@@ -59,11 +91,11 @@ def is_patched(tree: SourceTree) -> bool:
 
 
 def plan_apply(tree: SourceTree) -> Edit:
-    """What puts the block into a fork that has none.
+    """Plans the edit that puts the block into a fork that has none.
 
     Raises:
         UnknownHostError: the tree is no supported fork.
-        HostMismatchError: the function is missing, has another signature, or was replaced by somebody else.
+        HostMismatchError: the function is missing, has another signature, or was replaced by other code.
         UnreadableSourceError: the file is no Python.
     """
     file = _factory_file(tree)
@@ -78,7 +110,7 @@ def plan_apply(tree: SourceTree) -> Edit:
 
 
 def plan_undo(tree: SourceTree) -> Edit:
-    """What takes the block out of a fork that has it whole; the inverse of `plan_apply`.
+    """Plans the edit that takes the block out again; the inverse of `plan_apply`.
 
     Raises:
         HostError: there is no block, or it was edited by hand.
@@ -93,10 +125,10 @@ def plan_undo(tree: SourceTree) -> Edit:
 
 
 def write(edit: Edit) -> None:
-    """Puts the new content in place of the old, with the same mode: all of it or nothing.
+    """Replaces the file by its new content in one rename, with the same mode.
 
     Raises:
-        HostError: the folder cannot be written to, or somebody changed the file meanwhile.
+        HostError: the folder cannot be written to, or the file changed since the edit was planned.
     """
     try:
         if edit.file.read_bytes() != edit.before:
@@ -127,7 +159,7 @@ def as_diff(edit: Edit) -> str:
 
 
 def _range(first: int, count: int) -> str:
-    """As diffs have it: an empty one is named by the line before it."""
+    """Writes a range of lines as diffs do, where an empty range is named by the line before it."""
     return f"{first + 1 if count else first},{count}"
 
 
@@ -161,14 +193,14 @@ def _usable_patch_point(tree: SourceTree) -> PatchPointFound:
 
 
 def _joined(head: bytes, tail: bytes) -> bytes:
-    """The block after `head`. A file without a final newline has none with the block either."""
+    """Puts the block after `head`; a file without a final newline has none with the block either."""
     newline = _newline_of(head)
     block = as_bytes(newline)
     return head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
 
 
 def _newline_of(head: bytes) -> bytes:
-    """That of the last line, or of the one before it where that is the last of the file."""
+    """Returns the newline of the last line that ends with one."""
     ends = [line[len(line.rstrip(b"\r\n")) :] for line in head.splitlines(keepends=True)]
     return next((end for end in reversed(ends) if end), b"\n")
 
@@ -187,10 +219,10 @@ def _replace(file: Path, content: bytes) -> None:
     mode = stat.S_IMODE(file.stat().st_mode)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as beside:
-            beside.write(content)
-            beside.flush()
-            os.fsync(beside.fileno())
+        with os.fdopen(descriptor, "wb") as temporary:
+            temporary.write(content)
+            temporary.flush()
+            os.fsync(temporary.fileno())
         os.chmod(name, mode)
         os.replace(name, file)
     except BaseException:

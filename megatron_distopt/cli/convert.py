@@ -6,11 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 from megatron_distopt.checkpoint.exchange import Converted, convert, open_any
-from megatron_distopt.plugin.commands.answer import Answer
-from megatron_distopt.plugin.commands.places import Place, find
-from megatron_distopt.plugin.commands.progress import Progress
-from megatron_distopt.plugin.commands.show import facts
-from megatron_distopt.plugin.commands.tensors import nbytes_of
+from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of
+from megatron_distopt.cli.show import Answer, Progress, facts, titled
 
 __all__ = ["answer"]
 
@@ -35,10 +32,10 @@ def answer(parsed: argparse.Namespace) -> Answer:
         "written": done.written,
         "is_iteration": done.is_iteration,
     }
-    return Answer(document, lambda width: ["converted", *facts(_rows(place, done), width)])
+    return Answer(document, [titled("converted", facts(_rows(place, done)))])
 
 
-def _rows(place: Place, done: Converted) -> Iterator[tuple[str, str]]:
+def _rows(place: CheckpointPath, done: Converted) -> Iterator[tuple[str, str]]:
     yield "from", f"{place.path} ({done.found})"
     yield "which", place.chosen
     yield "to", f"{done.path} ({done.written})"
@@ -46,9 +43,9 @@ def _rows(place: Place, done: Converted) -> Iterator[tuple[str, str]]:
 
 
 def _next(done: Converted) -> str:
-    """How a run, or a script, takes it."""
+    """Says how a run or a script uses the result."""
     if done.written == "torch":
         return f"torch.load({str(done.path)!r}, weights_only=True)"
     if done.is_iteration:
         return "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt says that number"
-    return "move it to distrib_optim.distopt in the folder of its iteration, beside the model's files"
+    return "move it to distrib_optim.distopt in the folder of its iteration, next to the model's files"

@@ -9,25 +9,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+from rich.console import RenderableType
+from rich.text import Text
 from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, open_source
+from megatron_distopt.cli.checks import (
+    METADATA_AREA,
+    Problem,
+    StoredChunk,
+    box_text,
+    check_chunks,
+    check_file,
+    check_groups,
+    check_kinds,
+    check_metadata,
+    stored_in,
+)
+from megatron_distopt.cli.show import Answer, Progress, Status, counted, facts, findings_table, size_text, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
-from megatron_distopt.plugin.commands.answer import Answer
-from megatron_distopt.plugin.commands.checks import Problem, box_text, check_chunks, check_groups, check_kinds
-from megatron_distopt.plugin.commands.metadata import AREA, check_metadata
-from megatron_distopt.plugin.commands.places import Place, find, open_place
-from megatron_distopt.plugin.commands.progress import Progress
-from megatron_distopt.plugin.commands.show import counted, facts, size_text, wrapped
-from megatron_distopt.plugin.commands.tensors import nbytes_of
-from megatron_distopt.plugin.commands.values import non_finite
-from megatron_distopt.plugin.commands.whole_file import Stored, check_file, stored_in
 
-__all__ = ["answer"]
+__all__ = ["NonFinite", "answer", "non_finite"]
 
 #: More problems than this, and more params lost by one, are only counted.
 _LISTED, _LOST_LISTED = 20, 8
@@ -76,7 +84,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
         CheckpointError: there is none.
     """
     place = find(parsed.checkpoint)
-    verified = _verify_own(place.path) if place.is_ours else _verify_other(open_place(place))
+    verified = _verify_own(place.path) if place.is_ours else _verify_other(open_source(place))
     document = {
         "checkpoint": str(place.path),
         "chosen": place.chosen,
@@ -84,7 +92,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
         "checked": dict(verified.checked),
         "problems": [*map(asdict, verified.problems)],
     }
-    return Answer(document, lambda width: _lines(place, verified, width), status=1 if verified.problems else 0)
+    return Answer(document, _parts(place, verified), status=1 if verified.problems else 0)
 
 
 def _verify_own(folder: Path) -> _Verified:
@@ -102,12 +110,12 @@ def _verify_own(folder: Path) -> _Verified:
     files = f"{counted(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
     found = _on_content(infos, manifest.groups, values)
     kept = [problem for problem in found.problems if not (problem.area == "values" and problem.subject in damaged)]
-    checked = {"files": files, AREA: "torch's own reader finds the same", **found.checked}
+    checked = {"files": files, METADATA_AREA: "torch's own reader finds the same", **found.checked}
     return _Verified(checked, [*problems, *kept])
 
 
-def _looker(values: _Values, file: str) -> Callable[[Stored, Tensor], None]:
-    def look(stored: Stored, tensor: Tensor) -> None:
+def _looker(values: _Values, file: str) -> Callable[[StoredChunk, Tensor], None]:
+    def look(stored: StoredChunk, tensor: Tensor) -> None:
         values.look(stored.key, tensor, stored.chunk.box, f", in chunk {box_text(stored.chunk.box)} in {file}")
 
     return look
@@ -140,24 +148,27 @@ def _on_content(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]
     return _Verified(checked, [*check_kinds(tensors, groups), *values.problems(), *check_groups(tensors, groups)])
 
 
-def _lines(place: Place, verified: _Verified, width: int | None) -> list[str]:
-    lines = ["checkpoint", *facts([("where", str(place.path)), ("which", place.chosen)], width), ""]
+def _parts(place: CheckpointPath, verified: _Verified) -> list[RenderableType]:
+    head = titled("checkpoint", facts([("where", str(place.path)), ("which", place.chosen)]))
+    return [head, findings_table(_rows(verified)), Text(_conclusion(verified.problems, place))]
+
+
+def _rows(verified: _Verified) -> Iterator[tuple[Status, str, str]]:
     for area in ("manifest", *verified.checked):
         problems = [problem for problem in verified.problems if problem.area == area]
         if not problems and area in verified.checked:
-            lines += wrapped(f"  ok       {area:<8}  ", verified.checked[area], width)
+            yield Status.OK, area, verified.checked[area]
         for problem in problems[:_LISTED]:
-            lines += wrapped(f"  problem  {area:<8}  ", f"{problem.subject} {problem.text}", width)
-            for line in _shortlist(problem.lost, _LOST_LISTED):
-                lines += wrapped(" " * 21, line, width)
-        lines += [f"  problem  {line}" for line in _shortlist(["" for _ in problems], _LISTED)[_LISTED:]]
-    return [*lines, "", _conclusion(verified.problems, place)]
+            lost = _shortlist(problem.lost, _LOST_LISTED)
+            yield Status.PROBLEM, area, "\n".join([f"{problem.subject} {problem.text}", *lost])
+        for line in _shortlist(["" for _ in problems], _LISTED)[_LISTED:]:
+            yield Status.PROBLEM, area, line
 
 
-def _conclusion(problems: Sequence[Problem], place: Place) -> str:
+def _conclusion(problems: Sequence[Problem], place: CheckpointPath) -> str:
     if not problems:
         return "no problem found: it is whole"
-    if all(problem.area == AREA for problem in problems):
+    if all(problem.area == METADATA_AREA for problem in problems):
         return f"{counted(len(problems), 'problem')}: megatron-distopt convert {place.path} NEW --to distopt mends it"
     return f"{counted(len(problems), 'problem')}: load an earlier checkpoint"
 
@@ -165,3 +176,52 @@ def _conclusion(problems: Sequence[Problem], place: Place) -> str:
 def _shortlist(lines: Sequence[str], most: int) -> list[str]:
     more = f"and {len(lines) - most:,} more: --json has all"
     return [*lines[:most], *([more] if len(lines) > most else [])]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """What a box of a tensor holds that is not finite.
+
+    Args:
+        index: of the first one in the whole tensor.
+        value: inf, -inf or nan.
+        count: how many there are in the box.
+    """
+
+    index: tuple[int, ...]
+    value: float
+    count: int
+
+
+def non_finite(tensor: Tensor, box: Box) -> NonFinite | None:
+    """The elements that are inf or nan; None where all are finite.
+
+    Args:
+        tensor: of any dtype and shape.
+        box: that it is of the whole tensor.
+
+    >>> non_finite(torch.tensor([[1.0, math.inf]]), Box((4, 2), (1, 2)))
+    NonFinite(index=(4, 3), value=inf, count=1)
+    """
+    if not tensor.is_floating_point():
+        return None
+    wide = tensor if tensor.element_size() > 1 else tensor.float()  # float8 cannot be added up
+    # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows is looked at again.
+    if math.isfinite(wide.sum(dtype=torch.float32).item()):
+        return None
+    mask = torch.isfinite(wide).logical_not_().flatten()
+    count = int(mask.sum())
+    if not count:
+        return None
+    first = int(mask.to(torch.uint8).argmax())
+    inside = _unravelled(first, tensor.shape)
+    index = tuple(offset + step for offset, step in zip(box.offsets, inside, strict=True))
+    return NonFinite(index, wide.flatten()[first].item(), count)
+
+
+def _unravelled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for numel in reversed(shape):
+        flat, at = divmod(flat, numel)
+        index.append(at)
+    return tuple(reversed(index))

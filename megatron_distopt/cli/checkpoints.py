@@ -1,18 +1,25 @@
-"""Which checkpoint a path means: the folder itself, its manifest, an iteration, or all that a run saved."""
+"""Finds the checkpoint that a path means, and sorts its tensors and param groups."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
+
 from megatron_distopt.checkpoint.exchange import open_any
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
+from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.place import finished_beside
-from megatron_distopt.checkpoint.source import Source, open_checkpoint
+from megatron_distopt.checkpoint.source import Source, TensorInfo, open_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["Place", "find", "open_place"]
+__all__ = ["CheckpointPath", "find", "in_order", "kinds_by_name", "nbytes_of", "open_source", "settings_of"]
 
 _TRACKER, _IN_ITERATION = "latest_checkpointed_iteration.txt", "distrib_optim.distopt"
 _DATA = ".distcp"
@@ -20,7 +27,7 @@ _RULE = f"be a folder with {MANIFEST}, an iteration, or the --save folder of a r
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPath:
     """A checkpoint.
 
     Args:
@@ -34,11 +41,11 @@ class Place:
     chosen: str = ""
 
 
-def find(path: Path) -> Place:
-    """The checkpoint that a path means.
+def find(path: Path) -> CheckpointPath:
+    """Finds the checkpoint that a path means.
 
     Raises:
-        CheckpointError: it means none.
+        CheckpointError: there is none.
     """
     if not path.exists():
         raise _refused(path, "no such file or folder", _nearest(path))
@@ -47,19 +54,19 @@ def find(path: Path) -> Place:
     if path.suffix == _DATA:
         raise _refused(path, "one file of a checkpoint", f"Write the folder: {path.parent}")
     if path.is_file():
-        return Place(path, is_ours=False)
+        return CheckpointPath(path, is_ours=False)
     for folder in (path, path / _IN_ITERATION):
         if is_checkpoint(folder):
-            return Place(folder, is_ours=True)
+            return CheckpointPath(folder, is_ours=True)
     if (path / _TRACKER).is_file():
         return _latest(path)
     for folder in (path, path / _IN_ITERATION):
         _check_finished(folder)
-    return Place(path, is_ours=False)
+    return CheckpointPath(path, is_ours=False)
 
 
-def open_place(place: Place) -> Source:
-    """Its optimizer state.
+def open_source(place: CheckpointPath) -> Source:
+    """Opens the optimizer state of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged.
@@ -69,7 +76,7 @@ def open_place(place: Place) -> Source:
     return open_any(place.path)
 
 
-def _latest(root: Path) -> Place:
+def _latest(root: Path) -> CheckpointPath:
     text = (root / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     name = f"iter_{int(text):07d}" if text.isdecimal() else "release"
     if not (text.isdecimal() or text == name) or not (root / name).is_dir():
@@ -80,7 +87,10 @@ def _latest(root: Path) -> Place:
 
 
 def _check_finished(folder: Path) -> None:
-    """Refuses a folder of ours without a manifest. We write .metadata last: a folder with that alone is not ours."""
+    """Refuses a folder in which a save of this package did not finish.
+
+    Such a folder has data files but neither a manifest nor .metadata, which are written last.
+    """
     files = len(list(folder.glob(f"*{_DATA}"))) if folder.is_dir() else 0
     if files and not (folder / ".metadata").exists():
         got = f"a save that was not finished: {files} {_DATA} file{'s' * (files > 1)} and no {MANIFEST}"
@@ -90,7 +100,7 @@ def _check_finished(folder: Path) -> None:
 
 
 def _nearest(path: Path) -> str:
-    """What it may have been meant to be."""
+    """Says which existing path was probably meant."""
     names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, names, n=1)
     return f"Write {path.parent / near[0]}, which is there" if near else "Write the path of one of these"
@@ -98,3 +108,39 @@ def _nearest(path: Path) -> str:
 
 def _refused(path: Path, got: str, remedy: str) -> CheckpointError:
     return CheckpointError(refusal(f"checkpoint {path}", got, _RULE, remedy))
+
+
+def nbytes_of(info: TensorInfo) -> int:
+    """Returns the bytes of a tensor's values.
+
+    >>> nbytes_of(TensorInfo((3, 2), "bfloat16"))
+    12
+    """
+    return math.prod(info.shape) * torch.empty(0, dtype=getattr(torch, info.dtype)).element_size()
+
+
+def kinds_by_name(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Sorts the tensors by param and kind: the values of a param come first, the other kinds in alphabetical order."""
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for key in sorted(tensors, key=lambda key: (kind_of(key) != MAIN, key)):
+        found.setdefault(name_of(key), {})[kind_of(key)] = tensors[key]
+    return found
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorts names alphabetically, and the numbers in them by size.
+
+    >>> in_order(["layers.10.w", "layers.9.w"])
+    ['layers.9.w', 'layers.10.w']
+    """
+    return sorted(names, key=_order)
+
+
+def _order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"[.]", name)]
+
+
+def settings_of(group: GroupRecord) -> dict[str, object]:
+    """Returns everything that a checkpoint says about the params of a group, the number of updates included."""
+    scalars = {key: scalar.value for key, scalar in group.scalars.items() if key != "step"}
+    return {"step": group.step, **scalars, **group.options}

@@ -1,4 +1,4 @@
-"""The command line of `plan`, and what it means. Imports nothing heavy."""
+"""The command line of `megatron-distopt plan`, and the model and choices that it describes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_distopt.cli.plan_choice import AUTO, DTYPES, WIRE_NBYTES, Choice
+from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_file
+from megatron_distopt.cli.plan_timeline import Assumed
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.plugin.commands.plan_choice import AUTO, DTYPES, WIRE_NBYTES, Choice
-from megatron_distopt.plugin.commands.plan_config import sizes_in_file
-from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
-from megatron_distopt.plugin.commands.plan_timeline import Assumed
 
 __all__ = ["DESCRIPTION", "add_arguments", "assumed_of", "choices_of", "sizes_of"]
 
@@ -33,23 +32,23 @@ _MODEL = (
     ("--layers", "transformer layers, all stages together"),
     ("--hidden", "width"),
     ("--vocab", "tokens; padded to a multiple of 128 times tp, as Megatron does"),
-    ("--heads", "of attention; needed where keys have fewer"),
-    ("--kv-heads", "of keys and values, where they have fewer"),
+    ("--heads", "attention heads; needed where keys have fewer"),
+    ("--kv-heads", "heads of keys and values, where they have fewer"),
     ("--ffn", "width of the MLP; 4 times hidden, 8/3 times of a gated one"),
     ("--seq", "tokens of a sequence, and rows of learned positions; 2048"),
-    ("--experts", "in the MLP of each layer"),
+    ("--experts", "experts in the MLP of each layer"),
     ("--expert-ffn", "width of an expert; as --ffn"),
 )
 #: A switch, the field that it sets, and what it sets it to.
 _SWITCHES = (
     ("--gated", "is_gated", True, "the MLP has a gate (SwiGLU)"),
-    ("--tied", "is_tied", True, "the output layer is the word embedding; so it is where nothing is said"),
+    ("--tied", "is_tied", True, "the output layer is the word embedding; the default"),
     ("--untied", "is_tied", False, "the output layer has a weight of its own"),
     ("--no-bias", "has_bias", False, "linear layers without a bias"),
     ("--rms", "is_rms", True, "RMSNorm"),
     ("--rotary", "positions", 0, "no learned positions"),
 )
-#: What nobody has to write, in lists of values to compare.
+#: Words for the defaults, which can then stand in a list of values to compare.
 _ONE_BUCKET, _AS_THEY_ARE = "all", "none"
 
 
@@ -79,28 +78,36 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     ranks.add_argument("--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave")
     for flag, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
         group.add_argument(f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes")
-    group.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of the params; bf16")
-    group.add_argument("--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="of grads; fp32")
-    text = "bfloat16 or float16, which fp32 grads are rounded to on their way; none"
+    group.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="dtype of the params; bf16")
+    group.add_argument(
+        "--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="dtype of the grads; fp32"
+    )
+    text = "dtype in which fp32 grads are communicated; none for fp32"
     wires = (_AS_THEY_ARE, *WIRE_NBYTES)
     group.add_argument("--reduce-dtype", choices=wires, nargs="+", default=[_AS_THEY_ARE], help=text)
-    text = "elements of a bucket; auto for as many as runs with overlap take by themselves; all, one bucket a buffer"
+    text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
 
 
 def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
-    text = "that a rank sends while it receives as many; 100"
+    text = "bandwidth of a rank in each direction; 100"
     group.add_argument("--bandwidth", type=_rate, default=100.0, metavar="GBIT_S", help=text)
-    text = "that a message takes beside its bytes; 0"
+    text = "time of a message in addition to its bytes; 0"
     group.add_argument("--latency-us", type=_amount, default=0.0, metavar="US", help=text)
     backward = group.add_mutually_exclusive_group()
-    text = "backward of a microbatch on a rank, the same for every choice"
+    text = "backward time of a microbatch on a rank, the same for every choice"
     backward.add_argument("--backward-ms", type=_amount, metavar="MS", help=text)
-    text = "of one model replica, the same for every choice; two thirds of a microbatch's time are backward"
+    text = "throughput of one model replica, the same for every choice; two thirds of a microbatch's time are backward"
     backward.add_argument("--tokens-per-second", type=_rate, metavar="N", help=text)
-    group.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences, for the above; 1")
-    group.add_argument("--update-ms", type=_amount, default=0.0, metavar="MS", help="statistics and update; 0")
+    group.add_argument(
+        "--micro-batch",
+        type=count,
+        default=1,
+        metavar="N",
+        help="sequences of a microbatch, for --tokens-per-second; 1",
+    )
+    group.add_argument("--update-ms", type=_amount, default=0.0, metavar="MS", help="time of statistics and update; 0")
 
 
 def sizes_of(parsed: argparse.Namespace) -> GptSizes:
@@ -128,7 +135,7 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
         ConfigError: `--ranks` is no multiple of tp times pp, or grads that are kept in 16 bits are to be rounded.
     """
     cuts = [
-        Cut(dp, tp, pp, ep) if parsed.ranks is None else Cut(_left_of(dp, tp, pp), tp, pp, ep)
+        ParallelSizes(dp, tp, pp, ep) if parsed.ranks is None else ParallelSizes(_left_of(dp, tp, pp), tp, pp, ep)
         for dp, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep)
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
@@ -149,7 +156,7 @@ def _left_of(ranks: int, tp: int, pp: int) -> int:
 
 
 def assumed_of(parsed: argparse.Namespace, gpt: GptSizes) -> Assumed:
-    """What the times are worked out with."""
+    """Returns the link and step times that are given."""
     backward = None if parsed.backward_ms is None else parsed.backward_ms / 1e3
     if parsed.tokens_per_second is not None:
         backward = parsed.micro_batch * gpt.seq / parsed.tokens_per_second * 2 / 3

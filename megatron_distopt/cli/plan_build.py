@@ -1,4 +1,4 @@
-"""Builds what training would build on one rank, by the same code, on tensors that have no memory.
+"""Builds on the meta device what training would build on one rank, by the same code.
 
 The groups are those of torch's fake process group, so this process can be any rank of any number. Building asks no
 other rank. The moments come with the first update.
@@ -18,6 +18,8 @@ import torch
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, allocate_grads, move_into_buffer
+from megatron_distopt.cli.plan_choice import Choice, PlannedBuffer, StageParam, StagePlan, layout_of, plan_stage
+from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
 from megatron_distopt.comm import Group
 from megatron_distopt.comm.fake import fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
@@ -31,9 +33,6 @@ from megatron_distopt.optimizer import (
     make_loss_scale,
     measure_memory,
 )
-from megatron_distopt.plugin.commands.plan_choice import Choice, Part, StagePlan, layout_of, plan_stage
-from megatron_distopt.plugin.commands.plan_model import Cut, GptSizes
-from megatron_distopt.plugin.commands.plan_stage import StageParam
 
 __all__ = ["Built", "Seconds", "build"]
 
@@ -44,7 +43,7 @@ _CONFIG = DistOptConfig(adam="torch_foreach", accelerator="torch")
 
 @dataclass(frozen=True)
 class Seconds:
-    """What each took.
+    """How long each part of building took.
 
     Args:
         groups: joining torch's fake process group and making the data-parallel groups of the rank.
@@ -62,20 +61,20 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.groups + self.params + self.layout + self.optimizer + self.update
 
 
 @dataclass(frozen=True)
 class Built:
-    """One rank.
+    """What was built on one rank.
 
     Args:
         num_params: tensors that the model registers.
         numel: elements in them.
-        num_runs: tensors that the inner optimizer updates.
-        seconds: that it took.
-        process_nbytes: by which building raised the peak of this process.
+        num_runs: flat params, which the inner optimizer updates.
+        seconds: how long building took.
+        process_nbytes: how much building raised the peak memory of this process.
         param_nbytes, grad_nbytes, main_nbytes, moment_nbytes: read off the tensors that were built.
     """
 
@@ -91,12 +90,12 @@ class Built:
 
     @property
     def lasting_nbytes(self) -> int:
-        """All kinds."""
+        """The sum over the kinds."""
         return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes
 
 
 def build(plan: StagePlan, rank: int, clock: Callable[[], float] = time.perf_counter) -> Built:
-    """Builds the rank that was planned, and lets go of it.
+    """Builds the rank that was planned, measures it, and frees it.
 
     Args:
         plan: of the rank.
@@ -119,15 +118,15 @@ def _build(plan: StagePlan, rank: int, clock: Callable[[], float]) -> Built:
     return _built(plan, optimizers, seconds, _peak_nbytes() - before)
 
 
-def _group_of(part: Part, cut: Cut, rank: int) -> Group:
-    """The data-parallel ranks, or those of them that hold the same experts."""
+def _group_of(part: PlannedBuffer, cut: ParallelSizes, rank: int) -> Group:
+    """Returns the data-parallel group, or the group of ranks that hold the same experts."""
     return fake_group(cut.data_ranks(rank) if part.layout.num_shards == cut.dp else cut.expert_ranks(rank))
 
 
 def _optimizers(
     plan: StagePlan, groups: Sequence[Group], everybody: Group, clock: Callable[[], float]
 ) -> tuple[list[ShardedOptimizer], list[float]]:
-    """One a buffer; and when params, layouts, optimizers and moments were there, each after the groups."""
+    """Returns one optimizer for each buffer, and the times at which each part of building was done."""
     marks = [clock()]
     named = [{param.spec.name: _meta_param(param) for param in part.params} for part in plan.parts]
     marks.append(clock())
@@ -146,7 +145,7 @@ def _optimizers(
 @cache
 def _warm_up() -> None:
     """torch imports a good part of itself when the first optimizer is made, which takes more than a second."""
-    _build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(Cut(dp=1)), 0), 0, time.perf_counter)
+    _build(plan_stage(GptSizes(layers=1, hidden=64, vocab=128), Choice(ParallelSizes(dp=1)), 0), 0, time.perf_counter)
 
 
 def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Seconds, process_nbytes: int) -> Built:
@@ -171,13 +170,13 @@ def _buffer(data: Group, params: dict[str, Parameter], layout: BufferLayout, cho
     return ShardedBuffer(layout, data.rank, grad, param)
 
 
-def _step_plan(part: Part, data: Group, everybody: Group) -> StepPlan:
+def _step_plan(part: PlannedBuffer, data: Group, everybody: Group) -> StepPlan:
     choice, scale = choose_inner(_CONFIG, _META.type), make_loss_scale(_CONFIG, _META)
     return StepPlan(_groups(part.params), choice, _CONFIG, scale, lambda: everybody, data.size)
 
 
 def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:
-    """As Megatron has them: matrices decay."""
+    """Returns the param groups of Megatron: matrices decay, vectors do not."""
     decayed = ParamGroup({}, tuple(param.spec.name for param in params if param.decays))
     others = ParamGroup({"weight_decay": 0.0}, tuple(param.spec.name for param in params if not param.decays))
     return decayed, others
@@ -189,6 +188,6 @@ def _meta_param(param: StageParam) -> Parameter:
 
 
 def _peak_nbytes() -> int:
-    """Of this process since it began. Linux counts in KiB, macOS in bytes."""
+    """Returns the peak memory of this process. Linux counts in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,7 @@
-"""What the doctor says about this Python and this machine. Imports torch, and DeepSpeed where it is installed."""
+"""What `megatron-distopt doctor` says about this Python and this machine.
+
+Imports torch, and DeepSpeed where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,30 @@ from pathlib import Path
 
 import torch
 
+from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.comm.backends import available_backends, default_backend
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.source.found import Need, Survey
 from megatron_distopt.optimizer import Accelerator, choose_inner, find_accelerator
 from megatron_distopt.optimizer.accelerator import CPU, CUDA
-from megatron_distopt.plugin.doctor.findings import Finding, noted, ok, problem
 
 __all__ = ["describe_machine"]
 
 _SECTION = "machine"
-#: What a fork takes out of a package, and how to get it.
+#: The module that a fork imports from a package, and how to install it.
 _TAKEN_FROM = {"amp_C": "amp_C", "apex": "apex.optimizers", "transformer_engine": "transformer_engine.pytorch"}
 _HOW_TO_GET = {
     "amp_C": "Build NVIDIA apex from its sources with its CUDA extensions",
     "apex": "Build NVIDIA apex from its sources; pip install apex gets an unrelated project",
     "transformer_engine": "Run pip install transformer-engine[pytorch]",
 }
-#: Who ships a launcher.
+#: The distribution that contains a launcher.
 _LAUNCHERS = {"torchrun": "torch", "deepspeed": "deepspeed"}
 
 
 def describe_machine(config: DistOptConfig, found: Survey | None) -> Iterator[Finding]:
-    """Device, kernels, process groups and launchers.
+    """Yields findings about device, kernels, process groups and launchers.
 
     Args:
         config: what the environment asks for.
@@ -75,7 +78,7 @@ def _inner(config: DistOptConfig, device_type: str) -> Finding:
 
 
 def _apex(config: DistOptConfig, device_type: str) -> Iterator[Finding]:
-    """Only where something of that name is installed: it may be the unrelated project from PyPI."""
+    """Says whether an installed apex is NVIDIA's; PyPI has an unrelated project of that name."""
     if not _is_importable("apex"):
         return
     if _is_importable(_TAKEN_FROM["apex"]):
@@ -107,7 +110,7 @@ def _kernel(package: str, needs: list[Need], device_type: str) -> Finding:
 
 
 def _is_importable(module: str) -> bool:
-    """Looking for a submodule imports the packages around it, and those raise whatever they like."""
+    """Whether a module can be found; importing the packages that contain it may raise any exception."""
     try:
         return find_spec(module) is not None
     except Exception:  # noqa: BLE001
@@ -131,7 +134,7 @@ def _launcher(name: str) -> Finding:
         instead = "; python -m torch.distributed.run is the same" if name == "torchrun" else ""
         return noted(_SECTION, name, f"not on PATH{instead}")
     if Path(path).parent != Path(sys.executable).parent:
-        return noted(_SECTION, name, f"{path}, which is not beside this Python ({sys.executable})")
+        return noted(_SECTION, name, f"{path}, which is not in the folder of this Python ({sys.executable})")
     return ok(_SECTION, name, f"{_version_of(_LAUNCHERS[name])} ({path})")
 
 

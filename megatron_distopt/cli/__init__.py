@@ -1,0 +1,1 @@
+"""The command `megatron-distopt`. Each command has a file that answers it, with an `Answer`."""

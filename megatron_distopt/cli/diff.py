@@ -1,0 +1,406 @@
+"""`megatron-distopt diff`: in what two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, open_source, settings_of
+from megatron_distopt.cli.show import (
+    Answer,
+    Column,
+    FittingTable,
+    Progress,
+    counted,
+    facts,
+    listed,
+    number_text,
+    titled,
+)
+from megatron_distopt.hosts.naming import canonical
+
+__all__ = [
+    "Compared",
+    "Difference",
+    "Pair",
+    "Setting",
+    "answer",
+    "compare",
+    "compare_all",
+    "settings_that_differ",
+]
+
+#: More tensors of a kind than this are only counted; --json has all.
+_LISTED = 20
+#: Params that one text is about, before they are only counted.
+_NAMED = 8
+#: Elements that are compared at once: what that needs in addition to the tensors is small.
+_AT_ONCE = 1 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def answer(parsed: argparse.Namespace) -> Answer:
+    """Reads both.
+
+    Raises:
+        CheckpointError: one is none, or is damaged.
+    """
+    places = find(parsed.first), find(parsed.second)
+    compared = compare_all(open_source(places[0]), open_source(places[1]))
+    document = _document(places, compared)
+    return Answer(document, _parts(places, compared), status=0 if compared.is_equal else 1)
+
+
+def _document(places: Iterable[CheckpointPath], compared: Compared) -> dict[str, Any]:
+    return {
+        "checkpoints": [str(place.path) for place in places],
+        "is_equal": compared.is_equal,
+        "settings": [*map(asdict, compared.settings)],
+        "only_in_first": list(compared.only_first),
+        "only_in_second": list(compared.only_second),
+        "tensors": [_pair_document(pair) for pair in sorted(compared.pairs, key=lambda pair: pair.order)],
+    }
+
+
+def _pair_document(pair: Pair) -> dict[str, Any]:
+    found = pair.difference
+    numbers = {} if found is None else {**asdict(found), "relative": found.relative}
+    is_equal = pair.is_alike and pair.has_equal_values
+    return {"key": pair.key, "is_equal": is_equal, **numbers, "note": pair.note}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor that both checkpoints have.
+
+    Args:
+        key: in the first.
+        first, second: it without its values.
+        difference: of the rows that both have; None where the shapes differ otherwise.
+    """
+
+    key: str
+    first: TensorInfo
+    second: TensorInfo
+    difference: Difference | None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether shape and dtype are equal."""
+        return self.first == self.second
+
+    @property
+    def has_equal_values(self) -> bool:
+        """Whether all compared values are equal to the bit."""
+        return self.difference is None or not self.difference.count
+
+    @property
+    def order(self) -> tuple[float, str]:
+        """Sorts the largest difference first; nan comes before all numbers."""
+        largest = 0.0 if self.difference is None else self.difference.largest
+        return -math.inf if math.isnan(largest) else -largest, self.key
+
+    @property
+    def note(self) -> str:
+        """Says how dtypes and shapes differ."""
+        first, second = self.first, self.second
+        dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
+        shapes = "" if first.shape == second.shape else f"{list(first.shape)} and {list(second.shape)}"
+        if shapes and self.difference is None:
+            shapes += ": not compared"
+        elif shapes:
+            shapes += f": rows 0 to {min(first.shape[0], second.shape[0]) - 1} compared"
+        return "; ".join(filter(None, (dtypes, shapes)))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The outcome.
+
+    Args:
+        pairs: all tensors that both have.
+        only_first, only_second: keys that one of them has.
+        settings: that differ.
+    """
+
+    pairs: Sequence[Pair]
+    only_first: Sequence[str]
+    only_second: Sequence[str]
+    settings: Sequence[Setting]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the two checkpoints are equal to the bit."""
+        is_same = all(pair.is_alike and pair.has_equal_values for pair in self.pairs)
+        return is_same and not (self.only_first or self.only_second or self.settings)
+
+
+def compare_all(first: Source, second: Source) -> Compared:
+    """Reads both; one tensor of each is in memory at a time.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    theirs = {_same(key): key for key in second.tensors}
+    both = {key: theirs[_same(key)] for key in first.tensors if _same(key) in theirs}
+    of_both = {*both.values()}
+    total = sum(nbytes_of(first.tensors[a]) + nbytes_of(second.tensors[b]) for a, b in both.items())
+    with Progress("comparing", total) as progress:
+        pairs = [_pair(first, second, a, b, progress) for a, b in both.items()]
+    names = dict.fromkeys((name_of(a), name_of(b)) for a, b in both.items())
+    return Compared(
+        pairs,
+        [key for key in first.tensors if key not in both],
+        [key for key in second.tensors if key not in of_both],
+        [*settings_that_differ(first.head, second.head, names)],
+    )
+
+
+def _same(key: str) -> str:
+    """Returns the key that the tensor has with every host."""
+    return key_of(kind_of(key), canonical(name_of(key)))
+
+
+def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Progress) -> Pair:
+    infos = first.tensors[ours], second.tensors[theirs]
+    difference = None
+    if infos[0].shape == infos[1].shape:
+        difference = compare(first.read(ours), second.read(theirs))
+    elif infos[0].shape[1:] == infos[1].shape[1:] and len(infos[0].shape) == len(infos[1].shape):
+        rows = min(info.shape[0] for info in infos)  # a vocabulary that was padded for another number of ranks
+        difference = compare(first.read(ours)[:rows], second.read(theirs)[:rows])
+    progress(sum(map(nbytes_of, infos)))
+    return Pair(ours, *infos, difference)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors of one shape differ.
+
+    Args:
+        count: elements whose bits differ, or whose values do where the dtypes differ.
+        numel: elements compared.
+        largest: absolute difference; nan where a nan is among them.
+        magnitude: largest absolute value of the first; 0 where nothing differs.
+    """
+
+    count: int
+    numel: int
+    largest: float
+    magnitude: float
+
+    @property
+    def relative(self) -> float:
+        """The largest difference, divided by the largest value of the first tensor."""
+        if not self.largest:
+            return 0.0
+        return self.largest / self.magnitude if self.magnitude else math.inf
+
+
+def compare(first: Tensor, second: Tensor) -> Difference:
+    """Counts the elements that differ, and measures by how much.
+
+    Args:
+        first, second: tensors of one shape, on the CPU.
+
+    >>> compare(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
+    Difference(count=1, numel=2, largest=1.0, magnitude=4.0)
+    """
+    if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
+        return Difference(0, first.numel(), 0.0, 0.0)
+    count, largest, magnitude = 0, 0.0, 0.0
+    flat = first.reshape(-1), second.reshape(-1)
+    for start in range(0, first.numel(), _AT_ONCE):
+        ours, theirs = (each[start : start + _AT_ONCE] for each in flat)
+        wide = ours.double()
+        magnitude = max(magnitude, wide.nan_to_num(0.0).abs().max().item())
+        differs = _bits(ours) != _bits(theirs) if ours.dtype == theirs.dtype else wide != theirs.double()
+        if differs.any():
+            count += int(differs.sum())
+            apart = (wide[differs] - theirs[differs].double()).abs().max().item()
+            largest = apart if math.isnan(apart) else largest if math.isnan(largest) else max(largest, apart)
+    return Difference(count, first.numel(), largest, magnitude)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Views a tensor as integers, which are equal only if the bits are: nan equals nan, and -0.0 differs from 0.0."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting that differs between two checkpoints.
+
+    Args:
+        what: an option, "step", or a number of the loss scale.
+        first, second: its values; None where a checkpoint has none.
+        names: names of the params that it applies to; empty for a setting of the whole checkpoint.
+    """
+
+    what: str
+    first: object
+    second: object
+    names: tuple[str, ...] = ()
+
+
+def settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[Setting]:
+    """Compares options param by param, because two checkpoints may put the same params into other groups.
+
+    Args:
+        first, second: two checkpoints.
+        names: names of the params that both have, in each of them.
+    """
+    found: dict[tuple[str, str, str], Setting] = {}
+    for (ours, theirs), members in _by_groups(first, second, names).items():
+        for each in _differing(_settings(first, ours), _settings(second, theirs), members):
+            known = found.setdefault((each.what, repr(each.first), repr(each.second)), each)
+            if known is not each:
+                found[each.what, repr(each.first), repr(each.second)] = Setting(
+                    each.what, each.first, each.second, known.names + each.names
+                )
+    yield from found.values()
+    yield from _differing(_of_the_whole(first), _of_the_whole(second), ())
+
+
+def _by_groups(
+    first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]
+) -> dict[tuple[int | None, int | None], tuple[str, ...]]:
+    """Sorts params by the pair of groups that they are in."""
+    ours, theirs = _group_of(first), _group_of(second)
+    found: dict[tuple[int | None, int | None], list[str]] = {}
+    for a, b in names:
+        found.setdefault((ours.get(a), theirs.get(b)), []).append(a)
+    return {groups: tuple(members) for groups, members in found.items()}
+
+
+def _group_of(manifest: Manifest) -> dict[str, int]:
+    return {name: number for number, group in enumerate(manifest.groups) for name in group.names}
+
+
+def _settings(manifest: Manifest, group: int | None) -> dict[str, object]:
+    return {} if group is None else settings_of(manifest.groups[group])
+
+
+def _differing(first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, ...]) -> Iterator[Setting]:
+    for what in dict.fromkeys([*first, *second]):
+        if first.get(what) != second.get(what):
+            yield Setting(what, first.get(what), second.get(what), names)
+
+
+def _of_the_whole(manifest: Manifest) -> dict[str, object]:
+    scale = {f"loss scale: {key}": value for key, value in manifest.loss_scale.items()}
+    return {**scale, "skipped steps": manifest.num_skipped}
+
+
+def _parts(places: tuple[CheckpointPath, CheckpointPath], compared: Compared) -> list[RenderableType]:
+    heads = [
+        (side, f"{place.path}{', ' * bool(place.chosen)}{place.chosen}")
+        for side, place in zip("AB", places, strict=True)
+    ]
+    only = [("A", _only(compared.only_first)), ("B", _only(compared.only_second))]
+    parts: list[RenderableType] = [titled("checkpoints", facts(heads))]
+    if compared.settings:
+        parts.append(titled("settings that differ", _settings_table(compared.settings)))
+    if compared.only_first or compared.only_second:
+        parts.append(titled("params in one alone", facts(only)))
+    notes = list(_notes(compared.pairs))
+    if notes:
+        parts.append(titled("shapes and dtypes that differ", facts(notes)))
+    if not compared.is_equal:
+        parts += _kind_parts(compared.pairs)
+    return [*parts, Text(_verdict(compared))]
+
+
+def _only(keys: Sequence[str]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for key in keys:
+        kinds.setdefault(name_of(key), []).append(kind_of(key))
+    return listed([f"{name} ({', '.join(kinds[name])})" for name in kinds], most=_NAMED)
+
+
+def _notes(pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
+    """Lists how shapes and dtypes differ: param by param, or how many where many differ alike."""
+    all_kinds = dict.fromkeys(kind_of(pair.key) for pair in pairs)
+    for note in dict.fromkeys(pair.note for pair in pairs if not pair.is_alike):
+        keys = [pair.key for pair in pairs if pair.note == note]
+        kinds = dict.fromkeys(map(kind_of, keys))
+        names = list(dict.fromkeys(map(name_of, keys)))
+        part = "" if kinds == all_kinds else f" ({', '.join(kinds)})"
+        for name in names if len(names) <= _NAMED else [f"{len(names):,} params"]:
+            yield f"{name}{part}", note
+
+
+def _settings_table(settings: Sequence[Setting]) -> RenderableType:
+    columns = [Column("what", is_left=True), Column("A"), Column("B"), Column("params")]
+    rows = [
+        [each.what, _said(each.first), _said(each.second), f"{len(each.names):,}" if each.names else ""]
+        for each in settings
+    ]
+    return FittingTable(columns, rows)
+
+
+def _said(value: object) -> str:
+    return "not said" if value is None else number_text(value)
+
+
+def _kind_parts(pairs: Sequence[Pair]) -> Iterator[RenderableType]:
+    """Yields a table for every kind that differs, and one line for the kinds that do not."""
+    equal: list[str] = []
+    for kind in dict.fromkeys(kind_of(pair.key) for pair in sorted(pairs, key=lambda pair: _order(pair.key))):
+        of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
+        differ = sorted((pair for pair in of_kind if not pair.has_equal_values), key=lambda pair: pair.order)
+        if differ:
+            title = f"{kind}: {len(differ):,} of {counted(len(of_kind), 'tensor')} differ"
+            yield titled(title, _table(differ), *_more(len(differ)))
+        else:
+            equal.append(kind)
+    if equal:
+        yield Text(f"{', '.join(equal)}: equal to the bit")
+
+
+def _order(key: str) -> tuple[bool, str]:
+    return kind_of(key) != MAIN, kind_of(key)
+
+
+def _table(differ: Sequence[Pair]) -> RenderableType:
+    columns = [
+        Column("param", is_left=True),
+        Column("max |A-B|"),
+        Column("/ max |A|"),
+        Column("elements", is_optional=True),
+    ]
+    rows = [_row(name_of(pair.key), pair.difference) for pair in differ[:_LISTED] if pair.difference is not None]
+    return FittingTable(columns, rows)
+
+
+def _more(count: int) -> Iterator[RenderableType]:
+    if count > _LISTED:
+        yield Text(f"  and {count - _LISTED:,} more: --json has all")
+
+
+def _row(name: str, found: Difference) -> list[str]:
+    return [name, f"{found.largest:.3g}", f"{found.relative:.2g}", f"{found.count:,} of {found.numel:,}"]
+
+
+def _verdict(compared: Compared) -> str:
+    pairs, alone = compared.pairs, {name_of(key) for key in (*compared.only_first, *compared.only_second)}
+    if compared.is_equal:
+        params = len({name_of(pair.key) for pair in pairs})
+        return f"equal to the bit: {counted(params, 'param')}, {counted(len(pairs), 'tensor')} and all settings"
+    found = (
+        ("values of ", sum(not pair.has_equal_values for pair in pairs), "tensor"),
+        ("shapes or dtypes of ", sum(not pair.is_alike for pair in pairs), "tensor"),
+        ("tensors in one alone of ", len(alone), "param"),
+        ("", len(compared.settings), "setting"),
+    )
+    return f"different: {', '.join(said + counted(count, noun) for said, count, noun in found if count)}"

@@ -1,0 +1,234 @@
+"""The command `megatron-distopt`: its command lines, and the one place that prints.
+
+Imports nothing heavy: most commands need torch, and the file that answers a command is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from megatron_distopt.cli import plan_arguments
+from megatron_distopt.cli.show import Answer, console_for, facts, titled
+from megatron_distopt.errors import DistOptError, refusal
+from megatron_distopt.hosts.detect import GENERATIONS, Generation
+from megatron_distopt.hosts.source.block import BLOCK
+from megatron_distopt.hosts.tried import TRIED, Tried
+from megatron_distopt.version import VERSION
+
+__all__ = ["FORMATS", "main"]
+
+_PROGRAM = "megatron-distopt"
+#: What a shell makes of a command that Ctrl-C ended.
+_INTERRUPTED = 130
+#: What `convert` writes.
+FORMATS = ("distopt", "per-rank", "gathered", "plain", "torch")
+
+_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source without importing it, and
+looks at this Python, its devices, kernels and launchers. Exit status 0 if it could, 1 if there is a problem."""
+_DOCTOR_EXAMPLES = """examples:
+  megatron-distopt doctor                          the Megatron that this Python would import
+  megatron-distopt doctor ~/Megatron-DeepSpeed -- --use-distributed-optimizer --bf16 --DDP-impl local"""
+_HOSTS = "which Megatrons are supported, and what was run"
+_PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its get_megatron_optimizer ask for
+installed packages that register an optimizer factory. The place is found by the syntax tree, so it works on a fork
+that has drifted. Exit status 0 if it can be or is done, 1 if not."""
+_CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
+--save folder of a run, of which it takes the latest iteration. It may be in
+any format that convert reads. Needs no GPU, no process group, no Megatron."""
+_INSPECT = f"""Prints what a checkpoint holds, without reading a tensor: params, shapes,
+dtypes, files, param groups, steps, the loss scale, and who wrote it.
+
+{_CHECKPOINT}"""
+_VERIFY = f"""Reads a whole checkpoint, and names file and param of all that is wrong:
+checksums, elements that are missing or there twice, values that are not
+finite, params in no group or in two. Exit status 0 if it is whole, 1 if not.
+
+{_CHECKPOINT}"""
+_DIFF = """Compares two checkpoints, written at any sizes: of every tensor the largest
+absolute difference, the same against the largest value in A, and how many
+elements differ; then options, steps and loss scales. Exit status 0 if they
+are equal to the bit, 1 if not, 2 if one cannot be read.
+
+A and B are what inspect takes for CKPT."""
+_CONVERT = """Reads a checkpoint in one format and writes it in another:
+
+  distopt     of this package; loads at any size
+  per-rank    of Megatron-LM 23.04: a file a rank, for one data-parallel size
+  gathered    of the Megatrons since 23.06, Megatron-DeepSpeed among them
+  plain       of a Megatron without a distributed optimizer
+  torch       one file for torch.load
+
+SRC is what inspect takes. per-rank, gathered and plain need the model files of
+its iteration, and DST is then a new iteration with them."""
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
+_Run = Callable[[argparse.Namespace], Answer]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: without the program's name; `sys.argv[1:]` where None.
+
+    Returns:
+        The exit status: 0, or 1 where something stands in the way of training or patching, or is wrong with a
+        checkpoint; `diff` has 2 for a checkpoint that it cannot read.
+
+    Raises:
+        SystemExit: 2 for a bad command line, 0 after -h.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if words[:1] == ["doctor"] and "--" in words else len(words)
+    parsed = _parser().parse_args(words[:end])
+    parsed.launch = words[end + 1 :]
+    status: int
+    try:
+        answer: Answer = parsed.run(parsed)
+        print(answer.as_json() if parsed.json else answer.as_text(console_for(_width())))
+        sys.stdout.flush()
+        status = answer.status
+    except DistOptError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        status = parsed.refused
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    except BrokenPipeError:  # such as `| head`: Python would say so again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    return status
+
+
+def _width() -> int | None:
+    """Of the terminal in characters; None where the output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
+    parser.set_defaults(refused=1)
+    names = "doctor|hosts|patch|inspect|verify|diff|convert|plan"
+    commands = parser.add_subparsers(title="commands", metavar=names, required=True)
+    _add_doctor(commands)
+    hosts = _command(commands, "hosts", _HOSTS, f"Prints {_HOSTS}.")
+    hosts.set_defaults(run=_hosts)
+    _add_patch(commands)
+    inspect = _command(commands, "inspect", "what does a checkpoint hold?", _INSPECT)
+    inspect.add_argument("checkpoint", type=Path, metavar="CKPT")
+    verify = _command(commands, "verify", "is a checkpoint whole?", _VERIFY)
+    verify.add_argument("checkpoint", type=Path, metavar="CKPT")
+    diff = _command(commands, "diff", "in what do two checkpoints differ?", _DIFF)
+    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint")
+    diff.add_argument("second", type=Path, metavar="B", help="another")
+    diff.set_defaults(refused=2)
+    _add_convert(commands)
+    plan = _command(commands, "plan", "what would a choice of parallel sizes cost?", plan_arguments.DESCRIPTION)
+    plan_arguments.add_arguments(plan, _count)
+    return parser
+
+
+def _command(
+    commands: _Commands[argparse.ArgumentParser], name: str, text: str, description: str, *, has_json: bool = True
+) -> argparse.ArgumentParser:
+    """Declares a command that the file of its name answers."""
+    shape = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(name, help=text, description=description, formatter_class=shape)
+    command.set_defaults(run=_answered_by(name), json=False)
+    if has_json:
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+    return command
+
+
+def _answered_by(name: str) -> _Run:
+    def run(parsed: argparse.Namespace) -> Answer:
+        found: Answer = import_module(f"megatron_distopt.cli.{name}").answer(parsed)
+        return found
+
+    return run
+
+
+def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "doctor", "would training start here, and with what?", _DOCTOR)
+    command.usage = f"{_PROGRAM} doctor [-h] [--json] [FORK] [-- LAUNCH FLAGS ...]"
+    command.epilog = _DOCTOR_EXAMPLES
+    command.add_argument("fork", nargs="?", type=Path, metavar="FORK", help="folder that holds the folder megatron")
+
+
+def _add_patch(commands: _Commands[argparse.ArgumentParser]) -> None:
+    text = "let a fork find this package by itself, or take that out again"
+    command = _command(commands, "patch", text, _PATCH, has_json=False)
+    what = command.add_mutually_exclusive_group(required=True)
+    for action, meaning in (
+        ("check", "say whether it can be done or is done, and print the difference"),
+        ("apply", "put the lines in"),
+        ("undo", "take exactly those lines out; the file is as before, to the byte"),
+    ):
+        what.add_argument(f"--{action}", dest="action", action="store_const", const=action, help=meaning)
+    command.add_argument("fork", type=Path, metavar="FORK", help="folder that holds the folder megatron")
+
+
+def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "convert", "write a checkpoint in another format", _CONVERT)
+    command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
+    command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
+    command.add_argument("--to", type=_format, required=True, metavar="FORMAT", help=", ".join(FORMATS))
+    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
+    command.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
+
+
+def _format(text: str) -> str:
+    if text in FORMATS:
+        return text
+    near = get_close_matches(text, FORMATS, n=2, cutoff=0.6)
+    remedy = f"Write --to {' or '.join(sorted(near))}" if near else "Write --to distopt for the format of this package"
+    raise argparse.ArgumentTypeError(refusal("format", repr(text), f"be one of {', '.join(FORMATS)}", remedy))
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        refusal("number", repr(text), "be a whole number of at least 1", "Write one such as 8")
+    )
+
+
+def _hosts(parsed: argparse.Namespace) -> Answer:
+    rows = {"generations": [_as_row(each) for each in GENERATIONS], "tried": [*map(dataclasses.asdict, TRIED)]}
+    return Answer(rows, [*map(_generation_part, GENERATIONS), *map(_run_part, TRIED)])
+
+
+def _as_row(generation: Generation) -> dict[str, object]:
+    return {
+        "name": generation.name,
+        "examples": generation.examples,
+        "is_supported": generation.is_supported,
+        "patch_points": [*map(str, generation.patch_points)],
+        "remedy": generation.remedy,
+    }
+
+
+def _generation_part(generation: Generation) -> RenderableType:
+    patch_points = ", ".join(map(str, generation.patch_points))
+    rows = [("who", generation.examples), ("replaced", patch_points), ("instead", generation.remedy)]
+    return titled(f"{'supported' if generation.is_supported else 'not supported'}: {generation.name}", facts(rows))
+
+
+def _run_part(tried: Tried) -> RenderableType:
+    head = f"run: {tried.host} {tried.version}, {tried.date}: {tried.result}"
+    return titled(head, facts([("what", tried.what), ("where", tried.where)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`megatron-distopt doctor`: `diagnose` asks about the fork, this machine and the launch flags, in `findings`."""
