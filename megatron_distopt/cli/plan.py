@@ -35,7 +35,7 @@ __all__ = ["BuiltRank", "Planned", "PlannedChoice", "answer"]
 
 _KINDS = ("params", "grads", "main", "moments")
 #: Values that need no column where all choices have them.
-_USUAL = {"ep": "1", "wire": "none", "bucket": "all", "stage": "0"}
+_USUAL = {"ep": "1", "reduce dtype": "none", "bucket": "all", "stage": "0"}
 #: Bucket sizes that are words, as part of a sentence.
 _BUCKETS = {_USUAL["bucket"]: "one bucket", AUTO: "buckets as runs choose them"}
 
@@ -253,7 +253,7 @@ def _assumed(assumed: Assumed) -> Iterator[tuple[str, str]]:
 
 
 def _choices(rows: Sequence[PlannedChoice]) -> RenderableType:
-    titles = ("dp", "tp", "pp", "ep", "dtype", "grads", "wire", "bucket", "stage")
+    titles = ("dp", "tp", "pp", "ep", "dtype", "grads", "reduce dtype", "bucket", "stage")
     columns = [Column(title) for title in titles]
     columns += [Column(title, is_optional=True) for title in _KINDS]
     columns += [Column("all"), Column("not sharded", is_optional=True), Column("buckets", is_optional=True)]
@@ -272,7 +272,7 @@ def _choice_cells(row: PlannedChoice) -> list[str]:
     exposed, hidden = times.exposed_seconds, times.hidden_seconds
     return [
         *(str(size) for size in (choice.cut.dp, choice.cut.tp, choice.cut.pp, choice.cut.ep)),
-        *(choice.dtype, choice.grad_dtype, choice.reduce_dtype or _USUAL["wire"], _bucket(choice)),
+        *(choice.dtype, choice.grad_dtype, choice.reduce_dtype or _USUAL["reduce dtype"], _bucket(choice)),
         ranges(row.plan.stage_numbers(stage)),
         *_bytes(stage.footprint),
         size_text(_unsharded_nbytes(stage.footprint)),
@@ -319,7 +319,7 @@ def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
     yield "for a moment", f"{size_text(held.backward_nbytes)} in backward: the largest gradient, before it is added up"
     if held.step_nbytes:
         yield "for a step", f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns"
-    yield "updated", f"{counted(held.num_runs, 'flat tensor')} by the inner optimizer"
+    yield "updated", f"{counted(held.num_runs, 'flat param')} by the inner optimizer"
 
 
 def _collectives_text(stage: StagePlan, kind: Kind, seconds: float, exposed: float | None, by: str) -> str:
@@ -343,7 +343,7 @@ def _built_heading(each: BuiltRank) -> str:
 def _built(each: BuiltRank) -> Iterator[tuple[str, str]]:
     built, held, cut = each.built, each.plan.footprint, each.plan.choice.cut
     yield "groups", f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
-    updated = f"the inner optimizer updates {counted(built.num_runs, 'flat tensor')}"
+    updated = f"the inner optimizer updates {counted(built.num_runs, 'flat param')}"
     yield "tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"
     for kind in ("param", "grad", "main", "moment"):
         found, planned = getattr(built, f"{kind}_nbytes"), getattr(held, f"{kind}_nbytes")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_distopt.cli.plan_choice import AUTO, DTYPES, WIRE_NBYTES, Choice
+from megatron_distopt.cli.plan_choice import AUTO, DTYPES, REDUCE_NBYTES, Choice
 from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_file
 from megatron_distopt.cli.plan_timeline import Assumed
 from megatron_distopt.errors import ConfigError, refusal
@@ -83,8 +83,8 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
         "--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="dtype of the grads; fp32"
     )
     text = "dtype in which fp32 grads are communicated; none for fp32"
-    wires = (_AS_THEY_ARE, *WIRE_NBYTES)
-    group.add_argument("--reduce-dtype", choices=wires, nargs="+", default=[_AS_THEY_ARE], help=text)
+    reduce_dtypes = (_AS_THEY_ARE, *REDUCE_NBYTES)
+    group.add_argument("--reduce-dtype", choices=reduce_dtypes, nargs="+", default=[_AS_THEY_ARE], help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
@@ -140,8 +140,8 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
     return [
-        Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if wire == _AS_THEY_ARE else wire)
-        for cut, dtype, grads, wire, bucket in itertools.product(cuts, *others)
+        Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce)
+        for cut, dtype, grads, reduce, bucket in itertools.product(cuts, *others)
     ]
 
 

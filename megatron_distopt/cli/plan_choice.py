@@ -23,7 +23,7 @@ from megatron_distopt.layout.estimate import (
 __all__ = [
     "AUTO",
     "DTYPES",
-    "WIRE_NBYTES",
+    "REDUCE_NBYTES",
     "Choice",
     "ChoicePlan",
     "PlannedBuffer",
@@ -38,7 +38,7 @@ __all__ = [
 #: By name on the command line: torch's name, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 #: Bytes an element of each `DistOptConfig.reduce_dtype`.
-WIRE_NBYTES = {"bfloat16": 2, "float16": 2}
+REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 
@@ -52,7 +52,7 @@ class Choice:
         dtype: of the params, a key of `DTYPES`.
         has_fp32_grads: whether the grad buffer is fp32, whatever the dtype of the params.
         bucket_size: elements of a bucket; None for one bucket a buffer, or `AUTO`.
-        reduce_dtype: the dtype in which fp32 grads are communicated, a key of `WIRE_NBYTES`; None for fp32.
+        reduce_dtype: the dtype in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32.
 
     Raises:
         ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, which training refuses as well.
@@ -73,9 +73,10 @@ class Choice:
     @property
     def widths(self) -> Widths:
         """Bytes an element."""
-        width, wire = DTYPES[self.dtype][1], 0 if self.reduce_dtype is None else WIRE_NBYTES[self.reduce_dtype]
+        width = DTYPES[self.dtype][1]
+        reduce = 0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype]
         grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
-        return Widths(param=width, grad=grad, main=main, wire=wire)
+        return Widths(param=width, grad=grad, main=main, wire=reduce)
 
     @property
     def grad_dtype(self) -> str:

@@ -548,7 +548,7 @@ def test_plan_when_one_choice_is_asked_for_then_everything_in_one_look(
         "  all-gather      3 that send 83.5 KiB in 68.4 ms; the next forward can hide 53 ms (78%)",
         "  all-reduce      1 that send 24 B in 19.2 us",
         "  for a moment    12.5 KiB in backward: the largest gradient, before it is added up",
-        "  updated         18 flat tensors by the inner optimizer",
+        "  updated         18 flat params by the inner optimizer",
     ]
 
 
@@ -642,9 +642,9 @@ def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
         (("--bucket-size", "all"), "bucket", None),
         (("--experts", 4, "--dp", 2, "--ep", 1, 2), "ep", ["1", "2"]),
         (("--experts", 4, "--dp", 2, "--ep", 1), "ep", None),
-        (("--reduce-dtype", "none", "float16"), "wire", ["none", "float16"]),
-        (("--reduce-dtype", "float16"), "wire", ["float16"]),
-        (("--reduce-dtype", "none"), "wire", None),
+        (("--reduce-dtype", "none", "float16"), "reduce dtype", ["none", "float16"]),
+        (("--reduce-dtype", "float16"), "reduce dtype", ["float16"]),
+        (("--reduce-dtype", "none"), "reduce dtype", None),
     ],
 )
 def test_plan_when_a_column_says_more_than_what_is_usual_then_it_is_shown(
