@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,67 +14,86 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
-from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, no_collection
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import WholeModel, load_loss_scale, remember_loaded
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.checkpoint.whole_model import WholeModel, flat_params_of, load_loss_scale, remember_loaded
+from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, restore, restore_group
 
 __all__ = [
+    "Loadable",
     "as_kept",
-    "install",
+    "check_state",
+    "fill_groups",
     "load_checkpoint",
-    "load_planned",
-    "moments_for",
-    "names_of_all",
-    "restore_match",
+    "load_state",
+    "loadable_checkpoint",
     "separate",
-    "verify_files",
+    "take_state",
 ]
 
 
-@no_collection()
+@dataclass(frozen=True, eq=False)
+class Loadable:
+    """A state that can be loaded, wherever its tensors come from.
+
+    Args:
+        manifest: what the state consists of.
+        where: it is kept, for errors.
+        read: the tensors of a plan's reads, in their order.
+        verify: whether everything that a plan needs can be read; raises where it cannot.
+    """
+
+    manifest: Manifest
+    where: str
+    read: Callable[[LoadPlan], Iterator[tuple[Read, Tensor]]]
+    verify: Callable[[LoadPlan], None] = lambda plan: None
+
+
 def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
-    """Collective: reads this rank's shards, whatever the layout they were saved in; the params are not gathered yet.
+    """Collective: reads this rank's shards of a checkpoint, whatever the layout they were saved in.
 
-    Everything is verified before anything is changed: each file by one rank, and by every rank that what it needs is
-    there.
+    Each file is verified by one rank. Args and Raises: as of `load_state`.
+    """
+    load_state(lambda: loadable_checkpoint(folder, everyone.rank, everyone.size), model, everyone)
 
-    Args: as of `save_checkpoint`.
+
+@no_collection()
+def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
+    """Collective: reads this rank's shards; the params are not gathered yet.
+
+    Everything is verified before anything is changed: every rank checks that what it needs is there.
+
+    Args:
+        opened: opens the state; called once, on every rank.
+        model: with this rank's optimizers.
+        everyone: all ranks that hold a part of the model.
 
     Raises:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    names = names_of_all(model, everyone)
-    plan = raise_together(lambda: _verified(folder, model, everyone, names), everyone, "load")
-    _check_same_save(folder, exchange(plan.manifest.save_id, everyone))
-    ready = plan_load(plan.manifest, str(folder), model) if separate(plan.groups) else plan
-    raise_together(lambda: load_planned(folder, ready, model), everyone, "load")
+    names = _names_of_all(model, everyone)
+    checked: list[tuple[Loadable, LoadPlan]] = []
+
+    def check() -> str:
+        state = opened()
+        checked.append((state, check_state(state, model, names)))
+        return state.manifest.save_id
+
+    save_ids = exchange_together(check, everyone, "load")
+    state, plan = checked[0]
+    _check_same_save(state.where, save_ids)
+    raise_together(lambda: take_state(state, plan, model), everyone, "load")
 
 
-def _verified(folder: Path, model: WholeModel, everyone: Group, names: Iterable[str]) -> LoadPlan:
-    manifest = read_manifest(folder)
-    check_names(manifest, str(folder), model, names)
-    plan = plan_load(manifest, str(folder), model)
-    verify_files(folder, manifest.files[everyone.rank :: everyone.size])
-    return plan
-
-
-def _check_same_save(folder: Path, save_ids: Sequence[str]) -> None:
-    """Another run may have saved there while the ranks were reading."""
-    if len(set(save_ids)) > 1:
-        got, rule = f"saves {', '.join(sorted(set(save_ids)))} on different ranks", "stay as it is while it is read"
-        raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Let one run save there at a time"))
-
-
-def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
+def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
     """Collective: names in the whole model of the params that train on any rank.
 
-    Args: as of `save_checkpoint`.
+    Args: as of `load_state`.
     """
     return {name for names in exchange(_names_begun_here(model), everyone) for name in names}
 
@@ -88,16 +109,78 @@ def _names_begun_here(model: WholeModel) -> list[str]:
     ]
 
 
-def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
-    """Whether files are whole, byte for byte.
+def check_state(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
+    """Checks a state against the model, and plans what this rank reads of it; nothing is changed.
+
+    Args:
+        state: to load.
+        model: with this rank's optimizers.
+        names: in the whole model, of the params of all ranks.
+
+    Raises:
+        CheckpointError: the state is damaged, or of another model.
+    """
+    check_names(state.manifest, state.where, model, names)
+    plan = plan_load(state.manifest, state.where, model)
+    state.verify(plan)
+    return plan
+
+
+def _check_same_save(where: str, save_ids: Sequence[str]) -> None:
+    """Another run may have saved there while the ranks were reading."""
+    if len(set(save_ids)) > 1:
+        got, rule = f"saves {', '.join(sorted(set(save_ids)))} on different ranks", "stay as it is while it is read"
+        raise CheckpointError(refusal(f"checkpoint {where}", got, rule, "Let one run save there at a time"))
+
+
+@torch.no_grad()
+def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
+    """Does what was planned; the params are not gathered yet.
+
+    At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
+
+    Args:
+        state: as it was given to `check_state`.
+        plan: that `check_state` returned.
+        model: for which it was made.
+
+    Raises:
+        CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
+    """
+    if separate(plan.groups):
+        plan = plan_load(state.manifest, state.where, model)
+    fill_groups(plan.groups, state.read(plan), lambda optimizer: _is_same_class(plan.manifest.inner, optimizer))
+    for optimizer in (share.optimizer for share in model.shares):
+        load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
+        optimizer.num_skipped = plan.manifest.num_skipped
+        for flat in optimizer.flat_params:
+            flat.write_model()
+    remember_loaded(model, plan.manifest)
+
+
+def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
+    """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
+    adams = {*ADAM_SOURCES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
+    return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
+
+
+def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
+    """The checkpoint in a folder.
 
     Args:
         folder: of the checkpoint.
-        files: as the manifest names them.
+        rank, size: of this process among those that load; each verifies its part of the files.
 
     Raises:
-        CheckpointError: one is missing, too short or long, or was changed.
+        CheckpointError: there is none, or its manifest is damaged.
     """
+    manifest = read_manifest(folder)
+    files = manifest.files[rank::size]
+    return Loadable(manifest, str(folder), partial(_read_from, folder), lambda plan: _verify_files(folder, files))
+
+
+def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
+    """Whether files are whole, byte for byte."""
     for file in files:
         path = folder / file.name
         what, remedy = f"file {path}", "Load an earlier checkpoint; this one was damaged after it was written"
@@ -112,57 +195,11 @@ def verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
             raise CheckpointError(refusal(what, f"CRC-32 {crc32:08x}", f"have {file.crc32:08x}", remedy))
 
 
-def load_planned(folder: Path, plan: LoadPlan, model: WholeModel) -> None:
-    """Does what `plan_load` decided; the params are not gathered yet.
-
-    At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
-
-    Raises:
-        CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
-    """
-    install(plan, model, _read_from(folder, plan))
-
-
 def _read_from(folder: Path, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
     for number, reads in groupby(plan.reads, key=lambda read: read.chunk.file):
         with _opened(folder / plan.manifest.files[number].name) as reader:
             for read in reads:
                 yield read, reader.read(read.key, read.chunk, read.dtype)
-
-
-@torch.no_grad()
-def install(plan: LoadPlan, model: WholeModel, tensors: Iterable[tuple[Read, Tensor]]) -> None:
-    """Takes the state over, wherever its tensors come from; the params are not gathered yet.
-
-    Args:
-        plan: of the load, made after `separate`.
-        model: for which it was made.
-        tensors: for each of `plan.reads` what it reads.
-    """
-    moments = {match: moments_for(match) for match in plan.groups}
-    into = {
-        (id(flat), kind): tensor
-        for match in plan.groups
-        for flat, _, by_kind in moments[match]
-        for kind, tensor in by_kind.items()
-    }
-    for read, tensor in tensors:
-        _place(tensor, read, into)
-        del tensor  # or it is in memory while the next one is read
-    for match in plan.groups:
-        restore_match(match, moments[match], same_inner=_is_same_class(plan.manifest.inner, match.optimizer))
-    for optimizer in (share.optimizer for share in model.shares):
-        load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
-        optimizer.num_skipped = plan.manifest.num_skipped
-        for flat in optimizer.flat_params:
-            flat.write_model()
-    remember_loaded(model, plan.manifest)
-
-
-def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
-    """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
-    adams = {*ADAM_SOURCES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
-    return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
 
 
 def _opened(path: Path) -> TensorReader:
@@ -190,17 +227,45 @@ def separate(matches: Iterable[GroupMatch]) -> bool:
     return sum(len(optimizer.flat_params) for optimizer in states) > before
 
 
+def fill_groups(
+    matches: Sequence[GroupMatch],
+    tensors: Iterable[tuple[Read, Tensor]],
+    is_same_class: Callable[[ShardedOptimizer], bool] = lambda optimizer: True,
+    *,
+    main_kind: str = MAIN,
+) -> None:
+    """Copies tensors into main params and moments, then gives the inner optimizers options, counts and moments.
+
+    Args:
+        matches: param groups, after `separate`.
+        tensors: each with what it is needed for.
+        is_same_class: whether the class of an inner optimizer is the one that saved.
+        main_kind: of the tensors that go into main params.
+    """
+    moments = {match: _moments_for(match) for match in matches}
+    into = {
+        (id(flat), kind): tensor
+        for match in matches
+        for flat, _, by_kind in moments[match]
+        for kind, tensor in {**by_kind, main_kind: flat.main}.items()
+    }
+    for read, tensor in tensors:
+        _place(tensor, read, into)
+        del tensor  # or it is in memory while the next one is read
+    for match in matches:
+        _restore_match(match, moments[match], same_inner=is_same_class(match.optimizer))
+
+
 def _flat_params_of(match: GroupMatch) -> Iterator[tuple[FlatParam, SavedState]]:
-    for flat in match.optimizer.flat_params:
-        if flat.plan.key.group == match.number:
-            states = {match.states[shard.name] for shard in flat.plan.shards}
-            if len(states) > 1:
-                got, rule = f"{len(states)} saved states in one", "be cut before the load"
-                raise InvariantError(refusal("flat param", got, rule, "Call separate first"))
-            yield flat, states.pop()
+    for flat in flat_params_of(match.optimizer, match.number):
+        states = {match.states[shard.name] for shard in flat.plan.shards}
+        if len(states) > 1:
+            got, rule = f"{len(states)} saved states in one", "be cut before the load"
+            raise InvariantError(refusal("flat param", got, rule, "Call separate first"))
+        yield flat, states.pop()
 
 
-def moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[str, Tensor]]]:
+def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[str, Tensor]]]:
     """Memory for the moments of each flat param: those that are there, where they fit; padding is zero in them.
 
     Args:
@@ -219,19 +284,18 @@ def _fitting(known: Tensor | None, flat: FlatParam, dtype: torch.dtype) -> Tenso
 
 def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:
     for target in read.targets:
-        flat = target.piece.flat
-        whole = flat.main if target.kind == MAIN else into[id(flat), target.kind]
+        whole = into[id(target.piece.flat), target.kind]
         target.piece.view(whole)[target.in_piece.as_slices()].copy_(tensor[target.in_chunk.as_slices()])
 
 
-def restore_match(
+def _restore_match(
     match: GroupMatch, moments: list[tuple[FlatParam, SavedState, dict[str, Tensor]]], *, same_inner: bool
 ) -> None:
     """Takes over options and states.
 
     Args:
         match: a param group.
-        moments: as of `moments_for`, filled.
+        moments: as of `_moments_for`, filled.
         same_inner: whether the class that loads is the one that saved.
     """
     inner = match.optimizer.inner

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_distopt.checkpoint.exchange import check_step, open_any
 from megatron_distopt.checkpoint.folder import is_checkpoint
-from megatron_distopt.checkpoint.load import install, load_checkpoint, names_of_all, separate
-from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, check_names, plan_load
+from megatron_distopt.checkpoint.load import Loadable, load_checkpoint, load_state
+from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
@@ -38,23 +39,15 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
     """
     if is_checkpoint(path):
         load_checkpoint(path, model, everyone)
-        return
-    names = names_of_all(model, everyone)
-    source, plan = raise_together(lambda: _opened(path, model, names, resume_step), everyone, "load")
-    ready = plan_load(plan.manifest, str(path), model) if separate(plan.groups) else plan
-    raise_together(lambda: install(ready, model, _tensors(source, ready)), everyone, "load")
+    else:
+        load_state(lambda: _opened(path, resume_step), model, everyone)
 
 
-def _opened(path: Path, model: WholeModel, names: set[str], resume_step: int | None) -> tuple[Source, LoadPlan]:
+def _opened(path: Path, resume_step: int | None) -> Loadable:
     source = open_any(path, resume_step=resume_step)
     check_step(source, path)
     check_groups(source.head.groups, str(path))
-    manifest = _as_manifest(source)
-    check_names(manifest, str(path), model, names)
-    plan = plan_load(manifest, str(path), model)
-    for _ in _tensors(source, plan):
-        pass  # read once before anything is changed: what is damaged shows here
-    return source, plan
+    return Loadable(_as_manifest(source), str(path), partial(_tensors, source), partial(_read_once, source))
 
 
 def _as_manifest(source: Source) -> Manifest:
@@ -64,6 +57,12 @@ def _as_manifest(source: Source) -> Manifest:
         for key, info in source.tensors.items()
     }
     return replace(source.head, tensors=records)
+
+
+def _read_once(source: Source, plan: LoadPlan) -> None:
+    """Damaged tensors are found before anything is changed."""
+    for _ in _tensors(source, plan):
+        pass
 
 
 def _tensors(source: Source, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:

@@ -11,13 +11,24 @@ from typing import Any
 import torch
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord, Scalar, is_like
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 
-__all__ = ["GroupMatch", "LoadPlan", "Read", "SavedState", "Target", "check_names", "needed_moments", "plan_load"]
+__all__ = [
+    "GroupMatch",
+    "LoadPlan",
+    "Read",
+    "SavedState",
+    "Target",
+    "check_names",
+    "check_steps",
+    "find_targets",
+    "needed_moments",
+    "plan_load",
+]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -33,7 +44,7 @@ class Target:
 
     Args:
         piece: of the state.
-        kind: "main", or the inner optimizer's name for what it keeps.
+        kind: of the tensor: "main", or the inner optimizer's name for what it keeps.
         in_chunk: the part of the tensor that is read.
         in_piece: the same elements in the piece.
     """
@@ -222,7 +233,8 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
         _check_one_group(share.optimizer, number, options, saved.where)
         states = {name: saved.state_of(placement) for name, placement in placements.items()}
         _check_kinds(share.optimizer, placements, states, saved)
-        _check_counts(share.optimizer, placements, states, saved)
+        steps = {placement.name: states[name].step for name, placement in placements.items()}
+        check_steps(share.optimizer, steps, f"updates in checkpoint {saved.where}")
         yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, states)
 
 
@@ -266,10 +278,7 @@ def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord,
     """
     current = optimizer.inner.param_groups[number]
     place = f"of the params of group {number} in checkpoint {where}"
-    for key, value in saved.options.items():
-        if key in current and key not in NOT_OPTIONS and not is_like(value, current[key]):
-            rule, remedy = f"be of the type of {current[key]!r}, which the run has", "Load another checkpoint"
-            raise CheckpointError(refusal(f"{key} {place}", repr(value), rule, remedy))
+    check_types(saved.options, current, place, "Load another checkpoint")
     for key, name in saved.unsaved.items():
         if key not in current:
             rule, remedy = "be in the param group of the run", f"Put {key} into the param group before the load"
@@ -297,18 +306,21 @@ def _check_kinds(
             raise CheckpointError(refusal(what, got, rule, remedy))
 
 
-def _check_counts(
-    optimizer: ShardedOptimizer,
-    placements: Mapping[str, Placement],
-    states: Mapping[str, SavedState],
-    saved: _Saved,
-) -> None:
-    """Whether the inner optimizer can count the updates of each param by itself, where they differ."""
-    counted = {state.step: name for name, state in states.items() if state.step is not None}
+def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
+    """Whether the inner optimizer can count the updates of each param by itself, where they differ.
+
+    Args:
+        optimizer: that will take the state.
+        steps: updates so far, by name, of the params of one group.
+        what: the counts are called in errors.
+
+    Raises:
+        CheckpointError
+    """
+    counted = {step: name for name, step in steps.items() if step is not None}
     if len(counted) > 1 and not is_torchs(optimizer.inner):
         (one, first), (other, second) = sorted(counted.items())[:2]
-        what = f"updates in checkpoint {saved.where}"
-        got = f"{one} of {placements[first].name!r} and {other} of {placements[second].name!r}"
+        got = f"{one} of {first!r} and {other} of {second!r}"
         rule = f"be as many for all params of a group, for which {optimizer.plan.choice.name} has one count"
         raise CheckpointError(refusal(what, got, rule, "Write adam='torch_fused' or adam='torch_foreach'"))
 
@@ -319,16 +331,38 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
         key = key_of(kind, name)
         record = saved.manifest.tensors[key]
         wanted = _wanted(piece, key, record, saved)
-        found = 0
-        for chunk in record.chunks if wanted is not None else ():
-            both = wanted.intersect(chunk.box) if wanted is not None else None
-            if both is not None:
-                found += both.numel
-                in_chunk = both.relative_to(chunk.box.offsets)
-                yield key, chunk, Target(piece, kind, in_chunk, both.relative_to(piece.piece.in_global.offsets))
-        if wanted is not None and found != wanted.numel:
-            got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel}, each once"
-            raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
+        what = f"tensor {key!r} in checkpoint {saved.where}"
+        if wanted is not None:
+            for chunk, target in find_targets(piece, kind, wanted, record.chunks, what, saved.another):
+                yield key, chunk, target
+
+
+def find_targets(
+    piece: OwnedPiece, kind: str, wanted: Box, chunks: Iterable[Chunk], what: str, remedy: str
+) -> Iterator[tuple[Chunk, Target]]:
+    """The chunks that hold elements of a piece, each with the part that is needed.
+
+    Args:
+        piece: of the state.
+        kind: "main", or the inner optimizer's name for what it keeps.
+        wanted: the elements of the whole param that the chunks must hold.
+        chunks: of one tensor; disjoint.
+        what: the tensor is called in errors.
+        remedy: where elements are missing.
+
+    Raises:
+        CheckpointError: after the last chunk, where elements are missing.
+    """
+    found = 0
+    for chunk in chunks:
+        both = wanted.intersect(chunk.box)
+        if both is not None:
+            found += both.numel
+            in_piece = both.relative_to(piece.piece.in_global.offsets)
+            yield chunk, Target(piece, kind, both.relative_to(chunk.box.offsets), in_piece)
+    if found != wanted.numel:
+        got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel} which this rank owns, each once"
+        raise CheckpointError(refusal(what, got, rule, remedy))
 
 
 def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: _Saved) -> Box | None:

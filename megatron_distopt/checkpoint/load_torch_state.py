@@ -10,26 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.dcp import ShardedValue
-from megatron_distopt.checkpoint.load import as_kept, moments_for, restore_match, separate
-from megatron_distopt.checkpoint.load_plan import GroupMatch, SavedState, needed_moments
+from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
+from megatron_distopt.checkpoint.load_plan import (
+    GroupMatch,
+    Read,
+    SavedState,
+    check_steps,
+    find_targets,
+    needed_moments,
+)
+from megatron_distopt.checkpoint.manifest import Chunk, key_of
 from megatron_distopt.checkpoint.param_groups import (
     NOT_OPTIONS,
     GroupRecord,
     Scalar,
     check_groups,
-    is_like,
+    check_types,
     plain_option,
 )
 from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams, is_adam
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import flat_params_of
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import is_torchs, moments_of
 
-__all__ = ["load_torch_state_dict"]
+__all__ = ["load_torch_state_dict", "names_with_state"]
 
 #: What ranks must agree on.
 _WHATS = ("step", "kinds", "options")
@@ -57,7 +64,7 @@ class _Given:
     def saved(self) -> SavedState:
         """What the params of one flat param have in common."""
         kinds = sorted((kind, torch.float32) for kind in self.values if kind != MAIN_PARAM)
-        scalars = {key: _scalar(value) for key, value in self.scalars.items()} if kinds else {}
+        scalars = {key: Scalar.of(value) for key, value in self.scalars.items()} if kinds else {}
         return SavedState(self.step if kinds else None, tuple(sorted(scalars.items())), tuple(kinds))
 
 
@@ -111,8 +118,8 @@ def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _G
         for name in names:
             if name in given:
                 _check_kinds(params, name, given[name], has_maxima=bool(group.get("amsgrad")))
-    for piece in _pieces(params):
-        _check_covered(piece, given[piece.shard.name])
+    for _ in _reads(params, given):
+        pass  # what is missing is found before anything is changed
     _check_counts(params, given)
     return given
 
@@ -133,11 +140,7 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
     records = [GroupRecord((), {key: plain_option(each) for key, each in _options(group).items()}) for group in groups]
     check_groups(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
-        for key, value in record.options.items():
-            if key in current and not is_like(value, current[key]):
-                rule = f"be of the type of {current[key]!r}, which the optimizer has"
-                what = f"{key} of param group {number} in the state dict"
-                raise CheckpointError(refusal(what, repr(value), rule, _REMEDY))
+        check_types(record.options, current, f"of param group {number} in the state dict", _REMEDY)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,48 +214,38 @@ def _holds_more_than_zeros(value: Tensor) -> bool:
     return any(bool(part.count_nonzero()) for part in parts)
 
 
-def _pieces(params: TorchParams) -> Iterator[OwnedPiece]:
-    return owned_pieces(WholeModel([params.share]))
+def _reads(params: TorchParams, given: Mapping[str, _Given]) -> Iterator[tuple[Read, Tensor]]:
+    """What is given of everything that this rank owns, each part with where it goes.
 
+    An fp32 model param is its own main param; it is left alone, as torch leaves it.
 
-def _check_covered(piece: OwnedPiece, given: _Given) -> None:
-    """Whether a sharded value has what this rank owns, and whether the count of updates is there, too."""
-    wanted, name = piece.piece.in_global, piece.shard.name
-    for key, value in given.values.items():
-        numel = sum(both.numel for _, both in _overlaps(value, wanted))
-        if numel != wanted.numel:
-            got, rule = f"{numel} elements of {wanted}", f"hold all {wanted.numel}, which this rank owns"
-            remedy = "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load that"
-            raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, remedy))
-
-
-def _overlaps(value: Tensor, wanted: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Elements of a value that are in a box: from it, and where."""
-    whole = (Box.whole(tuple(value.shape)),)
-    boxes, parts = (value.boxes, value.parts) if isinstance(value, ShardedValue) else (whole, [value])
-    for box, part in zip(boxes, parts, strict=True):
-        both = wanted.intersect(box)
-        if both is not None:
-            yield part[both.relative_to(box.offsets).as_slices()], both
+    Raises:
+        CheckpointError: a sharded value lacks elements that this rank owns.
+    """
+    remedy = "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load that"
+    for piece in params.pieces():
+        name, wanted = piece.shard.name, piece.piece.in_global
+        for key, value in given[name].values.items():
+            parts = value.parts if isinstance(value, ShardedValue) else [value]
+            boxes = value.boxes if isinstance(value, ShardedValue) else (Box.whole(value.shape),)
+            chunks = [Chunk(box, number, 0, 0) for number, box in enumerate(boxes)]
+            what = f"{key} of {name!r} in the state dict"
+            for chunk, target in find_targets(piece, key, wanted, chunks, what, remedy):
+                if key != MAIN_PARAM or piece.flat.owns_memory:
+                    yield Read(key_of(key, name), chunk, value.dtype, (target,)), parts[chunk.file]
 
 
 def _check_counts(params: TorchParams, given: Mapping[str, _Given]) -> None:
     """Whether every param with moments has a count, and the inner optimizer can have different ones."""
     optimizer = params.share.optimizer
-    owned = {piece.shard.name for piece in _pieces(params)}
+    owned = {piece.shard.name for piece in params.pieces()}
     for name in sorted(owned):
         if given[name].saved.kinds and given[name].step is None and is_adam(optimizer):
             rule = f"hold {STEP}, which counts the updates of the param"
             raise CheckpointError(refusal(f"state of {name!r} in the state dict", f"without {STEP}", rule, _REMEDY))
     for group in optimizer.plan.groups:
         begun = {name: _without_begin(params, given[name]).step for name in group.names if name in owned}
-        counts = {step: name for name, step in begun.items() if step is not None}
-        if len(counts) > 1 and not is_torchs(optimizer.inner):
-            (one, first), (other, second) = list(counts.items())[:2]
-            got = f"{one} of {first!r} and {other} of {second!r}"
-            rule = f"be as many for all params of a group, for which {optimizer.plan.choice.name} has one count"
-            remedy = "Write adam='torch_fused' or adam='torch_foreach'"
-            raise CheckpointError(refusal("updates in the state dict", got, rule, remedy))
+        check_steps(optimizer, begun, "updates in the state dict")
 
 
 def _told(
@@ -265,7 +258,7 @@ def _told(
         for name in names
     }
     found: dict[str, tuple[object, ...]] = {}
-    for name in dict.fromkeys(piece.shard.name for piece in _pieces(params)):
+    for name in dict.fromkeys(piece.shard.name for piece in params.pieces()):
         kinds = sorted(given[name].values)
         found[params.share.placements[name].name] = (given[name].step, kinds, options[name])
     return found
@@ -295,18 +288,8 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
     given = {name: _without_begin(params, each) for name, each in given.items()}
     matches = [_match(params, number, given) for number in range(len(params.share.optimizer.plan.groups))]
     separate(matches)
-    moments = {match: moments_for(match) for match in matches}
-    into = {
-        (id(flat), kind): tensor
-        for each in moments.values()
-        for flat, _, by_kind in each
-        for kind, tensor in by_kind.items()
-    }
-    for piece in _pieces(params):
-        for kind, value in given[piece.shard.name].values.items():
-            _fill(piece, value, piece.flat.main if kind == MAIN_PARAM else into[id(piece.flat), kind])
+    fill_groups(matches, _reads(params, given), main_kind=MAIN_PARAM)
     for match in matches:
-        restore_match(match, moments[match], same_inner=True)
         if not is_torchs(match.optimizer.inner):
             _take_kept_once(match, given)
     params.share.optimizer.forget_verdict()
@@ -314,11 +297,9 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
 
 def _take_kept_once(match: GroupMatch, given: Mapping[str, _Given]) -> None:
     """In the shape in which a class of the user's keeps them; counts stay on the CPU, as torch leaves them."""
-    for flat in match.optimizer.flat_params:
+    for flat in flat_params_of(match.optimizer, match.number):
         state = match.optimizer.inner.state.get(flat.main, {})
-        for key, value in (
-            given[flat.plan.shards[0].name].scalars.items() if flat.plan.key.group == match.number else ()
-        ):
+        for key, value in given[flat.plan.shards[0].name].scalars.items():
             if key in state and torch.is_tensor(value):
                 state[key] = value.to(value.device if key == STEP else flat.main.device, copy=True)
 
@@ -327,17 +308,3 @@ def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> Gro
     """Without options: the host takes them from its own groups."""
     names = params.share.optimizer.plan.groups[number].names
     return GroupMatch(params.share.optimizer, number, {}, {name: given[name].saved for name in names})
-
-
-def _fill(piece: OwnedPiece, value: Tensor, flat: Tensor) -> None:
-    if flat is piece.flat.main and not piece.flat.owns_memory:
-        return  # an fp32 model param is its main param, and torch leaves it alone
-    target = piece.view(flat)
-    for part, both in _overlaps(value, piece.piece.in_global):
-        target[both.relative_to(piece.piece.in_global.offsets).as_slices()].copy_(part)
-
-
-def _scalar(value: Any) -> Scalar:
-    if torch.is_tensor(value):
-        return Scalar(value.item(), dtype_name(value.dtype))
-    return Scalar(value, "")

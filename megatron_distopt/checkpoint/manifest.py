@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-import torch
-
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_groups,
     group_from_json,
     group_to_json,
     join_groups,
+    known_dtype,
 )
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
@@ -290,7 +289,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         save_id=str(body["save_id"]),
         files=tuple(FileRecord(_plain_name(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"]),
         tensors={
-            str(key): TensorRecord(tuple(map(int, shape)), _dtype(dtype), tuple(map(_chunk_from_json, chunks)))
+            str(key): TensorRecord(tuple(map(int, shape)), known_dtype(dtype), tuple(map(_chunk_from_json, chunks)))
             for key, (shape, dtype, chunks) in body["tensors"].items()
         },
         groups=tuple(map(group_from_json, body["groups"])),
@@ -317,12 +316,6 @@ def _plain_name(name: str) -> str:
     """Of a file beside the manifest."""
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file name")
-    return name
-
-
-def _dtype(name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
     return name
 
 

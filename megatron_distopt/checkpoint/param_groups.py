@@ -20,10 +20,11 @@ __all__ = [
     "GroupRecord",
     "Scalar",
     "check_groups",
+    "check_types",
     "group_from_json",
     "group_to_json",
-    "is_like",
     "join_groups",
+    "known_dtype",
     "options_of",
     "plain_option",
     "scalars_of",
@@ -45,6 +46,11 @@ class Scalar:
 
     value: float
     dtype: str
+
+    @classmethod
+    def of(cls, value: Any) -> Scalar:
+        """From a tensor of one element, or from what is not a tensor."""
+        return cls(value.item(), dtype_name(value.dtype)) if torch.is_tensor(value) else cls(value, "")
 
 
 @dataclass(frozen=True)
@@ -102,12 +108,19 @@ def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is no such group.
     """
-    scalars = {str(key): Scalar(value, dtype and _dtype(dtype)) for key, (value, dtype) in group["scalars"].items()}
+    scalars = {
+        str(key): Scalar(value, dtype and known_dtype(dtype)) for key, (value, dtype) in group["scalars"].items()
+    }
     unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
     return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved)
 
 
-def _dtype(name: str) -> str:
+def known_dtype(name: str) -> str:
+    """The name of a dtype of torch, as a manifest spells it.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return name
@@ -151,10 +164,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_like(saved: object, current: object) -> bool:
+def _is_like(saved: object, current: object) -> bool:
     """Whether a saved option can take the place of the one that a param group has.
 
-    >>> is_like("1e-3", 1e-3), is_like(True, 0.9), is_like([0.9, 0.95], (0.9, 0.999)), is_like(2, 0.5)
+    >>> _is_like("1e-3", 1e-3), _is_like(True, 0.9), _is_like([0.9, 0.95], (0.9, 0.999)), _is_like(2, 0.5)
     (False, False, True, True)
     """
     if current is None or saved is None:
@@ -164,8 +177,26 @@ def is_like(saved: object, current: object) -> bool:
     if isinstance(current, (int, float, Tensor)):
         return isinstance(saved, (int, float)) and not isinstance(saved, bool)
     if isinstance(current, (list, tuple)):
-        return isinstance(saved, list) and len(saved) == len(current) and all(map(is_like, saved, current))
+        return isinstance(saved, list) and len(saved) == len(current) and all(map(_is_like, saved, current))
     return isinstance(saved, type(current))
+
+
+def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
+    """Whether every saved option can take the place of the one that a param group has.
+
+    Args:
+        saved: options.
+        current: the param group.
+        place: of the saved options, for errors.
+        remedy: where one has another type.
+
+    Raises:
+        CheckpointError
+    """
+    for key, value in saved.items():
+        if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
+            rule = f"be of the type of {current[key]!r}, which the run has"
+            raise CheckpointError(refusal(f"{key} {place}", repr(value), rule, remedy))
 
 
 def _has_nan(value: object) -> bool:
@@ -239,10 +270,8 @@ def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar
 
 
 def _scalar(key: str, value: Any) -> Scalar:
-    if torch.is_tensor(value) and value.numel() == 1:
-        return Scalar(value.item(), dtype_name(value.dtype))
-    if isinstance(value, (bool, int, float)):
-        return Scalar(value, "")
+    if value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (bool, int, float)):
+        return Scalar.of(value)
     got = f"a tensor of {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
     remedy = "Use an element-wise inner optimizer"
     raise CheckpointError(

@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import (
     commit,
@@ -27,7 +26,7 @@ from megatron_distopt.checkpoint.folder import (
     write_failure,
     write_part,
 )
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord, check_counts, no_collection
+from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_groups,
@@ -41,6 +40,7 @@ from megatron_distopt.checkpoint.whole_model import (
     Share,
     WholeModel,
     earlier_saves,
+    flat_params_of,
     owned_pieces,
     remember_saved,
     saved_loss_scale,
@@ -137,7 +137,10 @@ def write_contribution(folder: Path, contribution: Contribution, save_id: str, r
     path = data_file(folder, save_id, rank)
     try:
         with disk.written(path) as file:
-            part = _write(TensorWriter(path, file), contribution, save_id)
+            writer = TensorWriter(path, file)
+            for each in contribution.tensors:
+                writer.append(each.key, each.tensor, shape=each.shape, box=each.box)
+        part = writer.part(contribution.head, save_id)
         write_part(folder, part, rank)
     except OSError as error:
         remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
@@ -145,26 +148,15 @@ def write_contribution(folder: Path, contribution: Contribution, save_id: str, r
     return part
 
 
-def _write(writer: TensorWriter, contribution: Contribution, save_id: str) -> Manifest:
-    tensors: dict[str, TensorRecord] = {}
-    for each in contribution.tensors:
-        stretch = writer.append(each.key, each.tensor)
-        chunk = Chunk(each.box, 0, stretch.start, stretch.nbytes)
-        before = tensors[each.key].chunks if each.key in tensors else ()
-        tensors[each.key] = TensorRecord(each.shape, dtype_name(each.tensor.dtype), (*before, chunk))
-    return replace(contribution.head, save_id=save_id, files=(writer.record(),), tensors=tensors)
-
-
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
     """Of the groups of which this rank owns something, one a flat param: another rank speaks for the others."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
         options, unsaved = options_of(group)
-        for flat in optimizer.flat_params:
-            if flat.plan.key.group == number:
-                names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
-                scalars = scalars_of(optimizer, flat)
-                yield GroupRecord(tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved)
+        for flat in flat_params_of(optimizer, number):
+            names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
+            scalars = scalars_of(optimizer, flat)
+            yield GroupRecord(tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved)
 
 
 def _resting_of(share: Share) -> Iterator[GroupRecord]:

@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new_save_id, read_manifest, withdraw
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
+from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.layout import Box
 
 __all__ = ["Source", "TensorInfo", "open_checkpoint", "write_checkpoint"]
 
@@ -110,14 +108,11 @@ def _written_parts(folder: Path, source: Source, save_id: str, progress: Callabl
     while left or number == 0:
         path = data_file(folder, save_id, number)
         with disk.written(path) as file:
-            writer, records, nbytes = TensorWriter(path, file), {}, 0
+            writer, nbytes = TensorWriter(path, file), 0
             while left and nbytes < _FILE_NBYTES:
                 key = left.pop(0)
-                tensor = source.read(key)
-                stretch = writer.append(key, tensor)
-                chunk = Chunk(Box.whole(tensor.shape), 0, stretch.start, stretch.nbytes)
-                records[key] = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype), (chunk,))
-                nbytes += stretch.nbytes
-                progress(stretch.nbytes)
-        yield replace(source.head, save_id=save_id, files=(writer.record(),), tensors=records)
+                chunk = writer.append(key, source.read(key))
+                nbytes += chunk.nbytes
+                progress(chunk.nbytes)
+        yield writer.part(source.head, save_id)
         number += 1

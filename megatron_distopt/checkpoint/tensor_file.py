@@ -19,7 +19,7 @@ import io
 import os
 import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import Chunk, FileRecord
+from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box
 
-__all__ = ["Stretch", "TensorReader", "TensorWriter", "crc_of_file", "joined"]
+__all__ = ["TensorReader", "TensorWriter", "crc_of_file", "joined"]
 
 #: As much as is written before the disk is told to begin.
 _PIECE_NBYTES = 8 << 20
@@ -48,20 +50,12 @@ _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Bytes of a file."""
-
-    start: int
-    nbytes: int
-
-
 class TensorWriter:
-    """Appends tensors to a new file and keeps its checksum.
+    """Appends tensors to a new file, and knows what the manifest has to say about it.
 
     Args:
         path: of a file that is not there yet.
-        file: it, as `disk.written` gives it.
+        file: the opened file, as `disk.written` gives it.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -69,13 +63,18 @@ class TensorWriter:
         self._nbytes = self._begun_nbytes = self._crc32 = 0
         self._large: memoryview | None = None
         self._error: OSError | None = None
+        self._tensors: dict[str, TensorRecord] = {}
 
-    def append(self, key: str, tensor: Tensor) -> Stretch:
-        """Writes one tensor; a view of a larger one is written without the rest of it.
+    def append(
+        self, key: str, tensor: Tensor, *, shape: tuple[int, ...] | None = None, box: Box | None = None
+    ) -> Chunk:
+        """Writes one tensor, or a box of one; a view of a larger tensor is written without the rest of it.
 
         Args:
-            key: its name in errors.
+            key: of the whole tensor, see `key_of`.
             tensor: on any device; on the CPU and contiguous it is not copied.
+            shape: of the whole tensor; None where `tensor` is whole.
+            box: which part of the whole tensor it is; None where `tensor` is whole.
 
         Raises:
             CheckpointError: the disk is full, or fails.
@@ -87,7 +86,11 @@ class TensorWriter:
             cause = self._error or error
             rule, remedy = f"take {key!r}", "Free space there, or save elsewhere; the last checkpoint is untouched"
             raise CheckpointError(refusal(f"file {self._path}", cause, rule, remedy)) from error
-        return Stretch(start, self._nbytes - start)
+        chunk = Chunk(Box.whole(tensor.shape) if box is None else box, 0, start, self._nbytes - start)
+        before = self._tensors[key].chunks if key in self._tensors else ()
+        whole = tuple(tensor.shape) if shape is None else shape
+        self._tensors[key] = TensorRecord(whole, dtype_name(tensor.dtype), (*before, chunk))
+        return chunk
 
     def write(self, data: bytes | memoryview) -> int:
         """For `torch.save`."""
@@ -126,8 +129,17 @@ class TensorWriter:
         """For `torch.save`; `disk.written` flushes once at the end."""
 
     def record(self) -> FileRecord:
-        """Of what was written so far."""
+        """Name, size and checksum of the file, as written so far."""
         return FileRecord(self._path.name, self._nbytes, self._crc32)
+
+    def part(self, head: Manifest, save_id: str) -> Manifest:
+        """The manifest of this file alone.
+
+        Args:
+            head: what it says beside files and tensors.
+            save_id: of the save.
+        """
+        return replace(head, save_id=save_id, files=(self.record(),), tensors=self._tensors)
 
 
 def _has_checksums() -> bool:

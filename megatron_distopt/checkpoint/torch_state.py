@@ -73,6 +73,10 @@ class TorchParams:
         """Whether this rank holds all elements, see [Note: torch's format]."""
         return self.data.size == 1 and all(each.dim is None for each in self.share.placements.values())
 
+    def pieces(self) -> Iterator[OwnedPiece]:
+        """All that this rank owns, in the order of its buffers."""
+        return owned_pieces(WholeModel([self.share]))
+
     def group_of(self, name: str) -> MutableMapping[str, Any]:
         """The live param group of a param."""
         return next(group for group, names in zip(self.groups, self.names, strict=True) if name in names)
@@ -87,7 +91,7 @@ class _Here:
     @cached_property
     def pieces(self) -> dict[str, list[OwnedPiece]]:
         found: dict[str, list[OwnedPiece]] = {}
-        for piece in owned_pieces(WholeModel([self.params.share])):
+        for piece in self.params.pieces():
             found.setdefault(piece.shard.name, []).append(piece)
         return found
 

@@ -25,6 +25,7 @@ __all__ = [
     "Share",
     "WholeModel",
     "earlier_saves",
+    "flat_params_of",
     "load_loss_scale",
     "owned_pieces",
     "remember_loaded",
@@ -125,6 +126,11 @@ class OwnedPiece:
         yield key_of(MAIN, self.placement.name), self.view(self.flat.main)
         for kind, tensor in moments_of(self.share.optimizer.inner, self.flat.main).items():
             yield key_of(kind, self.placement.name), self.view(tensor)
+
+
+def flat_params_of(optimizer: ShardedOptimizer, number: int) -> Iterator[FlatParam]:
+    """The flat params of one param group on this rank, in the order of the buffers."""
+    return (flat for flat in optimizer.flat_params if flat.plan.key.group == number)
 
 
 def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.checkpoint import Share, WholeModel
-from megatron_distopt.checkpoint.folder import commit, new_save_id, read_manifest
-from megatron_distopt.checkpoint.load import load_planned, separate, verify_files
-from megatron_distopt.checkpoint.load_plan import check_names, plan_load
+from megatron_distopt.checkpoint.folder import commit, new_save_id
+from megatron_distopt.checkpoint.load import check_state, loadable_checkpoint, take_state
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.save import contribution_of, write_contribution
 from megatron_distopt.comm import Group
@@ -139,13 +138,11 @@ class World:
 
     def load(self, folder: Path) -> None:
         """As the ranks would, one after the other."""
-        manifest = read_manifest(folder)
-        verify_files(folder, manifest.files)
-        for each in self.ranks:
-            check_names(manifest, str(folder), each.model, [param.name for param in self.params])
-            plan = plan_load(manifest, str(folder), each.model)
-            ready = plan_load(manifest, str(folder), each.model) if separate(plan.groups) else plan
-            load_planned(folder, ready, each.model)
+        states = [loadable_checkpoint(folder, rank, len(self.ranks)) for rank in range(len(self.ranks))]
+        names = [param.name for param in self.params]
+        plans = [check_state(state, each.model, names) for state, each in zip(states, self.ranks, strict=True)]
+        for state, plan, each in zip(states, plans, self.ranks, strict=True):
+            take_state(state, plan, each.model)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one kind, put together from all ranks; what nobody owns is nan."""

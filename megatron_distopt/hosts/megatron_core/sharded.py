@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.load import install, names_of_all, separate
-from megatron_distopt.checkpoint.load_plan import LoadPlan, check_names, plan_load
+from megatron_distopt.checkpoint.load import Loadable, load_state
+from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
@@ -95,11 +95,7 @@ def load_sharded_state(model: WholeModel, state: Mapping[str, Any], everyone: Gr
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    names = names_of_all(model, everyone)
-    plan = raise_together(lambda: _planned(model, state, names), everyone, "load")
-    if separate(plan.groups):
-        plan = _planned(model, state, names)
-    install(plan, model, ((read, state[_entry(model, read.key, read.chunk.box)]) for read in plan.reads))
+    load_state(lambda: _loadable(model, state), model, everyone)
 
 
 def _entry(model: WholeModel, key: str, box: Box) -> str:
@@ -184,11 +180,13 @@ def _kinds_in_a_trial(optimizer: ShardedOptimizer, number: int) -> set[str]:
     return set(moments_of(inner, param))
 
 
-def _planned(model: WholeModel, state: Mapping[str, Any], names: set[str]) -> LoadPlan:
+def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
     head = from_text(state[HEAD], _WHERE)
-    manifest = replace(head, tensors=_tensors_in(state, head, model))
-    check_names(manifest, _WHERE, model, names)
-    return plan_load(manifest, _WHERE, model)
+
+    def read(plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
+        return ((each, state[_entry(model, each.key, each.chunk.box)]) for each in plan.reads)
+
+    return Loadable(replace(head, tensors=_tensors_in(state, head, model)), _WHERE, read)
 
 
 def _tensors_in(state: Mapping[str, Any], head: Manifest, model: WholeModel) -> dict[str, TensorRecord]:
