@@ -139,7 +139,7 @@ def read(setting: Setting, number: int) -> Reading:
     planned = time.process_time()
     built = build(plan, 0, time.process_time)
     wall = time.perf_counter() - wall
-    if (built.main_nbytes, built.num_runs) != (footprint.main_nbytes, footprint.num_runs):
+    if (built.main_nbytes, built.num_flat_params) != (footprint.main_nbytes, footprint.num_flat_params):
         raise RuntimeError(f"{setting} was built with {built.main_nbytes} bytes, planned were {footprint.main_nbytes}")
     seconds = built.seconds
     return Reading(

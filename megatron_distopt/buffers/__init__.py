@@ -1,4 +1,4 @@
-"""Memory: the contiguous tensors that a layout describes. Torch, but no communication."""
+"""The contiguous tensors that a layout describes, for grads and params. Nothing here communicates."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
 from megatron_distopt.buffers.grads import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters

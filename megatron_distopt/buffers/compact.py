@@ -26,7 +26,7 @@ __all__ = ["CompactBuffer", "pack_params"]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PackedPiece:
     """What one rank owns of one param, and where its values lie in that rank's packed part."""
 
     name: str
@@ -44,7 +44,7 @@ class CompactBuffer(ShardedBuffer):
         layout, rank, grad: of the grad buffer.
         param: 1-D [layout.num_shards * part_numel], the parts of all ranks one after the other.
         names: of the params in `param`.
-        params: the same by name; their storage is their own.
+        params: by name, each in its own storage.
         part_numel: elements of one rank's part.
     """
 
@@ -56,7 +56,7 @@ class CompactBuffer(ShardedBuffer):
         self._check_numel("param", self.param, self.layout.num_shards * self.part_numel)
 
     @cached_property
-    def _pieces(self) -> tuple[_Piece, ...]:
+    def _pieces(self) -> tuple[_PackedPiece, ...]:
         return _plan_pieces(self.layout, self.params.keys())
 
     def param_of(self, in_buffer: Span) -> Tensor:
@@ -69,7 +69,7 @@ class CompactBuffer(ShardedBuffer):
         return view_of(self._part_of(self.rank).detach(), packed)
 
     def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """One gather for all of it."""
+        """What one all-gather of the packed params has to move: (whole, this rank's part)."""
         yield self.param, self._part_of(self.rank)
 
     @torch.no_grad()
@@ -80,17 +80,17 @@ class CompactBuffer(ShardedBuffer):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """After somebody changed the params: takes this rank's part over."""
+        """After the params were changed: copies what this rank owns of them."""
         for piece in self._own():
             view_of(self._part_of(self.rank), piece.in_part).copy_(self._in_param(piece))
 
-    def _own(self) -> list[_Piece]:
+    def _own(self) -> list[_PackedPiece]:
         return [piece for piece in self._pieces if piece.rank == self.rank]
 
     def _part_of(self, rank: int) -> Tensor:
         return view_of(self.param, Span(0, self.part_numel).moved_by(rank * self.part_numel))
 
-    def _in_param(self, piece: _Piece) -> Tensor:
+    def _in_param(self, piece: _PackedPiece) -> Tensor:
         return self.params[piece.name].detach().view(-1)[piece.in_param.as_slice()]
 
 
@@ -114,8 +114,8 @@ def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int
     return buffer
 
 
-def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_Piece, ...]:
-    """In buffer order. Costs O(pieces), however many ranks there are."""
+def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedPiece, ...]:
+    """The pieces of all ranks, in buffer order. The cost is O(pieces), whatever the number of ranks."""
     filled: Counter[int] = Counter()
     pieces = []
     owned_of: dict[tuple[int, int], Span] = {}  # by number of the slot and rank
@@ -127,7 +127,7 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_Piece, 
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
                 filled[rank] += owned.start - before.stop  # padding is a part, see [Note: flat main params]
             in_part = Span(0, owned.numel).moved_by(filled[rank])
-            pieces.append(_Piece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
+            pieces.append(_PackedPiece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
             filled[rank] += owned.numel
             owned_of[number, rank] = owned
     return tuple(pieces)

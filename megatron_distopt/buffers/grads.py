@@ -1,11 +1,12 @@
 """The grad buffer: `param.grad` is a view of it, so that autograd itself accumulates there.
 
-[Note: param.grad] It means what it means in torch: None for no gradient, otherwise what backward added up since it
-was None. torch adds a second gradient to it in place, in whatever dtype it has (`grad_dtype`), so a hook has to move
-only the first one into the buffer. Nothing is zeroed for that: what is left in the buffer from before is overwritten.
+[Note: param.grad] `param.grad` means what it means in torch: None for no gradient, otherwise what backward added up
+since it was None. torch adds a second gradient to it in place, in whatever dtype it has (`grad_dtype`), so a hook
+has to move only the first one into the buffer. Nothing is zeroed for that: it overwrites what is left in the buffer.
 
-On several ranks it holds this rank's contribution, or what the collective left of it. torch's DistributedDataParallel
-has the average there. So whoever reads it would compute something else without a word, and is refused instead.
+On several ranks it holds this rank's contribution, or what the collective left of it, where torch's
+DistributedDataParallel has the average. Code that reads it would compute something else without an error, so reading it
+is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["GradSlot", "LocalGrad", "allocate_grads", "check_grad_dtype", "gette
 
 
 def getters(*names: str) -> set[Any]:
-    """Of properties, as `__torch_function__` is given them; those that this release of torch has."""
+    """The getters of tensor properties, as `__torch_function__` receives them; those that this release of torch has."""
     found: list[Any] = [getattr(torch.Tensor, name, None) for name in names]
     return {each.__get__ for each in found if hasattr(each, "__get__")}
 
 
-#: What says nothing about the values.
+#: Functions whose result says nothing about the values.
 _DESCRIBING = {
     *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version"),
     *getters("is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_cuda", "_base"),
@@ -49,7 +50,7 @@ _DESCRIBING = {
     torch.is_same_size,
     torch.numel,
 }
-#: What moves it elsewhere, where it is as little readable: module.cpu() and module.to(...) convert gradients, too.
+#: Functions whose result is a `LocalGrad` again: module.cpu() and module.to(...) convert gradients, too.
 _MOVING = {
     *(getattr(torch.Tensor, name) for name in ("to", "cpu", "float", "double", "half", "bfloat16", "detach")),
     *(getattr(torch.Tensor, name) for name in ("type", "contiguous", "requires_grad_", "detach_")),
@@ -72,7 +73,7 @@ class LocalGrad(Tensor):
     """
 
     param_name: str
-    #: Called with the name before it is zeroed.
+    #: Called with the name of the param before the gradient is zeroed.
     on_zero: Callable[[str], None]
 
     @classmethod
@@ -81,7 +82,7 @@ class LocalGrad(Tensor):
         Args:
             view: of the grad buffer.
             name: of the param.
-            on_zero: called before it is zeroed; raises where the values are under way.
+            on_zero: called before it is zeroed; raises while the values are communicated.
         """
         grad: LocalGrad = torch.Tensor._make_subclass(cls, view)
         grad.param_name, grad.on_zero = name, on_zero
@@ -187,19 +188,19 @@ class GradSlot:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """The same, and what is in `param.grad` stays there."""
+        """Does what `take` does, and leaves `param.grad` as it is."""
         grad = self.param.grad
         self.take()
         self.param.grad = grad
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """`param.grad` is in memory of its own and in the dtype of the param, for others to read and change."""
+        """Gives `param.grad` memory of its own, in the dtype of the param, for others to read and change."""
         if self.param.grad is self.shown:
             self.param.grad = self.view.to(self.param.dtype, copy=True)
 
     def show(self) -> None:
-        """From now on there is a gradient, and it is what the buffer holds."""
+        """Makes `param.grad` what the buffer holds."""
         self._bring_back()
         self.param.grad = self.shown
 
@@ -229,10 +230,10 @@ def allocate_grads(
         params: by name, of one device.
         layout: holds a slot for each.
         dtype: of the buffer.
-        show: from a param's name and its view to what `param.grad` will be.
+        show: makes what `param.grad` will be from a param's name and its view of the buffer.
 
     Returns:
-        The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero and stays it.
+        The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero and stays zero.
     """
     first = next(iter(params.values()))
     buffer = torch.zeros(layout.numel, dtype=dtype, device=first.device)

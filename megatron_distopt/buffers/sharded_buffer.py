@@ -18,12 +18,12 @@ from megatron_distopt.layout import Bucket, BufferLayout, Span
 
 __all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of", "with_own_storage"]
 
-#: What a model param may be; anything else is refused by name.
+#: Dtypes that model params may have; any other is refused.
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
+    """The name of a dtype without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -34,7 +34,7 @@ def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) ->
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """The same memory under a storage of its own, as long as the view, which keeps the whole buffer alive.
+    """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
 
     torch.save writes whole storages, and safetensors refuses params that share one. Where a device has no DLPack the
     view itself is returned.
@@ -108,7 +108,7 @@ class ShardedBuffer:
         """After the all-gather: nothing to do, the params are views."""
 
     def collect(self) -> None:
-        """After somebody changed the params: nothing to do, they are views."""
+        """After the params were changed: nothing to do, they are views."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What survives a restart: by name and logical element, never by position. docs/checkpoint.md specifies the files."""
+"""The optimizer state on disk, by param name and logical element. docs/checkpoint.md specifies the files."""
 
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load import load_checkpoint

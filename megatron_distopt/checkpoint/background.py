@@ -1,11 +1,11 @@
-"""Saving while training goes on: one save at a time, and whatever fails is raised.
+"""Saving while training goes on, one save at a time.
 
 A thread of this process writes what `Staging` holds; it never communicates, because training does that meanwhile. The
-first rank's thread waits for the other ranks' files and commits. What went wrong is raised by the next call, on all
-ranks, and said at the end of the process.
+first rank's thread waits for the other ranks' files and commits. An error is raised by the next call, on all ranks,
+or logged at the end of the process.
 
-[Note: waves] The buffer has two halves. While one is being written the other is filled, and as soon as the last part of
-the state is copied training goes on. A state that fits into the buffer is copied at the speed of memory; a larger one
+[Note: waves] The buffer has two halves. While one is being written the other is filled. Training goes on as soon as the
+last part of the state is copied. A state that fits into the buffer is copied at the speed of memory; a larger one
 is copied in waves, each waiting for the half that it needs.
 """
 
@@ -36,12 +36,12 @@ from megatron_distopt.layout import Box
 
 __all__ = ["BackgroundSaver", "Staging", "room_for", "split"]
 
-#: Tensors of every dtype may begin there.
+#: Tensors of every dtype may start at multiples of this.
 _ALIGNMENT_NBYTES = 64
 _log = logging.getLogger("megatron_distopt")
 #: How long the end of the process waits for the files of other ranks, which write for about as long as this one.
 _SECONDS_AT_EXIT = 600.0
-#: A tenth of the processor time that a thread of training gets where both want the same core.
+#: Where the thread and training want the same core, the thread gets a tenth of training's time.
 _NICE = 10
 
 
@@ -58,13 +58,13 @@ class Staging:
 
     Args:
         nbytes: of the whole buffer, rounded up.
-        pinned: whether a device copies into it.
+        pinned: whether its pages are locked, for copies from a device.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._half_nbytes = _aligned(max(-(-nbytes // 2), 1))
         self._memory = torch.empty(2 * self._half_nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._memory.fill_(0)  # a page costs its time when it is touched first: now, and not in every save
+        self._memory.fill_(0)  # the first touch of a page takes time: once here, instead of in a save
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in (0, 1):
             self._free.put(number)
@@ -73,11 +73,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole buffer."""
+        """Bytes of the whole buffer."""
         return 2 * self._half_nbytes
 
     def fill(self, tensors: Sequence[Written]) -> None:
-        """Copies everything; returns as soon as the last tensor is in the buffer, or nobody empties it any more.
+        """Copies everything; returns as soon as the last tensor is in the buffer, or the buffer was discarded.
 
         Args:
             tensors: of the live state.
@@ -98,7 +98,7 @@ class Staging:
         self._waves.put(None)
 
     def _in_waves(self, tensors: Sequence[Written]) -> Iterator[list[Written]]:
-        """Each fits into a half."""
+        """The tensors in groups that fit into a half of the buffer."""
         wave: list[Written] = []
         left_nbytes = self._half_nbytes
         for each in (part for whole in tensors for part in split(whole, self._half_nbytes)):
@@ -117,9 +117,9 @@ class Staging:
             start += _aligned(_nbytes(each.tensor))
 
     def drain(self) -> Iterator[Written]:
-        """What was copied, in order, until all is given out; memory is free again when its last tensor was taken.
+        """The copied tensors, in order. Their memory is filled again once the next wave is asked for.
 
-        To be gone through to its end, or `discard` must follow: a thread that fills would wait for ever.
+        Iterate to the end, or call `discard`: otherwise a thread that fills waits for ever.
 
         Raises:
             Exception: the thread that fills could not copy.
@@ -132,23 +132,23 @@ class Staging:
                 self._free.put(half)
 
     def discard(self) -> None:
-        """Lets a thread that fills return, now or later, where nobody writes any more. Drop the buffer afterwards."""
+        """Lets a thread that fills return, now or later, after writing has failed. Drop the buffer afterwards."""
         self._is_discarded = True
-        for half in (0, 1):  # it may wait for one, or for both
+        for half in (0, 1):  # the thread may wait for one half or for both
             self._free.put(half)
 
 
 def room_for(tensors: Iterable[Written]) -> int:
-    """Bytes of a buffer that holds all of them at once."""
+    """Bytes of a buffer that holds all of the tensors at once."""
     return sum(_aligned(_nbytes(each.tensor)) for each in tensors)
 
 
 def split(written: Written, most_nbytes: int) -> Iterator[Written]:
-    """The same elements in boxes of at most so many bytes.
+    """Cuts a tensor into boxes of at most `most_nbytes` bytes.
 
     Args:
         written: one tensor.
-        most_nbytes: at least one element.
+        most_nbytes: not below the bytes of one element.
     """
     shape = tuple(written.tensor.shape)
     if _nbytes(written.tensor) <= most_nbytes:
@@ -178,12 +178,12 @@ class _Task:
     """One save in the background, on this rank.
 
     Args:
-        saving: what was begun.
-        thread: that writes.
-        written: this rank's file is there, or never will be.
-        cancelled: nobody waits for the files of other ranks any more.
+        saving: the save that was begun.
+        thread: writes.
+        written: set once this rank's file is there, or never will be.
+        cancelled: set once nothing waits for the files of other ranks any more.
         all_written_at: when this rank learned that all have written.
-        error: what went wrong; it is there before `written` is set where this rank's file never will be.
+        error: of the thread; where this rank's file will never be there, it is set before `written`.
     """
 
     saving: Saving
@@ -194,13 +194,13 @@ class _Task:
     error: BaseException | None = None
 
     def is_hopeless(self) -> bool:
-        """Whether files of other ranks that are not to be seen will not be."""
+        """Whether waiting for files of other ranks that are not there yet is useless."""
         is_late = self.all_written_at is not None and should_have_appeared(self.all_written_at)
         return self.cancelled.is_set() or is_late
 
 
 class BackgroundSaver:
-    """Saves of one model, one after the other.
+    """Saves one model in the background, one save after the other.
 
     Args:
         everyone: all ranks that hold a part of the model.
@@ -239,7 +239,7 @@ class BackgroundSaver:
         wanted = min(room_for(tensors), self._most_nbytes)
         if self._staging is None or self._staging.nbytes < wanted:
             on_device = any(each.tensor.device.type != "cpu" for each in tensors)
-            self._staging = None  # the old one goes before the new one comes
+            self._staging = None  # frees the old buffer before the new one is allocated
             self._staging = Staging(wanted, pinned=on_device)
         return replace(contribution, tensors=tensors)
 
@@ -250,11 +250,11 @@ class BackgroundSaver:
         arguments = (task, contribution, staging, then)
         task.thread = threading.Thread(target=_write, args=arguments, name="megatron_distopt save", daemon=True)
         task.thread.start()
-        with suppress(Exception):  # the thread has it, too: all ranks raise it together in the next call
+        with suppress(Exception):  # the thread has the error, too: all ranks raise it together in the next call
             staging.fill(list(contribution.tensors))
 
     def finish(self) -> None:
-        """Collective: waits for the save that is under way, where there is one.
+        """Collective: waits for the end of a running save.
 
         Raises:
             CheckpointError: on a rank that could not write; the checkpoint before is still there.
@@ -273,13 +273,13 @@ class BackgroundSaver:
             task.cancelled.set()
             task.thread.join()
             task.saving.abandon()
-            self._staging = None  # what was not written is still in it
+            self._staging = None  # it still holds what was not written
             raise
         finally:
             task.saving.release()
 
     def _at_exit(self) -> None:
-        """Ranks may have lost each other by now: each waits for itself, the first one for the files of all."""
+        """Waits for the thread of this rank alone, because ranks may have ended; the first rank's waits for all files."""
         task = self._task
         if task is None or task.thread is None:
             return
@@ -291,7 +291,7 @@ class BackgroundSaver:
 
 
 def _step_back() -> None:
-    """Training comes first. On Linux a thread has a priority of its own; elsewhere it is that of the whole process."""
+    """Lowers the priority of the thread, because training comes first. Only Linux has priorities of threads."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -303,11 +303,11 @@ def _raise(task: _Task) -> None:
 
 
 def _write(task: _Task, contribution: Contribution, staging: Staging, then: Callable[[], None]) -> None:
-    """In the thread: this rank's file, and on the first rank the commit once all ranks have written."""
+    """Runs in the thread: writes this rank's file, and on the first rank commits once all ranks have written."""
     _step_back()
     try:
         task.saving.write(replace(contribution, tensors=staging.drain()))
-    except BaseException as error:  # noqa: BLE001 - raised by the next call, or said at the end of the process
+    except BaseException as error:  # noqa: BLE001 - raised by the next call, or logged at the end of the process
         task.error = error
         staging.discard()
         task.saving.report(error)

@@ -26,14 +26,14 @@ _REMEDY = (
     "Call optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, optimizer.full_state_dict() on all "
     "ranks for whole tensors on rank 0, or optimizer.local_state_dict() for this rank's part alone"
 )
-#: What is done to each box by itself: moving to another device, copies, new memory of the same kind.
+#: Operators that are applied to each box by itself: they move, copy or allocate.
 _ON_EACH_BOX = ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like", "aten::zeros_like")
 
 
 def metadata_of(manifest: Manifest) -> bytes:
     """The content of `.metadata`; empty where this torch has no distributed checkpoints.
 
-    torch's modules take seconds to import, so they are imported by who saves.
+    torch's modules take seconds to import, so only a save imports them.
     """
     try:
         torchs = import_module("torch.distributed.checkpoint.metadata")
@@ -62,14 +62,14 @@ def _tensor_metadata_of(record: TensorRecord, torchs: Any) -> Any:
 
 
 class ShardedValue(Tensor):
-    """One value of an optimizer's state, whole in shape and here in boxes.
+    """One value of an optimizer's state: it has the shape of the whole param, and this rank has boxes of it.
 
     Args:
         shape: of the whole param.
         boxes: that this rank holds; disjoint, and none where it owns nothing of the param.
         parts: memory of each box, in its shape: views of the live state.
-        dtype, device: of all of it, also where there is no box.
-        writes: whether this rank writes its boxes: False where another one holds the same.
+        dtype, device: of the value, also where this rank has no box.
+        writes: whether this rank writes its boxes; False where another rank that holds the same does.
     """
 
     boxes: tuple[Box, ...]
@@ -92,7 +92,7 @@ class ShardedValue(Tensor):
         return value
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """`__new__` has done it."""
+        """Does nothing: `__new__` has set everything."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         held = sum(box.numel for box in self.boxes)
@@ -135,7 +135,7 @@ class ShardedValue(Tensor):
         raise CheckpointError(refusal("sharded value of the optimizer's state", got, rule, _REMEDY))
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
-        """What this rank writes."""
+        """For DCP: what this rank writes."""
         planner, metadata = _planner(), _metadata()
         if not self.writes:
             return []
@@ -151,12 +151,12 @@ class ShardedValue(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What this rank has memory for."""
+        """For DCP: the boxes that this rank has memory for."""
         chunk = _metadata().ChunkStorageMetadata
         return [chunk(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory of one box, which DCP writes, or copies into."""
+        """For DCP: the memory of one box, which it writes or copies into."""
         place = next(number for number, box in enumerate(self.boxes) if box.offsets == tuple(index.offset))
         return self.parts[place]
 
@@ -166,7 +166,7 @@ def _are_alike(one: object, other: object) -> bool:
 
 
 def _planner() -> Any:
-    """torch's modules take seconds to import, so they are imported by who saves."""
+    """torch's modules take seconds to import, so only a save imports them."""
     return import_module("torch.distributed.checkpoint.planner")
 
 

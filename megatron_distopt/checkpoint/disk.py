@@ -1,4 +1,4 @@
-"""Every call that changes a disk, in one place: what a crash can come between. Tests kill the process between them."""
+"""Every call that changes a disk. A crash can come between any two of them; tests kill the process there."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: nobody is kept from saving to the same place
+except ImportError:  # not a POSIX system: two runs can save to the same place
     fcntl = None  # type: ignore[assignment]
 
-#: Large writes go past it, small ones (the framing of a tensor) are joined.
+#: Small writes (the framing of a tensor) are joined up to this size; large ones are not buffered.
 _BUFFER_NBYTES = 1 << 16
-#: With which some network file systems refuse `fsync` of a folder; they need it not.
+#: Errors with which some network file systems refuse `fsync` of a folder; they do not need it.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
 def make_folder(path: Path) -> None:
-    """With its parents, where it is not there; it is there after a power cut, too."""
+    """Makes a folder and its parents, where they are missing. They are there after a power cut, too."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -45,19 +45,19 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file; one of that name must not be there."""
+    """Creates a file, which must not be there yet."""
     return open(path, "xb", buffering=_BUFFER_NBYTES)
 
 
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Appends."""
+    """Appends to a file."""
     file.write(data)
 
 
 def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
     """Lets the disk begin with bytes that were written, so that `sync` does not wait for all of them at the end.
 
-    The kernel begins to write what it is told that nobody needs, and leaves it in memory until it is written.
+    POSIX_FADV_DONTNEED makes the kernel begin to write them; they stay in memory until they are written.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # a hint, which some file systems do not take
@@ -65,16 +65,16 @@ def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """Down to the disk."""
+    """Waits until everything that was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Names that were created or replaced in it are then there after a power cut.
+    """Makes sure that names which were created or replaced in a folder are there after a power cut.
 
     Raises:
-        OSError: the disk fails; what relies on those names must not be done.
+        OSError: the disk fails; the names may be lost.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -87,18 +87,18 @@ def sync_folder(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Gives a file another name in one step; what had that name is gone."""
+    """Renames a file in one step; it replaces a file that has the new name."""
     os.replace(source, target)
 
 
 def remove(path: Path) -> None:
-    """A file that may be gone already."""
+    """Removes a file, which may be gone already."""
     path.unlink(missing_ok=True)
 
 
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends, and is removed where the block fails."""
+    """A new file that is on the disk when the block ends, and is removed if the block fails."""
     file = create(path)
     try:
         yield file
@@ -113,7 +113,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 def lock(path: Path) -> int | None:
-    """Held until `unlock`, or until this process ends, however it ends.
+    """Locks a file until `unlock`, or until this process ends, however it ends.
 
     Returns:
         For `unlock`; None where the file system has no locks.
@@ -139,9 +139,9 @@ def lock(path: Path) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Lets go of what `lock` returned.
+    """Releases what `lock` returned.
 
-    Closing alone would not do: a process forked meanwhile, such as a loader of data, has the descriptor, too.
+    Closing alone is not enough: a process that was forked meanwhile, such as a data loader, has the descriptor, too.
     """
     if descriptor is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,17 +1,17 @@
-"""A checkpoint's folder, and how a save becomes one: all or nothing, in one step.
+"""A checkpoint's folder, and how a save becomes the checkpoint in it: all or nothing, in one step.
 
 ::
 
-    manifest.json            names every other file of the checkpoint; it alone says that there is one
-    SAVE_ID-00000.distcp     one a rank
-    .metadata                the same for torch's own reader; we never read it
-    saving.lock              held by a run while it saves
+    manifest.json            names every other file; there is a checkpoint where this file is
+    SAVE_ID-00000.distcp     the tensors of rank 0; one file a rank
+    .metadata                the manifest for torch's own reader; this package never reads it
+    saving.lock              locked by a run while it saves
 
-[Note: commit] A save writes files under names of its own, beside those of the checkpoint that is there. Each is on the
-disk (fsync) before the manifest is written, as SAVE_ID-manifest.json.new, and `os.replace` of that is the moment in
+[Note: commit] A save writes files under names of its own, in the folder of the checkpoint that it will replace. Each is
+on the disk (fsync) before the manifest is written, as SAVE_ID-manifest.json.new. `os.replace` of that is the moment in
 which the new checkpoint takes the place of the old one. Only then are the old files removed. A crash at any time leaves
-the old manifest with the old files or the new one with the new files, and what belongs to none is removed by the next
-save. A save that fails after that moment, because a rank died or the user interrupts it, is committed all the same:
+the old manifest with the old files or the new one with the new files, and the next save removes what belongs to
+neither. A save that fails after that moment, because a rank died or the user interrupts it, is committed all the same:
 `withdraw` leaves what the manifest names.
 """
 
@@ -61,17 +61,17 @@ __all__ = [
 MANIFEST = "manifest.json"
 _METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
 _DATA, _PART, _FAILED = ".distcp", ".part", ".failed"
-#: Files of a save. Whatever else lies in the folder is somebody else's and stays.
+#: Names of files of a save. Other files in the folder are never touched.
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new|failed)")
 
 
 def new_save_id() -> str:
-    """Of a save: in the names of its files, different for every save."""
+    """An id that is different for every save; it is in the names of the save's files."""
     return secrets.token_hex(4)
 
 
 def data_file(folder: Path, save_id: str, rank: int) -> Path:
-    """Where a rank writes its tensors."""
+    """The file into which a rank writes its tensors."""
     return folder / f"{save_id}-{rank:05d}{_DATA}"
 
 
@@ -84,17 +84,17 @@ def _new_file(folder: Path, save_id: str, name: str) -> Path:
 
 
 def lock_file(folder: Path) -> Path:
-    """What a run that saves holds."""
+    """The file that a run locks while it saves."""
     return folder / _LOCK
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a save was finished there."""
+    """Whether a folder holds a finished checkpoint."""
     return (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the checkpoint in a folder holds.
+    """Reads the manifest of the checkpoint in a folder.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -110,13 +110,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_part(folder: Path, part: Manifest, rank: int) -> None:
-    """A rank's own manifest, for the one that commits."""
+    """Writes a rank's own manifest, for the rank that commits."""
     with disk.written(_part_file(folder, part.save_id, rank)) as file:
         disk.write(file, to_text(part).encode())
 
 
 def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
-    """A rank's own manifest; None while it is not there or not complete."""
+    """Reads a rank's own manifest; None while it is not there or not complete."""
     with suppress(OSError, UnicodeDecodeError, CheckpointError):
         path = _part_file(folder, save_id, rank)
         return from_text(path.read_text(encoding="utf-8"), str(path))
@@ -124,13 +124,13 @@ def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
 
 
 def write_failure(folder: Path, save_id: str, rank: int, text: str) -> None:
-    """Says that no part of this rank will come."""
+    """Tells the rank that commits that no part of this rank will come."""
     with disk.written(_failure_file(folder, save_id, rank)) as file:
         disk.write(file, text.encode())
 
 
 def read_failure(folder: Path, save_id: str, rank: int) -> str | None:
-    """Why no part of a rank will come; None where nobody said so."""
+    """Why no part of a rank will come; None where the rank did not say so."""
     path = _failure_file(folder, save_id, rank)
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
@@ -140,14 +140,14 @@ def _failure_file(folder: Path, save_id: str, rank: int) -> Path:
 
 
 def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
-    """Makes a checkpoint of what the ranks wrote, see [Note: commit].
+    """Makes a checkpoint of the files that the ranks wrote, see [Note: commit].
 
     Args:
         folder: of the checkpoint.
         parts: of all ranks, in order.
 
     Raises:
-        CheckpointError: params or elements are missing or there twice, or a file is not there as its rank wrote it.
+        CheckpointError: params or elements are missing or written twice, or a file is not as its rank wrote it.
         OSError: the disk fails; the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
@@ -171,8 +171,8 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
 
 
 def withdraw(folder: Path, save_id: str) -> None:
-    """Removes what a save that failed has written, but for what the manifest there names, see [Note: commit]."""
-    with suppress(OSError, CheckpointError):  # what a damaged manifest names nobody knows: all stays
+    """Removes the files of a save that failed, except those that the manifest names, see [Note: commit]."""
+    with suppress(OSError, CheckpointError):  # it is unknown which files a damaged manifest names: all stay
         named = {file.name for file in read_manifest(folder).files} if is_checkpoint(folder) else set()
         for path in folder.glob(f"{save_id}-*"):
             if path.name not in named:
@@ -180,14 +180,14 @@ def withdraw(folder: Path, save_id: str) -> None:
 
 
 def saves_in(folder: Path) -> set[str]:
-    """Ids of the saves whose tensors lie in a folder, of the checkpoint there and of saves that never ended."""
+    """Ids of the saves whose tensors lie in a folder: the checkpoint's, and those of saves that never ended."""
     return {path.name.partition("-")[0] for path in folder.glob(f"*{_DATA}") if _OF_A_SAVE.fullmatch(path.name)}
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint; what else lies in its folder stays, and the folder with it.
+    """Removes a checkpoint. Other files in its folder stay, and so does the folder then.
 
-    The manifest goes first, and for good: a power cut must not leave one without files.
+    The manifest is removed first: a power cut must not leave one without files.
 
     Raises:
         OSError: the disk fails.
@@ -197,15 +197,15 @@ def remove_checkpoint(folder: Path) -> None:
     _remove_except(set(), folder)
     for name in (_METADATA, _LOCK):
         disk.remove(folder / name)
-    with suppress(OSError):  # something else lies there
+    with suppress(OSError):  # other files lie there
         folder.rmdir()
 
 
 def _remove_except(kept: set[str], folder: Path) -> None:
-    """What no manifest names: of the checkpoint before, and of saves that never ended."""
+    """Removes files of the checkpoint before, and of saves that never ended."""
     for path in folder.iterdir():
         if _OF_A_SAVE.fullmatch(path.name) and path.name not in kept:
-            with suppress(OSError):  # the checkpoint is complete with it, too
+            with suppress(OSError):  # a file that stays does no harm
                 disk.remove(path)
 
 
@@ -220,10 +220,10 @@ def _check_complete(key: str, record: TensorRecord) -> None:
 
 
 def _check_there(folder: Path, file: FileRecord) -> None:
-    """Somebody may have removed the folder, or saves there, too, on a file system without locks."""
+    """The folder may have been removed, or another run saves there on a file system without locks."""
     path = folder / file.name
     try:
-        with path.open("rb") as opened:  # a network file system may show an old size of one that is not open
+        with path.open("rb") as opened:  # a network file system may show an old size of a file that is not open
             got = f"{os.fstat(opened.fileno()).st_size} bytes"
     except FileNotFoundError:
         got = "not there"

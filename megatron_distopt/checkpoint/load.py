@@ -1,4 +1,4 @@
-"""Loading by all ranks: a checkpoint is read into the shards of each rank, without a second copy of the state."""
+"""Loading by all ranks: each reads what it owns into its live state, without a second copy of the state."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Loadable:
 
     Args:
         manifest: what the state consists of.
-        where: it is kept, for errors.
-        read: the tensors of a plan's reads, in their order.
-        verify: whether everything that a plan needs can be read; raises where it cannot.
+        where: the place of the state, for errors.
+        read: yields the tensors of a plan's reads, in their order.
+        verify: raises where something that a plan needs cannot be read.
     """
 
     manifest: Manifest
@@ -56,7 +56,13 @@ class Loadable:
 def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards of a checkpoint, whatever the layout they were saved in.
 
-    Each file is verified by one rank. Args and Raises: as of `load_state`.
+    Each file is verified by one rank.
+
+    Args:
+        folder: of the checkpoint.
+        model, everyone: as of `load_state`.
+
+    Raises: as of `load_state`.
     """
     load_state(lambda: loadable_checkpoint(folder, everyone.rank, everyone.size), model, everyone)
 
@@ -65,7 +71,7 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
 def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards; the params are not gathered yet.
 
-    Everything is verified before anything is changed: every rank checks that what it needs is there.
+    Everything is verified on all ranks before anything is changed on one.
 
     Args:
         opened: opens the state; called once, on every rank.
@@ -99,7 +105,7 @@ def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
 
 
 def _names_begun_here(model: WholeModel) -> list[str]:
-    """Names of the params of which this rank owns the first element: together each param once or a few times."""
+    """Names of the params of which this rank owns the first element; all ranks together name every param."""
     return [
         share.placements[shard.name].name
         for share in model.shares
@@ -127,7 +133,7 @@ def check_state(state: Loadable, model: WholeModel, names: Iterable[str]) -> Loa
 
 
 def _check_same_save(where: str, save_ids: Sequence[str]) -> None:
-    """Another run may have saved there while the ranks were reading."""
+    """Raises where another run has saved there while the ranks were reading."""
     if len(set(save_ids)) > 1:
         got, rule = f"saves {', '.join(sorted(set(save_ids)))} on different ranks", "stay as it is while it is read"
         raise CheckpointError(refusal(f"checkpoint {where}", got, rule, "Let one run save there at a time"))
@@ -135,14 +141,14 @@ def _check_same_save(where: str, save_ids: Sequence[str]) -> None:
 
 @torch.no_grad()
 def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
-    """Does what was planned; the params are not gathered yet.
+    """Reads what was planned into the live state; the params are not gathered yet.
 
     At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
 
     Args:
         state: as it was given to `check_state`.
-        plan: that `check_state` returned.
-        model: for which it was made.
+        plan: as `check_state` returned it.
+        model: for which the plan was made.
 
     Raises:
         CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
@@ -180,7 +186,7 @@ def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
 
 
 def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
-    """Whether files are whole, byte for byte."""
+    """Raises where a file is missing, or has another size or checksum than the manifest says."""
     for file in files:
         path = folder / file.name
         what, remedy = f"file {path}", "Load an earlier checkpoint; this one was damaged after it was written"
@@ -211,9 +217,9 @@ def _opened(path: Path) -> TensorReader:
 
 
 def separate(matches: Iterable[GroupMatch]) -> bool:
-    """Cuts flat params whose params have other counts of updates or other moments in what is to be loaded.
+    """Cuts flat params whose params have different counts of updates or different moments in the state to load.
 
-    No value changes. A plan that was made before is of no use after it.
+    No value changes. A plan that was made before must be made again where a flat param was cut.
 
     Returns:
         Whether any was cut.
@@ -238,9 +244,9 @@ def fill_groups(
 
     Args:
         matches: param groups, after `separate`.
-        tensors: each with what it is needed for.
+        tensors: each with the places that it goes to.
         is_same_class: whether the class of an inner optimizer is the one that saved.
-        main_kind: of the tensors that go into main params.
+        main_kind: the kind of the tensors that go into main params.
     """
     moments = {match: _moments_for(match) for match in matches}
     into = {
@@ -251,7 +257,7 @@ def fill_groups(
     }
     for read, tensor in tensors:
         _place(tensor, read, into)
-        del tensor  # or it is in memory while the next one is read
+        del tensor  # otherwise it stays in memory while the next one is read
     for match in matches:
         _restore_match(match, moments[match], same_inner=is_same_class(match.optimizer))
 
@@ -266,7 +272,7 @@ def _flat_params_of(match: GroupMatch) -> Iterator[tuple[FlatParam, SavedState]]
 
 
 def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[str, Tensor]]]:
-    """Memory for the moments of each flat param: those that are there, where they fit; padding is zero in them.
+    """Memory for the moments of each flat param: its present moments where they fit, else new ones; padding is zero.
 
     Args:
         match: after `separate`.
@@ -291,11 +297,11 @@ def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> N
 def _restore_match(
     match: GroupMatch, moments: list[tuple[FlatParam, SavedState, dict[str, Tensor]]], *, same_inner: bool
 ) -> None:
-    """Takes over options and states.
+    """Gives a param group its options, and the inner optimizer the states of its params.
 
     Args:
         match: a param group.
-        moments: as of `_moments_for`, filled.
+        moments: from `_moments_for`, filled.
         same_inner: whether the class that loads is the one that saved.
     """
     inner = match.optimizer.inner
@@ -311,14 +317,14 @@ def _restore_match(
 
 
 def as_kept(saved: Any, current: Any) -> Any:
-    """In the form in which the group has it: what reads a tensor goes on reading that one."""
+    """A saved option in the form that the group has now; a tensor is filled in place, because others may hold it."""
     if torch.is_tensor(current) and saved is not None:
         return current.fill_(saved)
     return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
 
 
 def _restore_scalars(state: Any, main: Tensor, scalars: Any) -> None:
-    """In the form in which the same class had them."""
+    """Gives the state the numbers that it lacks, in the form that the class keeps them in."""
     for key, scalar in scalars.items():
         if key not in state.get(main, {}):
             state[main][key] = _as_was(scalar, main)

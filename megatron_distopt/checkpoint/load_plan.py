@@ -1,4 +1,4 @@
-"""What this rank has to read, decided and checked before anything is changed."""
+"""What this rank has to read, planned and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = [
     "GroupMatch",
     "LoadPlan",
     "Read",
+    "ReadTarget",
     "SavedState",
-    "Target",
     "check_names",
     "check_steps",
     "find_targets",
@@ -39,7 +39,7 @@ def _another(model: WholeModel) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class ReadTarget:
     """Where a part of what is read goes.
 
     Args:
@@ -57,22 +57,22 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One tensor to read from a file, and all that it is needed for."""
+    """One tensor to read from a file, and the places that its elements go to."""
 
     key: str
     chunk: Chunk
     dtype: torch.dtype
-    targets: tuple[Target, ...]
+    targets: tuple[ReadTarget, ...]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What the checkpoint says of the state of one param; params of one flat param have it in common.
+    """What a checkpoint says of the state of one param; the params of a flat param must have it in common.
 
     Args:
-        step: updates so far; None where they are not counted, or there was none.
+        step: updates so far; None where they are not counted, or there were none.
         scalars: see `GroupRecord.scalars`.
-        kinds: what is held of each element beside the main param, with dtypes; empty for a param without state.
+        kinds: names and dtypes of the moments; empty for a param without state.
     """
 
     step: int | None
@@ -82,12 +82,12 @@ class SavedState:
 
 @dataclass(frozen=True, eq=False)
 class GroupMatch:
-    """A param group of the run, and what is saved of its params.
+    """A param group of the run, and what the checkpoint has for its params.
 
     Args:
-        optimizer: that has the group.
-        number: of the group in it.
-        options: saved ones, the same for all its params.
+        optimizer: has the group.
+        number: of the group in the optimizer.
+        options: saved, the same for all params of the group.
         states: by the params' names in the optimizer.
     """
 
@@ -98,18 +98,18 @@ class GroupMatch:
 
     @property
     def step(self) -> int | None:
-        """Updates of the params that were updated most often."""
+        """The largest count of updates of its params."""
         return max((state.step for state in self.states.values() if state.step is not None), default=None)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """All that this rank reads.
+    """Everything that this rank reads.
 
     Args:
         manifest: of the checkpoint.
         reads: in the order of files and of the bytes in them.
-        groups: those that the checkpoint knows.
+        groups: of the run, as far as the checkpoint has something for them.
     """
 
     manifest: Manifest
@@ -118,19 +118,19 @@ class LoadPlan:
 
 
 def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
-    """Finds everything that this rank owns in the checkpoint.
+    """Finds in a checkpoint everything that this rank owns.
 
     Args:
         manifest: of the checkpoint.
         where: its path, for errors.
-        model: that will take the state.
+        model: will take the state.
 
     Raises:
         CheckpointError: a param is missing, has another shape, or its group is ambiguous.
     """
-    saved = _Saved(manifest, where, model)
+    saved = _SavedByName(manifest, where, model)
     groups = tuple(match for share in model.shares for match in _match_groups(share, saved))
-    targets: dict[tuple[str, Chunk], list[Target]] = {}
+    targets: dict[tuple[str, Chunk], list[ReadTarget]] = {}
     for piece in owned_pieces(model):
         for key, chunk, target in _targets_of(piece, saved):
             targets.setdefault((key, chunk), []).append(target)
@@ -142,7 +142,7 @@ def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
 
 
 def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Iterable[str]) -> None:
-    """Whether the checkpoint is of this model: params that it alone has are somebody else's.
+    """Checks that the checkpoint has no params that the model does not have.
 
     Args:
         manifest: of the checkpoint.
@@ -162,14 +162,14 @@ def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Itera
 
 
 def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
-    """By name what it is compared by; a name itself where another one has the same canonical name."""
+    """The canonical name of each name; a name itself where another one has the same canonical name."""
     canonical = {name: model.canonical(name) for name in names}
     counts = Counter(canonical.values())
     return {name: each if counts[each] == 1 else name for name, each in canonical.items()}
 
 
-class _Saved:
-    """The checkpoint by the names that all hosts share.
+class _SavedByName:
+    """What a checkpoint holds, looked up by the names of the run.
 
     Args: as of `plan_load`.
     """
@@ -191,7 +191,7 @@ class _Saved:
         self._settings = {each: known[name] for each, name in by_canonical.items() if name in known}
 
     def name_of(self, placement: Placement) -> str:
-        """As the checkpoint spells it."""
+        """The name that the checkpoint has for a param."""
         name = self._name_of.get(self._canonical[placement.name])
         if name is None:
             got = f"without param {placement.name!r}"
@@ -199,7 +199,7 @@ class _Saved:
         return name
 
     def group_of(self, placement: Placement) -> GroupRecord:
-        """In which the param was."""
+        """The group in which a param was saved."""
         name = self.name_of(placement)
         if name not in self._group_of:
             got = f"param {name!r} in no group"
@@ -209,21 +209,21 @@ class _Saved:
         return self._group_of[name]
 
     def resting_of(self, name: str) -> GroupRecord | None:
-        """In which a param without state here was; None where the checkpoint does not know it."""
+        """The group of a param that has no state in the run; None where the checkpoint does not have the param."""
         return self._settings.get(self._canonical[name])
 
     def state_of(self, placement: Placement) -> SavedState:
-        """What it says of the param beside values and options."""
+        """The count, the numbers and the moments of a param."""
         group, kinds = self.group_of(placement), self.kinds_of(placement)
         return SavedState(group.step, tuple(sorted(group.scalars.items())), tuple(sorted(kinds.items())))
 
     def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
-        """What it holds of the param beside its values, with dtypes."""
+        """Names and dtypes of the moments of a param."""
         kinds = self._kinds[self.name_of(placement)]
         return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN}
 
 
-def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
+def _match_groups(share: Share, saved: _SavedByName) -> Iterator[GroupMatch]:
     for number, group in enumerate(share.optimizer.plan.groups):
         if not group.names:
             yield from _match_resting(share, number, saved)
@@ -238,8 +238,8 @@ def _match_groups(share: Share, saved: _Saved) -> Iterator[GroupMatch]:
         yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, states)
 
 
-def _match_resting(share: Share, number: int, saved: _Saved) -> Iterator[GroupMatch]:
-    """A group of frozen params has no state, but options, which count once one of them is unfrozen."""
+def _match_resting(share: Share, number: int, saved: _SavedByName) -> Iterator[GroupMatch]:
+    """A group of frozen params has options and no state. The options matter once one of the params is unfrozen."""
     found = {name: saved.resting_of(name) for name in share.resting.get(number, ())}
     options = {name: group for name, group in found.items() if group is not None}
     if options:
@@ -248,7 +248,7 @@ def _match_resting(share: Share, number: int, saved: _Saved) -> Iterator[GroupMa
 
 
 def _check_one_group(optimizer: ShardedOptimizer, number: int, groups: Mapping[str, GroupRecord], where: str) -> None:
-    """Whether the options of params that are in one group here can be its options."""
+    """Checks that params of one group in the run were saved with equal options."""
     first = next(iter(groups))
     for name, group in groups.items():
         if group.options != groups[first].options:
@@ -260,9 +260,9 @@ def _check_one_group(optimizer: ShardedOptimizer, number: int, groups: Mapping[s
 
 
 def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:
-    """What the inner optimizer keeps of each element of a param that it has updated, as far as that is known.
+    """The moments that the inner optimizer needs for a param that it has updated; empty where that is not known.
 
-    An instance that a user gave goes by the name of its class.
+    `plan.choice.moments` does not say it of an instance that the user gave, so its class is asked.
     """
     if isinstance(optimizer.inner, (torch.optim.Adam, torch.optim.AdamW)):
         return frozenset(("exp_avg", "exp_avg_sq"))
@@ -272,10 +272,7 @@ def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:
 
 
 def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
-    """Whether every saved option is of the type that the optimizer computes with, and those without a value are here.
-
-    What no file keeps, such as a function, has the run's own value.
-    """
+    """Checks the types of saved options, and that the run has those which no file keeps, such as functions."""
     current = optimizer.inner.param_groups[number]
     place = f"of the params of group {number} in checkpoint {where}"
     check_types(saved.options, current, place, "Load another checkpoint")
@@ -290,9 +287,9 @@ def _check_kinds(
     optimizer: ShardedOptimizer,
     placements: Mapping[str, Placement],
     states: Mapping[str, SavedState],
-    saved: _Saved,
+    saved: _SavedByName,
 ) -> None:
-    """The same of every param of a group, and what the inner optimizer needs; or nothing of one without an update."""
+    """Checks that all updated params of a group have the same moments, and those that the inner optimizer needs."""
     wanted = needed_moments(optimizer)
     usual = next((state.kinds for state in states.values() if state.kinds), ())
     for name, state in states.items():
@@ -307,12 +304,12 @@ def _check_kinds(
 
 
 def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
-    """Whether the inner optimizer can count the updates of each param by itself, where they differ.
+    """Checks that the inner optimizer can count the updates of each param by itself, where the counts differ.
 
     Args:
-        optimizer: that will take the state.
-        steps: updates so far, by name, of the params of one group.
-        what: the counts are called in errors.
+        optimizer: will take the state.
+        steps: updates of the params of one group, by name.
+        what: what errors call the counts.
 
     Raises:
         CheckpointError
@@ -325,7 +322,7 @@ def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], wh
         raise CheckpointError(refusal(what, got, rule, "Write adam='torch_fused' or adam='torch_foreach'"))
 
 
-def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, Target]]:
+def _targets_of(piece: OwnedPiece, saved: _SavedByName) -> Iterator[tuple[str, Chunk, ReadTarget]]:
     name = saved.name_of(piece.placement)
     for kind in (MAIN, *saved.kinds_of(piece.placement)):
         key = key_of(kind, name)
@@ -339,16 +336,16 @@ def _targets_of(piece: OwnedPiece, saved: _Saved) -> Iterator[tuple[str, Chunk, 
 
 def find_targets(
     piece: OwnedPiece, kind: str, wanted: Box, chunks: Iterable[Chunk], what: str, remedy: str
-) -> Iterator[tuple[Chunk, Target]]:
-    """The chunks that hold elements of a piece, each with the part that is needed.
+) -> Iterator[tuple[Chunk, ReadTarget]]:
+    """Finds the chunks that hold elements of a piece.
 
     Args:
         piece: of the state.
         kind: "main", or the inner optimizer's name for what it keeps.
-        wanted: the elements of the whole param that the chunks must hold.
+        wanted: the elements of the piece, in the whole param, that the chunks must hold.
         chunks: of one tensor; disjoint.
-        what: the tensor is called in errors.
-        remedy: where elements are missing.
+        what: what errors call the tensor.
+        remedy: for errors.
 
     Raises:
         CheckpointError: after the last chunk, where elements are missing.
@@ -359,14 +356,14 @@ def find_targets(
         if both is not None:
             found += both.numel
             in_piece = both.relative_to(piece.piece.in_global.offsets)
-            yield chunk, Target(piece, kind, both.relative_to(chunk.box.offsets), in_piece)
+            yield chunk, ReadTarget(piece, kind, both.relative_to(chunk.box.offsets), in_piece)
     if found != wanted.numel:
         got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel} which this rank owns, each once"
         raise CheckpointError(refusal(what, got, rule, remedy))
 
 
-def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: _Saved) -> Box | None:
-    """What of a piece the checkpoint has to hold; None where the piece is padding that it lacks.
+def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: _SavedByName) -> Box | None:
+    """The elements of a piece that the checkpoint has to hold; None where the piece is padding that it lacks.
 
     Raises:
         CheckpointError: the param has another shape there.

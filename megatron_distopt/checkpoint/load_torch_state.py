@@ -1,4 +1,4 @@
-"""Taking over a state in torch's format: of torch's own optimizer, of torch.distributed.checkpoint, or of ours."""
+"""Loading a state in torch's format: of torch's own optimizer, of torch.distributed.checkpoint, or of this package."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from megatron_distopt.optimizer import is_torchs, moments_of
 
 __all__ = ["load_torch_state_dict", "names_with_state"]
 
-#: What ranks must agree on.
+#: What all ranks must be given alike for a param, in the order of `_told`.
 _WHATS = ("step", "kinds", "options")
 _REMEDY = "Load what optimizer.state_dict() of the same params in the same groups returned"
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """What is given for one param.
+class _GivenState:
+    """The state that is given for one param.
 
     Args:
-        values: with a value for each element, by kind, "main_param" among them.
-        scalars: one number each, the count of updates among them.
+        values: tensors with a value for each element, by kind; "main_param" is one of the kinds.
+        scalars: what is kept once for the param, by key; the count of updates is one of them.
     """
 
     values: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class _Given:
 
     @property
     def saved(self) -> SavedState:
-        """What the params of one flat param have in common."""
+        """As the load of a checkpoint has it."""
         kinds = sorted((kind, torch.float32) for kind in self.values if kind != MAIN_PARAM)
         scalars = {key: Scalar.of(value) for key, value in self.scalars.items()} if kinds else {}
         return SavedState(self.step if kinds else None, tuple(sorted(scalars.items())), tuple(kinds))
@@ -70,21 +70,21 @@ class _Given:
 
 @torch.no_grad()
 def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
-    """Collective: takes a state in torch's format, after all ranks have checked theirs.
+    """Collective: loads a state in torch's format, after all ranks have checked theirs.
 
     Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout. Options of the
     param groups go into `params.groups`. Model params are left alone, as torch leaves them: a main param that does not
     round to its model param has to follow it before the next step.
 
     Args:
-        params: of the optimizer; their flat params may be cut.
-        state_dict: of torch, with numbers or names of params; in the order of the groups.
+        params: of the optimizer; the load may cut flat params.
+        state_dict: in torch's format; its params are numbers or names, in the order of the groups.
 
     Raises:
         CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    checked: list[dict[str, _Given]] = []
+    checked: list[dict[str, _GivenState]] = []
 
     def check() -> dict[str, tuple[object, ...]]:
         checked.append(_checked(params, state_dict))
@@ -96,7 +96,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
 
 
 def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
-    """Params of which a state dict has a state; none where its form is one that a load refuses."""
+    """Names of params that have a state in a state dict; none where a load would refuse the form of the dict."""
     try:
         _check_form(params, state_dict)
     except CheckpointError:
@@ -105,8 +105,8 @@ def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list
     return [name for name, number in zip(params.numbered, numbers, strict=True) if state_dict["state"].get(number)]
 
 
-def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _Given]:
-    """What is given for each param of the sharded step, by name; nothing for those that it does not have."""
+def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:
+    """Checks the state dict, and returns what it has for each param of the sharded step, by name."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -119,7 +119,7 @@ def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _G
             if name in given:
                 _check_kinds(params, name, given[name], has_maxima=bool(group.get("amsgrad")))
     for _ in _reads(params, given):
-        pass  # what is missing is found before anything is changed
+        pass  # finds missing elements before anything is changed
     _check_counts(params, given)
     return given
 
@@ -148,7 +148,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
-    """Keys that are one number for a param: those that are so for a param of more than one element."""
+    """Keys of which a param has one number, as seen from the params of more than one element."""
     found = {STEP}
     for name, entry in entries.items():
         if name in params.share.placements and math.prod(params.share.placements[name].global_shape) > 1:
@@ -156,7 +156,7 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     return found - needed_moments(params.share.optimizer) - {MAIN_PARAM}
 
 
-def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _Given:
+def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _GivenState:
     shape = params.share.placements[name].global_shape
     values = {key: value for key, value in entry.items() if key not in scalars and value is not None}
     for key, value in values.items():
@@ -176,7 +176,7 @@ def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: se
         if not is_right:
             got, rule = repr(value), "be a number of at least 0" if key == STEP else "be a number or a text"
             raise CheckpointError(refusal(f"{key} of {name!r} in the state dict", got, rule, _REMEDY))
-    return _Given(values, numbers)
+    return _GivenState(values, numbers)
 
 
 def _is_number(value: object) -> bool:
@@ -185,8 +185,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _check_kinds(params: TorchParams, name: str, given: _Given, *, has_maxima: bool) -> None:
-    """Whether it holds what the inner optimizer needs, or nothing."""
+def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxima: bool) -> None:
+    """Checks that the state holds what the inner optimizer needs, or nothing."""
     optimizer, kinds = params.share.optimizer, given.values.keys() - {MAIN_PARAM}
     known = (frozenset(moments_of(optimizer.inner, flat.main)) for flat in optimizer.flat_params)
     wanted = needed_moments(optimizer) or next((each for each in known if each), frozenset())
@@ -201,12 +201,12 @@ def _check_kinds(params: TorchParams, name: str, given: _Given, *, has_maxima: b
         raise CheckpointError(refusal(f"state of {name!r} in the state dict", got, rule, remedy))
 
 
-def _without_begin(params: TorchParams, given: _Given) -> _Given:
-    """Zeros and a count of 0 say that the param was never updated: it has no state, as those beside it."""
+def _without_begin(params: TorchParams, given: _GivenState) -> _GivenState:
+    """Drops a state of zeros with a count of 0: the param was never updated, and has no state in the optimizer."""
     is_begin = is_adam(params.share.optimizer) and given.step == 0
     if not is_begin or any(_holds_more_than_zeros(value) for key, value in given.values.items() if key != MAIN_PARAM):
         return given
-    return _Given({key: value for key, value in given.values.items() if key == MAIN_PARAM}, {})
+    return _GivenState({key: value for key, value in given.values.items() if key == MAIN_PARAM}, {})
 
 
 def _holds_more_than_zeros(value: Tensor) -> bool:
@@ -214,8 +214,8 @@ def _holds_more_than_zeros(value: Tensor) -> bool:
     return any(bool(part.count_nonzero()) for part in parts)
 
 
-def _reads(params: TorchParams, given: Mapping[str, _Given]) -> Iterator[tuple[Read, Tensor]]:
-    """What is given of everything that this rank owns, each part with where it goes.
+def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tuple[Read, Tensor]]:
+    """Everything that this rank owns of what is given, with the places that it goes to.
 
     An fp32 model param is its own main param; it is left alone, as torch leaves it.
 
@@ -235,8 +235,8 @@ def _reads(params: TorchParams, given: Mapping[str, _Given]) -> Iterator[tuple[R
                     yield Read(key_of(key, name), chunk, value.dtype, (target,)), parts[chunk.file]
 
 
-def _check_counts(params: TorchParams, given: Mapping[str, _Given]) -> None:
-    """Whether every param with moments has a count, and the inner optimizer can have different ones."""
+def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
+    """Checks that every param with moments has a count, and that the inner optimizer can have different counts."""
     optimizer = params.share.optimizer
     owned = {piece.shard.name for piece in params.pieces()}
     for name in sorted(owned):
@@ -249,9 +249,9 @@ def _check_counts(params: TorchParams, given: Mapping[str, _Given]) -> None:
 
 
 def _told(
-    params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _Given]
+    params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
 ) -> dict[str, tuple[object, ...]]:
-    """What other ranks that own a part of the same param must have, too: its moments, count and options."""
+    """What other ranks that own a part of the same param must be given alike: see `_WHATS`."""
     options = {
         name: repr(sorted((key, plain_option(each)) for key, each in _options(group).items()))
         for group, names in zip(state_dict["param_groups"], params.names, strict=True)
@@ -265,7 +265,7 @@ def _told(
 
 
 def _check_agreement(told: Iterable[Mapping[str, tuple[object, ...]]]) -> None:
-    """On all ranks alike: the same error everywhere."""
+    """Raises the same error on all ranks where two were given different states."""
     known: dict[str, tuple[int, tuple[object, ...]]] = {}
     for rank, of_rank in enumerate(told):
         for name, said in of_rank.items():
@@ -284,7 +284,7 @@ def _take_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> N
             current[key] = as_kept(plain_option(value), current.get(key))
 
 
-def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
+def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
     given = {name: _without_begin(params, each) for name, each in given.items()}
     matches = [_match(params, number, given) for number in range(len(params.share.optimizer.plan.groups))]
     separate(matches)
@@ -295,8 +295,8 @@ def _take_states(params: TorchParams, given: Mapping[str, _Given]) -> None:
     params.share.optimizer.forget_verdict()
 
 
-def _take_kept_once(match: GroupMatch, given: Mapping[str, _Given]) -> None:
-    """In the shape in which a class of the user's keeps them; counts stay on the CPU, as torch leaves them."""
+def _take_kept_once(match: GroupMatch, given: Mapping[str, _GivenState]) -> None:
+    """Puts tensors that a class of the user's keeps once back as they were; counts stay on the CPU, as in torch."""
     for flat in flat_params_of(match.optimizer, match.number):
         state = match.optimizer.inner.state.get(flat.main, {})
         for key, value in given[flat.plan.shards[0].name].scalars.items():
@@ -304,7 +304,7 @@ def _take_kept_once(match: GroupMatch, given: Mapping[str, _Given]) -> None:
                 state[key] = value.to(value.device if key == STEP else flat.main.device, copy=True)
 
 
-def _match(params: TorchParams, number: int, given: Mapping[str, _Given]) -> GroupMatch:
-    """Without options: the host takes them from its own groups."""
+def _match(params: TorchParams, number: int, given: Mapping[str, _GivenState]) -> GroupMatch:
+    """A group without options: the host takes those from `params.groups`."""
     names = params.share.optimizer.plan.groups[number].names
     return GroupMatch(params.share.optimizer, number, {}, {name: given[name].saved for name in names})

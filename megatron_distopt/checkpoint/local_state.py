@@ -1,10 +1,8 @@
-"""The optimizer state of this rank, by parameter name.
+"""The optimizer state of one rank, by param name, for a restart at the same size.
 
-State never refers to a position in a list or a buffer. The schema of the inner optimizer is discovered: a tensor as
-large as its main param is cut by parameter, anything else ("step") is kept with each parameter.
-
-This is the state of *one rank*, for a restart at the same size: it is loaded into exactly the shards that it was taken
-from, and anything else is refused.
+It is loaded into exactly the shards that it was taken from, and refused anywhere else. State never refers to a position
+in a list or a buffer. What the inner optimizer keeps is found out from its state: a tensor as large as its main param
+is cut by param, and anything else ("step") is kept with each param.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
 _FORMAT = 1
-#: Which kernel updates is the choice of the run that loads, not of the one that saved.
+#: The run that loads chooses the kernel that updates, not the run that saved.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-#: These keep the same state.
+#: Inner optimizers that keep the same state.
 _INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton")
 
 
@@ -51,7 +49,7 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """Whether `load_local_state_dict` would take it.
+    """Checks a state as `load_local_state_dict` does, and changes nothing.
 
     Raises:
         CheckpointError
@@ -73,7 +71,7 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
 
 @torch.no_grad()
 def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """Takes `local_state_dict` back, after checking all of it.
+    """Loads what `local_state_dict` returned, after checking all of it.
 
     Raises:
         CheckpointError: it was taken at another size, from another rank or from another model; nothing is changed then.
@@ -105,7 +103,7 @@ def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _main_of(flat: FlatParam, shard: ParamShard) -> Tensor:
-    """An fp32 param's is a view of the whole param buffer, all of which would be saved with it."""
+    """A copy for an fp32 param: its main param is a view of the param buffer, all of which would be saved with it."""
     main = flat.cut(flat.main, shard)
     return main if flat.owns_memory else main.clone()
 
@@ -135,7 +133,7 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
         got = f"{first} only in the {'optimizer' if first in ours else 'state'}"
         remedy = "Load each rank's own state at the data-parallel size at which it was saved"
         raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
-    usual: dict[int, tuple[set[str], set[str]]] = {}  # of params with moments, by param group
+    usual: dict[int, tuple[set[str], set[str]]] = {}  # keys of params with moments, by param group
     for flat, shard in _shards(optimizer):
         part, group = saved[_key(shard)], flat.plan.key.group
         tensors = [part["main"], *part["cut"].values()]
@@ -149,13 +147,13 @@ def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, 
 
 
 def _in_common(part: Mapping[str, Any]) -> tuple[object, ...]:
-    """What the param shards of one flat param share: which moments there are, and the count of updates."""
+    """What the param shards of a flat param must have in common: their moments and the count of updates."""
     numbers = {key: value.tolist() if torch.is_tensor(value) else value for key, value in part["whole"].items()}
     return tuple(sorted(part["cut"])), repr(sorted(numbers.items()))
 
 
 def _load_flat(optimizer: ShardedOptimizer, flat: FlatParam, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """A state that was taken before the first update has no moments: the flat param must then have none either."""
+    """A state that was taken before the first update has no moments; the flat param must have none then either."""
     parts = [(shard, saved[_key(shard)]) for shard in flat.plan.shards]
     for shard, part in parts:
         flat.cut(flat.main, shard).copy_(part["main"])
@@ -175,7 +173,7 @@ def _join(flat: FlatParam, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:
 
 
 def _place(optimizer: ShardedOptimizer, flat: FlatParam, key: str, value: Any) -> Any:
-    """A copy, where torch's own `load_state_dict` would put it: "step" beside the param where a kernel reads it."""
+    """A copy on the device where torch's `load_state_dict` puts it: "step" where the kernel reads it."""
     if not torch.is_tensor(value):
         return value
     group = optimizer.inner.param_groups[flat.plan.key.group]

@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint holds and where, as one JSON document. docs/checkpoint.md specifies it.
 
-Every rank makes one of its own file (`Manifest` with one entry in `files`); together they are that of the checkpoint.
-Nothing in it is trusted: it is checked while it is read, and no pickle is involved.
+Every rank makes one of its own file (a `Manifest` with one entry in `files`); joined, they are the checkpoint's.
+Nothing in a manifest is trusted: it is checked while it is read, and no pickle is involved.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ __all__ = [
 
 FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
-#: A path would let a manifest read elsewhere.
+#: File names; a path would let a manifest name files elsewhere.
 _FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
 #: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
 MAIN = "main"
 
 
 def key_of(kind: str, name: str) -> str:
-    """Of a tensor in the checkpoint.
+    """The key of a tensor in a checkpoint.
 
     >>> key_of("exp_avg", "decoder.final_layernorm.weight")
     'exp_avg/decoder.final_layernorm.weight'
@@ -65,18 +65,18 @@ def key_of(kind: str, name: str) -> str:
 
 
 def kind_of(key: str) -> str:
-    """The first part of a key."""
+    """The kind of a key: "main", or the inner optimizer's name for a moment."""
     return key.partition("/")[0]
 
 
 def name_of(key: str) -> str:
-    """The param that a key is about."""
+    """The name of the param in a key."""
     return key.partition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One box of one tensor, and the bytes that hold it: what `torch.save` writes for it.
+    """One box of a tensor, and the bytes that hold it, as `torch.save` wrote them.
 
     Args:
         box: of the whole tensor.
@@ -98,7 +98,7 @@ class TensorRecord:
     Args:
         shape: of the whole param.
         dtype: e.g. "float32".
-        chunks: disjoint, together all of it.
+        chunks: disjoint; together they are the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -128,9 +128,9 @@ class Manifest:
         inner: name of the inner optimizer.
         loss_scale: numbers of the loss scale; empty where it never changes.
         num_skipped: steps that were skipped so far.
-        about: who wrote it: host, sizes of the parallel groups, versions. For readers; nothing depends on it.
+        about: host, sizes of the parallel groups and versions of the run that wrote it, for people to read.
         earlier: ids of the saves before it, the latest last, see [Note: history] in whole_model.py.
-        metadata: bytes and CRC-32 of the `.metadata` beside it; None before it is written, and in old checkpoints.
+        metadata: bytes and CRC-32 of the file `.metadata`; None before that is written, and in old checkpoints.
     """
 
     save_id: str
@@ -147,20 +147,20 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Params, in the order of the keys."""
+        """Names of the params, in the order of the keys."""
         return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(each.nbytes for each in self.files)
 
 
 def join(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of the checkpoint from those of all ranks.
+    """Joins the manifests of all ranks into that of the checkpoint.
 
     Args:
-        parts: by rank; loss scale and what is said about the writer are the first one's.
+        parts: by rank; what is said once for the checkpoint, such as the loss scale, is taken from the first.
 
     Raises:
         CheckpointError: ranks disagree about a tensor.
@@ -183,7 +183,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
 
 
 def check_written(manifest: Manifest) -> None:
-    """Whether every param of the groups has its values there, and what a load would refuse.
+    """Checks that the values of every param were written, and that the groups hold nothing that a load would refuse.
 
     Args:
         manifest: of the whole model.
@@ -203,7 +203,7 @@ def _described(record: TensorRecord) -> str:
 
 
 def to_text(manifest: Manifest) -> str:
-    """JSON, with a CRC-32 of the document itself."""
+    """The manifest as JSON, with a CRC-32 of its body."""
     body = {
         "save_id": manifest.save_id,
         "earlier": list(manifest.earlier),
@@ -229,7 +229,7 @@ def _chunk_to_json(chunk: Chunk) -> list[Any]:
 
 
 def _crc(body: object) -> int:
-    """Of the body as JSON without spaces, keys in order of the alphabet."""
+    """CRC-32 of the body as JSON without spaces and with sorted keys."""
     return zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode())
 
 
@@ -241,7 +241,7 @@ def from_text(text: str, where: str) -> Manifest:
         where: its path, for errors.
 
     Raises:
-        CheckpointError: it is not a manifest, is damaged, is of a later version, or says what no optimizer can take.
+        CheckpointError: it is no manifest, damaged, of a later version, or has values that no optimizer can use.
     """
     what, remedy = f"manifest {where}", "Load an earlier checkpoint; this one was damaged after it was written"
     try:
@@ -268,11 +268,11 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def check_counts(manifest: Manifest, what: str) -> None:
-    """Whether loss scale and skipped steps are such numbers. A Megatron's count of tolerated overflows falls below 0.
+    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative.
 
     Args:
-        manifest: that is read, or is about to be written.
-        what: it is, for errors.
+        manifest: was read, or is about to be written.
+        what: what errors call it.
 
     Raises:
         CheckpointError
@@ -313,7 +313,7 @@ def _metadata_from_json(record: Sequence[Any] | None) -> tuple[int, int] | None:
 
 
 def _plain_name(name: str) -> str:
-    """Of a file beside the manifest."""
+    """The name of a file in the folder of the manifest."""
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file name")
     return name
@@ -338,9 +338,9 @@ def _check_chunks(manifest: Manifest) -> None:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two that share elements, or None.
+    """Finds two boxes that share elements; None where there are none.
 
-    Sorting them apart, dimension by dimension, leaves few to compare: there may be a thousand ranks' boxes.
+    Boxes of a thousand ranks are separated dimension by dimension first, which leaves few to compare.
 
     >>> overlap([Box((0,), (4,)), Box((4,), (2,)), Box((3,), (1,))])
     (Box(offsets=(0,), sizes=(4,)), Box(offsets=(3,), sizes=(1,)))
@@ -355,7 +355,7 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Those of one part and those of another share nothing along a dimension."""
+    """Separates boxes into parts: those of different parts share nothing along a dimension."""
     parts: list[list[Box]] = []
     end = 0
     for box in sorted(boxes, key=lambda each: each.offsets[dim]):
@@ -368,8 +368,10 @@ def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """A plan and a manifest are many small objects, none of them in a cycle. They would set off collections that walk
-    through all objects of the process: a tenth of a second each after the imports of a Megatron, while all ranks wait.
+    """Switches Python's garbage collector off for a block that makes many small objects, none of them in a cycle.
+
+    Plans and manifests would trigger collections that visit all objects of the process. After the imports of a Megatron
+    each takes a tenth of a second, for which all ranks wait.
     """
     was_enabled = gc.isenabled()
     gc.disable()

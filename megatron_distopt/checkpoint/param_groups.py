@@ -31,8 +31,8 @@ __all__ = [
     "step_of",
 ]
 
-#: Keys of a param group that are no options: which kernel updates is the choice of the run that loads, as is whether
-#: experts are spread over ranks, and the count has a place of its own.
+#: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
+#: spread over ranks, and the count has a field of its own.
 NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable", "is_expert_parallel")
 #: Options that every optimizer computes with.
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
@@ -42,14 +42,14 @@ _log = logging.getLogger("megatron_distopt")
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the inner optimizer keeps with a param; dtype "" for one of Python's."""
+    """A number that the inner optimizer keeps once for a param; dtype "" for a Python number."""
 
     value: float
     dtype: str
 
     @classmethod
     def of(cls, value: Any) -> Scalar:
-        """From a tensor of one element, or from what is not a tensor."""
+        """Makes one from a tensor of one element, or from a Python value."""
         return cls(value.item(), dtype_name(value.dtype)) if torch.is_tensor(value) else cls(value, "")
 
 
@@ -61,8 +61,8 @@ class GroupRecord:
         names: of its params.
         options: of `torch.optim`: numbers, texts, and lists of them.
         step: updates so far; None for an inner optimizer that does not count, and for params that never had a gradient.
-        scalars: what else the inner optimizer keeps, the same for all its params.
-        unsaved: options that no file keeps, with their types.
+        scalars: what else the inner optimizer keeps once for a param; equal for all of these.
+        unsaved: options that a file cannot keep, with the names of their types.
     """
 
     names: tuple[str, ...]
@@ -73,12 +73,12 @@ class GroupRecord:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """All but the names: groups that are equal in it are the same to a param."""
+        """Everything except the names. For a param, groups of equal meaning are the same."""
         return self.options, self.step, self.scalars, self.unsaved
 
 
 def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
-    """Groups of equal meaning become one: ranks may number theirs differently."""
+    """Joins groups of equal meaning; ranks may number the same groups differently."""
     joined: list[tuple[GroupRecord, dict[str, None]]] = []
     for group in groups:
         names = next((names for each, names in joined if each.meaning == group.meaning), None)
@@ -90,7 +90,7 @@ def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 
 def group_to_json(group: GroupRecord) -> dict[str, Any]:
-    """As the manifest and the file of 'convert --to torch' have it."""
+    """A group as JSON, in the manifest and in the file of `convert --to torch`."""
     scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
     unsaved = {"unsaved": dict(group.unsaved)} if group.unsaved else {}
     return {
@@ -103,10 +103,10 @@ def group_to_json(group: GroupRecord) -> dict[str, Any]:
 
 
 def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
-    """The inverse of `group_to_json`; values are as they were found, see `check_groups`.
+    """The inverse of `group_to_json`; `check_groups` checks the values.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is no such group.
+        KeyError, TypeError, ValueError, AttributeError: it is not the JSON of a group.
     """
     scalars = {
         str(key): Scalar(value, dtype and known_dtype(dtype)) for key, (value, dtype) in group["scalars"].items()
@@ -116,7 +116,7 @@ def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
 
 
 def known_dtype(name: str) -> str:
-    """The name of a dtype of torch, as a manifest spells it.
+    """Returns the name of a dtype, where torch has it.
 
     Raises:
         ValueError: torch has no such dtype.
@@ -127,11 +127,11 @@ def known_dtype(name: str) -> str:
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
-    """Whether an optimizer can compute with the values, and every param is in one group.
+    """Checks that an optimizer can compute with the values, and that every param is in one group.
 
     Args:
-        groups: of a checkpoint that is read, or is about to be written.
-        where: it is, for errors.
+        groups: of a checkpoint that was read, or is about to be written.
+        where: what errors call the checkpoint.
 
     Raises:
         CheckpointError
@@ -145,7 +145,7 @@ def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
 
 
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
-    """What is wrong: key, value and rule."""
+    """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
         if key in _NUMBERS and not _is_number(value):
             yield key, value, "be a finite number"
@@ -182,13 +182,13 @@ def _is_like(saved: object, current: object) -> bool:
 
 
 def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
-    """Whether every saved option can take the place of the one that a param group has.
+    """Checks that every saved option has the type of the option that a param group has.
 
     Args:
         saved: options.
         current: the param group.
         place: of the saved options, for errors.
-        remedy: where one has another type.
+        remedy: for errors.
 
     Raises:
         CheckpointError
@@ -219,7 +219,7 @@ def _check_once(groups: Sequence[GroupRecord], where: str) -> None:
 
 
 def _difference(one: GroupRecord, other: GroupRecord) -> str:
-    """Of two groups, the first key with both values."""
+    """The first key in which two groups differ, with both values."""
     left, right = ({"step": each.step, **each.options, **each.scalars} for each in (one, other))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
@@ -228,7 +228,7 @@ def _difference(one: GroupRecord, other: GroupRecord) -> str:
 def step_of(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
 ) -> int | None:
-    """Updates so far, wherever the class counts them; an Adam without moments has not updated it yet."""
+    """Updates of a flat param, wherever the class counts them; an Adam without moments has not updated it yet."""
     is_begun = bool(optimizer.inner.state.get(flat.main)) or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
         return int(_scalar("step", group["step"]).value)
@@ -236,7 +236,7 @@ def step_of(
 
 
 def options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Those that a file keeps, and the types of the others."""
+    """The options that a file can keep, and the names of the types of the others."""
     given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
     unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
     for key, name in unsaved.items():
@@ -245,7 +245,7 @@ def options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def plain_option(value: Any) -> Any:
-    """A learning rate that is a tensor is a number in the file."""
+    """An option as a file keeps it: a tensor, such as a learning rate, becomes a number, and a tuple a list."""
     if torch.is_tensor(value) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
@@ -254,7 +254,7 @@ def plain_option(value: Any) -> Any:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON keeps it as it is."""
+    """Whether JSON keeps a value as it is."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):
@@ -263,7 +263,7 @@ def _is_plain(value: object) -> bool:
 
 
 def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
-    """What the inner optimizer keeps with a flat param beside tensors as large."""
+    """What the inner optimizer keeps once for a flat param."""
     cut = moments_of(optimizer.inner, flat.main)
     state = optimizer.inner.state.get(flat.main, {})
     return {key: _scalar(key, value) for key, value in state.items() if key not in cut}

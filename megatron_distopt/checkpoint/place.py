@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, seen from the file name that a host chose for its own."""
+"""Where checkpoints lie: next to the file that a host writes, and next to earlier ones of the same run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_distopt.errors import CheckpointError, refusal
 __all__ = ["SUFFIX", "disown", "drop_older", "finished_beside", "folder_beside", "not_found"]
 
 SUFFIX = ".distopt"
-#: A folder that a Megatron makes for each tensor- and pipeline-parallel rank; there is one checkpoint for all of them.
+#: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one checkpoint.
 _OF_A_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
 def folder_beside(filename: str) -> Path:
-    """The folder of the checkpoint, the same for all ranks of the model.
+    """The folder of the checkpoint that belongs to a file of the host, the same for all ranks of the model.
 
     >>> folder_beside("run/iter_0000010/mp_rank_00_001/distrib_optim.pt").as_posix()
     'run/iter_0000010/distrib_optim.distopt'
@@ -52,7 +52,7 @@ def _iteration_of(folder: Path) -> int:
 
 
 def not_found(folder: Path, filename: str) -> CheckpointError:
-    """What is raised where there is neither our checkpoint nor the host's file."""
+    """The error where there is neither a checkpoint of ours nor the host's file."""
     others = finished_beside(folder)
     remedy = "Start from the weights with --no-load-optim"
     if others:
@@ -66,7 +66,7 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
 
 
 def disown(folder: Path) -> None:
-    """After the host's own file was written: an older checkpoint beside it must not be taken for the state."""
+    """Removes an older checkpoint after the host's own file was written, so that a load takes the file."""
     if is_checkpoint(folder):
         remove_checkpoint(folder)
 
@@ -74,15 +74,15 @@ def disown(folder: Path) -> None:
 def drop_older(folder: Path, keep: int) -> None:
     """Removes all but the latest checkpoints of a run. Other files stay, also those in the folders of checkpoints.
 
-    In a Megatron's folder of an iteration the numbers of iterations say which are older. Anywhere else the manifest
-    names the saves before it, and those of them are removed that lie beside the folder, under whatever name, or beside
-    its parent under the folder's own (`epoch_1/optimizer`, `epoch_2/optimizer`).
+    In a Megatron's folder of an iteration the numbers of the iterations say which checkpoints are older. Anywhere else
+    the manifest names the saves before it. Of these, checkpoints in sibling folders are removed, and those in siblings
+    of the parent under the same name (`epoch_1/optimizer`, `epoch_2/optimizer`).
 
     Args:
-        folder: of the checkpoint that was just saved; later ones are of another life of the run and stay too.
-        keep: how many stay, this one among them.
+        folder: of the checkpoint that was just saved. Later ones stay: the run was resumed from an earlier checkpoint.
+        keep: how many stay, this one included.
     """
-    with suppress(OSError, CheckpointError):  # the checkpoint is there, whatever becomes of older ones
+    with suppress(OSError, CheckpointError):  # the new checkpoint is there, whatever becomes of older ones
         for each in _older(folder)[keep - 1 :]:
             _remove(each)
 
@@ -102,7 +102,7 @@ def _older(folder: Path) -> list[Path]:
 
 
 def _folders_around(folder: Path) -> Iterator[Path]:
-    """No symbolic link: what it names lies elsewhere."""
+    """Folders in which earlier checkpoints may lie. Symbolic links are left out: their targets lie elsewhere."""
     yield from filter(_is_folder, folder.parent.iterdir())
     for parent in folder.parent.parent.iterdir():
         if parent != folder.parent and _is_folder(parent) and _is_folder(parent / folder.name):
@@ -112,12 +112,12 @@ def _folders_around(folder: Path) -> Iterator[Path]:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir() and not path.is_symlink()
-    except OSError:  # somebody else's
+    except OSError:  # another user's
         return False
 
 
 def _remove(folder: Path) -> None:
-    """Not one that another run is saving to now."""
+    """Removes a checkpoint, unless another run is saving to its folder now."""
     lock = None
     try:
         lock = disk.lock(lock_file(folder))
@@ -129,7 +129,7 @@ def _remove(folder: Path) -> None:
 
 
 def _save_id_of(folder: Path) -> str:
-    """Of the checkpoint in a folder; "" where there is none that can be read."""
+    """The save id of the checkpoint in a folder; "" where there is none that can be read."""
     with suppress(CheckpointError):
         return read_manifest(folder).save_id
     return ""

@@ -1,6 +1,6 @@
-"""Saving by all ranks of the model: begun by all, written by each, committed by the first.
+"""Saving by all ranks: every rank writes what it owns into a file of its own, and the first rank commits.
 
-Small messages travel between the ranks; tensors go to the disk.
+Only short messages travel between the ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "write_contribution",
 ]
 
-#: Network file systems show another machine's file with a delay.
+#: Network file systems show the files of other machines with a delay.
 _SECONDS_TO_APPEAR = 120.0
 
 
@@ -72,7 +72,7 @@ class Written:
     Args:
         key: see `key_of`.
         shape: of the whole param.
-        box: that the tensor is of it.
+        box: which part of the param the tensor is.
         tensor: a view of the live state.
     """
 
@@ -87,8 +87,8 @@ class Contribution:
     """What one rank writes.
 
     Args:
-        head: its manifest without files and tensors, and until it is written without an id.
-        tensors: in the order of the file; gone through once.
+        head: its manifest, without files, tensors and save id.
+        tensors: in the order of the file; iterated once.
     """
 
     head: Manifest
@@ -96,11 +96,11 @@ class Contribution:
 
 
 def contribution_of(model: WholeModel) -> Contribution:
-    """Views of the live state: write them, or copy them, before the next step.
+    """What this rank writes, as views of the live state: write or copy them before the next step.
 
     Raises:
-        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that no
-            load would take.
+        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that every
+            load would refuse.
     """
     tensors = tuple(
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
@@ -124,7 +124,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         earlier=earlier_saves(model),
         resting=resting,
     )
-    check_counts(head, "the optimizer")  # a part that no reader takes would be waited for in vain
+    check_counts(head, "the optimizer")  # the first rank would wait in vain for a part that it cannot read
     return Contribution(head, tensors)
 
 
@@ -149,7 +149,7 @@ def write_contribution(folder: Path, contribution: Contribution, save_id: str, r
 
 
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
-    """Of the groups of which this rank owns something, one a flat param: another rank speaks for the others."""
+    """The groups of which this rank owns something, once for each flat param; other ranks add the other groups."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
         options, unsaved = options_of(group)
@@ -174,7 +174,7 @@ class Saving:
         save_id: in the names of its files.
         rank: of this process among those that save.
         size: how many they are.
-        lock: of the first rank.
+        lock: that the first rank holds.
     """
 
     folder: Path
@@ -192,14 +192,14 @@ class Saving:
         return write_contribution(self.folder, contribution, self.save_id, self.rank)
 
     def commit(self, is_hopeless: Callable[[], bool] | None = None) -> None:
-        """Makes it the checkpoint, on the first rank; nothing on the others.
+        """Commits the save on the first rank; does nothing on the others.
 
         Args:
-            is_hopeless: says, while other ranks may still be writing, whether waiting for them has become useless;
-                None where all of them have written.
+            is_hopeless: whether waiting for ranks that are still writing has become useless; None where all ranks
+                have written.
 
         Raises:
-            CheckpointError: a rank's part is not to be seen, or the parts do not fit together.
+            CheckpointError: a rank's part does not appear, or the parts do not fit together.
         """
         if self.rank != 0:
             return
@@ -229,7 +229,7 @@ class Saving:
         raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a folder on a shared disk"))
 
     def report(self, error: BaseException) -> None:
-        """Tells the first rank, which waits for a file, that none will come."""
+        """Tells the first rank, which waits for this rank's part, that none will come."""
         with suppress(OSError, DistOptError):
             write_failure(self.folder, self.save_id, self.rank, str(error))
 
@@ -244,17 +244,17 @@ class Saving:
 
 
 def should_have_appeared(written_at: float) -> bool:
-    """Whether a file that another rank had written by then, as `time.monotonic` counts, is overdue here."""
+    """Whether a file that another rank had written at a time of `time.monotonic` is overdue here."""
     return time.monotonic() >= written_at + _SECONDS_TO_APPEAR
 
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
-    """Collective: the first rank makes the folder and keeps others from it.
+    """Collective: begins a save. The first rank makes the folder and locks it.
 
     Args:
         folder: of the checkpoint; made where it is missing.
         everyone: all ranks that save.
-        prepare: what a rank does before, which may raise: one exchange tells all of both.
+        prepare: called on every rank before; where it raises, no rank begins.
 
     Raises:
         CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.

@@ -1,7 +1,6 @@
-"""Optimizer state of a whole model, wherever it is kept: what commands and converters read, param by param.
+"""The optimizer state of a whole model, in whatever format it is kept; commands and converters read it param by param.
 
-Every format that can be read becomes a `Source`; every one that can be written is written from a `Source`. One tensor
-is in memory at a time.
+A reader of a format returns a `Source`, and a writer takes one. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from megatron_distopt.errors import CheckpointError, refusal
 
 __all__ = ["Source", "TensorInfo", "open_checkpoint", "write_checkpoint"]
 
-#: A file of a checkpoint that one process writes ends with the tensor that fills it to this.
+#: A checkpoint that one process writes begins a new file where one has reached this size.
 _FILE_NBYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the whole model without its values; `dtype` as "float32"."""
+    """Shape and dtype (as "float32") of a tensor of the whole model."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,12 +34,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """Optimizer state of a whole model.
+    """The optimizer state of a whole model.
 
     Args:
         head: param groups, loss scale and so on; without files and tensors.
         tensors: by key ("main/NAME", "exp_avg/NAME" ...), in the order in which they are best read.
-        read: one of them, whole, on the CPU.
+        read: reads the tensor of a key, whole, on the CPU.
     """
 
     head: Manifest
@@ -49,7 +48,7 @@ class Source:
 
 
 def open_checkpoint(folder: Path) -> Source:
-    """A checkpoint in this package's own format.
+    """Opens a checkpoint in this package's own format.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged; `read` raises it for damaged tensors.

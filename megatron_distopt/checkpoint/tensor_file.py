@@ -4,8 +4,8 @@ checkpoints (DCP) are made of, so torch alone can read them.
 Reading goes through `torch.load(weights_only=True)`, which executes nothing that a file says.
 
 [Note: one checksum] `torch.save` writes a zip archive. It computes the CRC-32 of each part, writes the part, and behind
-it a descriptor that begins with that CRC. The CRC of the file is put together from them: to compute it from the bytes a
-second time would take as long as to write them. Where torch was told to leave CRCs out, they are computed here.
+it a descriptor that begins with that CRC. The CRC of the file is combined from them: computing it from the bytes again
+would take as long as writing them. Where torch was told to leave CRCs out, they are computed here.
 
 A CRC is the remainder of the bytes, as a polynomial over {0, 1}, by a fixed one. To append n bytes multiplies what was
 before by x**(8n), so the CRC of the whole follows from those of its parts without reading the bytes again. zlib's
@@ -36,15 +36,15 @@ from megatron_distopt.layout import Box
 
 __all__ = ["TensorReader", "TensorWriter", "crc_of_file", "joined"]
 
-#: As much as is written before the disk is told to begin.
+#: After so many bytes the disk is told to begin writing.
 _PIECE_NBYTES = 8 << 20
-#: Small enough that it is still in the processor's cache when its checksum is computed after it was read.
+#: Bytes that are read at once; they are still in the processor's cache when their checksum is computed.
 _CACHED_NBYTES = 1 << 20
-#: Parts from here on are not read for their checksum, see [Note: one checksum].
+#: The checksum of a part of this size or more is not computed again, see [Note: one checksum].
 _LARGE_NBYTES = 1 << 20
 _DESCRIPTOR = b"PK\x07\x08"
-#: What `torch.save` writes begins with it. torch's older formats are never opened: before 2.6 one of them could execute
-#: code in spite of `weights_only`.
+#: The first bytes that `torch.save` writes. torch's older formats are never opened: before 2.6 one of them could
+#: execute code in spite of `weights_only`.
 _MAGIC = b"PK\x03\x04"
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
@@ -81,7 +81,7 @@ class TensorWriter:
         """
         start = self._nbytes
         try:
-            torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
+            torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # `torch.save` calls `write` and `flush` alone
         except Exception as error:
             cause = self._error or error
             rule, remedy = f"take {key!r}", "Free space there, or save elsewhere; the last checkpoint is untouched"
@@ -93,7 +93,7 @@ class TensorWriter:
         return chunk
 
     def write(self, data: bytes | memoryview) -> int:
-        """For `torch.save`."""
+        """Called by `torch.save`."""
         view = memoryview(data).cast("B")
         self._settle(view)
         for start in range(0, len(view), _PIECE_NBYTES):
@@ -116,7 +116,7 @@ class TensorWriter:
             self._begun_nbytes = self._nbytes
 
     def _settle(self, following: memoryview) -> None:
-        """Takes a large part into the checksum, once it is known what follows, see [Note: one checksum]."""
+        """Adds a large part to the checksum, once the bytes after it are known, see [Note: one checksum]."""
         large, self._large = self._large, None
         if large is None:
             return
@@ -126,7 +126,7 @@ class TensorWriter:
             self._crc32 = zlib.crc32(large, self._crc32)
 
     def flush(self) -> None:
-        """For `torch.save`; `disk.written` flushes once at the end."""
+        """Called by `torch.save`; does nothing, because `disk.written` flushes once at the end."""
 
     def record(self) -> FileRecord:
         """Name, size and checksum of the file, as written so far."""
@@ -136,7 +136,7 @@ class TensorWriter:
         """The manifest of this file alone.
 
         Args:
-            head: what it says beside files and tensors.
+            head: the manifest without files, tensors and save id.
             save_id: of the save.
         """
         return replace(head, save_id=save_id, files=(self.record(),), tensors=self._tensors)
@@ -180,7 +180,7 @@ class TensorReader:
         self._file.close()
 
     def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """One box of a tensor, on the CPU.
+        """Reads one box of a tensor, to the CPU.
 
         Args:
             key: its name in errors.
@@ -195,7 +195,7 @@ class TensorReader:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
             _check_format(stretch)
             tensor = torch.load(stretch, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # torch's text recommends to execute what the file says
+        except pickle.UnpicklingError as error:  # torch's text would recommend to execute the file
             raise CheckpointError(refusal(what, "more than a tensor", "be one and execute nothing", remedy)) from error
         except Exception as error:  # whatever damaged bytes make torch raise
             raise CheckpointError(refusal(what, error, "be readable", remedy)) from error
@@ -214,7 +214,7 @@ def _check_format(file: _Slice) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """A stretch of a file, as a file."""
+    """A stretch of a file that can be read like a file."""
 
     def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
@@ -234,7 +234,7 @@ class _Slice(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """All that was asked for: torch takes less for damage, and Linux reads at most 2 GiB at once."""
+        """Fills the buffer: torch takes fewer bytes for damage, and Linux reads at most 2 GiB at once."""
         view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
         self._file.seek(self._start + self._position)
         done = 0
@@ -245,7 +245,7 @@ class _Slice(io.RawIOBase):
 
 
 def crc_of_file(path: Path) -> int:
-    """CRC-32 of all its bytes.
+    """CRC-32 of all bytes of a file.
 
     Raises:
         OSError
@@ -259,12 +259,12 @@ def crc_of_file(path: Path) -> int:
 
 
 def joined(before: int, after: int, nbytes: int) -> int:
-    """CRC-32 of bytes with others behind them.
+    """CRC-32 of two stretches of bytes, one after the other.
 
     Args:
-        before: CRC-32 of the first.
-        after: CRC-32 of the others.
-        nbytes: how many the others are.
+        before: CRC-32 of the first stretch.
+        after: CRC-32 of the second.
+        nbytes: of the second.
 
     >>> import zlib
     >>> joined(zlib.crc32(b"data-"), zlib.crc32(b"parallel"), 8) == zlib.crc32(b"data-parallel")
@@ -274,7 +274,7 @@ def joined(before: int, after: int, nbytes: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """Of two remainders, a remainder again."""
+    """The product of two remainders, as a remainder."""
     product = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:
@@ -285,7 +285,7 @@ def _product(left: int, right: int) -> int:
 
 @cache
 def _power(exponent: int) -> int:
-    """Remainder of x**exponent; tensors of a model have few sizes."""
+    """The remainder of x**exponent. It is cached, because the tensors of a model have few sizes."""
     if exponent < 2:
         return _X if exponent else _ONE
     half = _power(exponent // 2)

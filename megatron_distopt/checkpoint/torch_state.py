@@ -5,7 +5,7 @@ state, as in torch: torch.optim.AdamW loads it, and its own loads here. On sever
 which torch.distributed.checkpoint saves and fills each rank's boxes. "main_param" is the fp32 main param of a 16-bit
 param, which torch does not have and ignores.
 
-A param that was never updated has zeros and a count of 0 where Adam and SGD begin with them: so that a new optimizer
+A param that was never updated has the zeros and the count of 0 with which Adam and SGD begin, so that a new optimizer
 has something that torch.distributed.checkpoint can fill. Of other classes only what is there is shown.
 """
 
@@ -52,7 +52,7 @@ class TorchParams:
     Args:
         share: the sharded step, and where its params lie in the whole model.
         names: of the params in it, by param group, in the order of each group's "params".
-        groups: the live param groups; of "params" nothing is read.
+        groups: the live param groups; their "params" are not read.
         data: the data-parallel group.
         everyone: all ranks that load together.
     """
@@ -65,7 +65,7 @@ class TorchParams:
 
     @property
     def numbered(self) -> list[str]:
-        """Names by number."""
+        """Names in the order of torch's numbers."""
         return [name for names in self.names for name in names]
 
     @property
@@ -74,7 +74,7 @@ class TorchParams:
         return self.data.size == 1 and all(each.dim is None for each in self.share.placements.values())
 
     def pieces(self) -> Iterator[OwnedPiece]:
-        """All that this rank owns, in the order of its buffers."""
+        """Everything that this rank owns, in the order of its buffers."""
         return owned_pieces(WholeModel([self.share]))
 
     def group_of(self, name: str) -> MutableMapping[str, Any]:
@@ -84,7 +84,7 @@ class TorchParams:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """What this rank holds of the state, looked up once for a call."""
+    """What this rank holds of the state; each answer is computed once."""
 
     params: TorchParams
 
@@ -131,7 +131,7 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
 
 
 class StateByParam(Mapping[Parameter, dict[str, Any]]):
-    """`optimizer.state` of a torch optimizer, made when it is read: tensors are live where they are plain.
+    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are live.
 
     Args:
         params: of the optimizer, as they are now.
@@ -142,7 +142,7 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         self._here, self._name_of = _Here(params), name_of
 
     def __getitem__(self, param: Parameter) -> dict[str, Any]:
-        return _state_of(self._here, self._name_of[param]) or {}  # as torch's, which has one for every param then
+        return _state_of(self._here, self._name_of[param]) or {}  # as in torch, where every param has an entry then
 
     def __iter__(self) -> Iterator[Parameter]:
         return (param for param, name in self._name_of.items() if _has_state(self._here, name))
@@ -160,7 +160,7 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         _refuse_change()
 
     def clear(self) -> NoReturn:
-        """Refused, as all else that replaces state."""
+        """Refused, as is every other way to replace state."""
         _refuse_change()
 
 
@@ -178,7 +178,7 @@ def _has_state(here: _Here, name: str) -> bool:
 
 
 def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
-    """Of one param; None where torch would have no entry."""
+    """The state of one param; None where torch would have no entry."""
     if name not in here.trained:
         return None
     pieces = here.pieces.get(name, [])
@@ -196,7 +196,7 @@ def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
 
 
 def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
-    """Views of a tensor as long as the flat param; zeros where there is none."""
+    """One value of a param, as views of a tensor as long as the flat param; zeros where there is no such tensor."""
     share, pieces = here.params.share, here.pieces.get(name, [])
     dtype, device = (torch.float32, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
     boxes = [piece.piece.in_global for piece in pieces]
@@ -223,7 +223,7 @@ def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
 
 
 def _scalars(here: _Here, flat: FlatParam, *, has_begun: bool) -> dict[str, Any]:
-    """The count of updates and what else is kept once for a param, in memory of its own: a flat param has it once."""
+    """The count of updates and what else is kept once, copied: the params of a flat param share it."""
     optimizer = here.params.share.optimizer
     state, moments = optimizer.inner.state.get(flat.main, {}), moments_of(optimizer.inner, flat.main)
     found = {key: _copied(value) for key, value in state.items() if key not in moments and value is not None}
@@ -238,14 +238,14 @@ def _copied(value: Any) -> Any:
 
 
 def _elsewhere(here: _Here) -> dict[str, Tensor]:
-    """The count of updates of a param of which this rank owns nothing: only the others know it."""
+    """The count of updates of a param of which this rank owns nothing; only the owners know it."""
     if not is_adam(here.params.share.optimizer):
         return {}
     return {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldValue:
     """What a rank holds of one value.
 
     Args:
@@ -264,8 +264,8 @@ class _Held:
 def full_state_dict(params: TorchParams) -> dict[str, Any]:
     """Collective: the state of all params in whole tensors on the CPU of the data-parallel group's first rank.
 
-    One value of one rank is under way at a time. What it returns is what one rank's `torch_state_dict` would be, for
-    `torch.save` and for any optimizer of the same params.
+    One value of one rank is sent at a time. The result is what `torch_state_dict` returns on one rank: `torch.save`
+    writes it, and any optimizer of the same params loads it.
 
     Args:
         params: of the optimizer.
@@ -290,7 +290,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     return {"state": full, "param_groups": state["param_groups"]}
 
 
-def _checked(params: TorchParams, state: Mapping[str, Any]) -> dict[tuple[int, str], _Held]:
+def _checked(params: TorchParams, state: Mapping[str, Any]) -> dict[tuple[int, str], _HeldValue]:
     cut = [each.name for each in params.share.placements.values() if each.dim is not None]
     if cut:
         got, remedy = f"{cut[0]!r}, which is cut over other ranks, too", "Call optimizer.save(folder)"
@@ -299,24 +299,26 @@ def _checked(params: TorchParams, state: Mapping[str, Any]) -> dict[tuple[int, s
         (number, kind): _held(value)
         for number, values in state["state"].items()
         for kind, value in values.items()
-        if not (isinstance(value, ShardedValue) and not value.boxes and value.dim() == 0)  # a count that others know
+        if not (
+            isinstance(value, ShardedValue) and not value.boxes and value.dim() == 0
+        )  # a count that only the owners know
     }
 
 
-def _held(value: Any) -> _Held:
+def _held(value: Any) -> _HeldValue:
     if not torch.is_tensor(value):
-        return _Held((), torch.float32, None, value)
+        return _HeldValue((), torch.float32, None, value)
     shape = tuple(value.shape)
     if isinstance(value, ShardedValue):
-        return _Held(shape, value.dtype, value.boxes)
-    return _Held(shape, value.dtype, None, value.cpu()) if value.dim() == 0 else _Held(shape, value.dtype, ())
+        return _HeldValue(shape, value.dtype, value.boxes)
+    return _HeldValue(shape, value.dtype, None, value.cpu()) if value.dim() == 0 else _HeldValue(shape, value.dtype, ())
 
 
-def _gather(own: Tensor | None, told: Sequence[_Held | None], params: TorchParams) -> Any:
-    """Collective: one value, on the first rank.
+def _gather(own: Tensor | None, told: Sequence[_HeldValue | None], params: TorchParams) -> Any:
+    """Collective: gathers one value on the first rank.
 
     Args:
-        own: this rank's.
+        own: this rank's value.
         told: what each rank holds of it.
         params: of the optimizer.
     """
@@ -348,7 +350,7 @@ def _carried(value: Tensor | None, group: Group) -> Tensor:
     return flat.cpu() if "gloo" in group.backend else flat
 
 
-def _received(held: _Held, rank: int, params: TorchParams) -> Tensor:
+def _received(held: _HeldValue, rank: int, params: TorchParams) -> Tensor:
     numel, group = sum(box.numel for box in held.boxes or ()), params.data
     device = torch.device("cpu") if "gloo" in group.backend else params.share.optimizer.device
     flat = torch.empty(numel, dtype=held.dtype, device=device)

@@ -1,4 +1,4 @@
-"""What this rank holds of the whole model, which a host says and a checkpoint is written from and read into.
+"""What this rank holds of the whole model. A host describes it; a checkpoint is written from it and read into it.
 
 [Note: history] Every manifest names the saves before it, so that `keep_last` knows whose checkpoints it may remove. A
 name or a date would not say it: a checkpoint in the next folder may be of another run with the same model, or of this
@@ -34,16 +34,16 @@ __all__ = [
     "without_wrappers",
 ]
 
-#: What torch.compile, FSDP and activation checkpointing put into the names of params, wherever they wrap a module.
+#: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that they wrap.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-#: What DataParallel and DDP put in front of them.
+#: What DataParallel and DDP add in front of the names.
 _IN_FRONT = "module"
-#: Save ids in a manifest: a run that keeps more checkpoints than these removes none of the oldest.
+#: The most save ids in a manifest. A run that keeps more checkpoints never removes the oldest.
 _MOST = 1000
-#: By the first optimizer of a rank, which lives as long as its run.
+#: Ids of earlier saves, by the first optimizer of a rank, which lives as long as its run.
 _SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary()
 _log = logging.getLogger("megatron_distopt")
-#: What Megatron's grad scaler calls them, and what we do.
+#: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
 _NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 
 
@@ -66,8 +66,8 @@ class Share:
     Args:
         optimizer: the sharded step.
         placements: of its params, by their names in it.
-        writes: whether this rank writes its shards of a param, by those names: False on all but one rank for what
-            several hold beside data parallelism.
+        writes: whether this rank writes its shards of a param, by the names in the optimizer. Where ranks other than
+            data-parallel ones hold the same shards, it is True on one of them.
         resting: names in the whole model of params without state, by the number of the param group that they are in.
     """
 
@@ -82,11 +82,11 @@ class WholeModel:
     """The model as all ranks together have it.
 
     Args:
-        shares: of this rank, one an optimizer; at least one.
-        canonical: from a name in any host's checkpoint to one that all hosts' names of the same param share.
-            Names that become the same in one checkpoint or model are compared as they are.
+        shares: of this rank, one for each optimizer; at least one.
+        canonical: makes one name of the names that all hosts have for a param. Names that become equal within one
+            checkpoint or model are compared as they are.
         frozen: names in the whole model of params that do not train here; a checkpoint may hold them.
-        about: said in the manifest: host, sizes of the parallel groups.
+        about: host and sizes of the parallel groups, for the manifest.
         from_weights: how a user starts from the model's weights without a checkpoint of the optimizer, for errors.
     """
 
@@ -102,9 +102,9 @@ class OwnedPiece:
     """A box of one param that this rank owns.
 
     Args:
-        share: whose flat param it is in.
-        flat: that holds the elements.
-        shard: of which it is a part.
+        share: of the optimizer that has the flat param.
+        flat: holds the elements.
+        shard: the param shard that it is a part of.
         placement: of the param.
         piece: which elements.
     """
@@ -116,13 +116,13 @@ class OwnedPiece:
     piece: Piece
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The elements in a tensor as long as the flat param, in the shape of the box."""
+        """The elements of the piece in a tensor as long as the flat param, in the shape of the box."""
         in_shard = self.piece.in_param.relative_to(self.shard.in_param.start)
         stretch = self.flat.cut(tensor, self.shard)[in_shard.as_slice()]
         return stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the main param and of what the inner optimizer keeps for each element, by key."""
+        """Views of the main param and of the moments, by key."""
         yield key_of(MAIN, self.placement.name), self.view(self.flat.main)
         for kind, tensor in moments_of(self.share.optimizer.inner, self.flat.main).items():
             yield key_of(kind, self.placement.name), self.view(tensor)
@@ -134,7 +134,7 @@ def flat_params_of(optimizer: ShardedOptimizer, number: int) -> Iterator[FlatPar
 
 
 def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
-    """All that this rank owns, in the order of its buffers."""
+    """Everything that this rank owns, in the order of its buffers."""
     for share in model.shares:
         for flat in share.optimizer.flat_params:
             for shard in flat.plan.shards:
@@ -144,28 +144,28 @@ def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
 
 
 def earlier_saves(model: WholeModel) -> tuple[str, ...]:
-    """Save ids, the latest last."""
+    """Ids of the saves before, the latest last."""
     return _SAVES.get(model.shares[0].optimizer, ())
 
 
 def remember_saved(model: WholeModel, save_id: str) -> None:
-    """Called when a save has begun; one that fails leaves an id that nothing has."""
+    """Called when a save has begun. If it fails, its id stays, which no checkpoint has."""
     _SAVES[model.shares[0].optimizer] = (*earlier_saves(model), save_id)[-_MOST:]
 
 
 def remember_loaded(model: WholeModel, manifest: Manifest) -> None:
-    """Called when a state was taken over; one of other software has no history."""
+    """Called when a state was loaded; a state of other software has no earlier saves."""
     own = (manifest.save_id,) if manifest.save_id else ()
     _SAVES[model.shares[0].optimizer] = (*manifest.earlier, *own)[-_MOST:]
 
 
 def saved_loss_scale(loss_scale: LossScale) -> dict[str, float]:
-    """Its state as plain numbers; empty for one that never changes."""
+    """The state of a loss scale as plain numbers; empty for one that never changes."""
     return {_NAMES.get(key, key): _number(value) for key, value in loss_scale.state_dict().items()}
 
 
 def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
-    """Takes the numbers over, where both have a loss scale; a run may start or stop using one."""
+    """Loads the numbers where both runs have a loss scale; a run may start or stop using one."""
     current = loss_scale.state_dict()
     missing = [key for key in current if _NAMES.get(key, key) not in saved]
     if not missing and current:
@@ -181,5 +181,5 @@ def _number(value: Any) -> float:
 
 
 def _like(current: Any, number: float) -> Any:
-    """In the type and shape in which this run keeps it."""
+    """A number in the type and shape in which this run keeps it."""
     return torch.full_like(current, number) if torch.is_tensor(current) else type(current)(number)

@@ -319,7 +319,7 @@ def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
     yield "for a moment", f"{size_text(held.backward_nbytes)} in backward: the largest gradient, before it is added up"
     if held.step_nbytes:
         yield "for a step", f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns"
-    yield "updated", f"{counted(held.num_runs, 'flat param')} by the inner optimizer"
+    yield "updated", f"{counted(held.num_flat_params, 'flat param')} by the inner optimizer"
 
 
 def _collectives_text(stage: StagePlan, kind: Kind, seconds: float, exposed: float | None, by: str) -> str:
@@ -343,7 +343,7 @@ def _built_heading(each: BuiltRank) -> str:
 def _built(each: BuiltRank) -> Iterator[tuple[str, str]]:
     built, held, cut = each.built, each.plan.footprint, each.plan.choice.cut
     yield "groups", f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
-    updated = f"the inner optimizer updates {counted(built.num_runs, 'flat param')}"
+    updated = f"the inner optimizer updates {counted(built.num_flat_params, 'flat param')}"
     yield "tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"
     for kind in ("param", "grad", "main", "moment"):
         found, planned = getattr(built, f"{kind}_nbytes"), getattr(held, f"{kind}_nbytes")

@@ -72,7 +72,7 @@ class Built:
     Args:
         num_params: tensors that the model registers.
         numel: elements in them.
-        num_runs: flat params, which the inner optimizer updates.
+        num_flat_params: flat params, which the inner optimizer updates.
         seconds: how long building took.
         process_nbytes: how much building raised the peak memory of this process.
         param_nbytes, grad_nbytes, main_nbytes, moment_nbytes: read off the tensors that were built.
@@ -80,7 +80,7 @@ class Built:
 
     num_params: int
     numel: int
-    num_runs: int
+    num_flat_params: int
     seconds: Seconds
     process_nbytes: int
     param_nbytes: int
@@ -153,7 +153,7 @@ def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Sec
     return Built(
         num_params=len(plan.params),
         numel=plan.numel,
-        num_runs=sum(len(optimizer.flat_params) for optimizer in optimizers),
+        num_flat_params=sum(len(optimizer.flat_params) for optimizer in optimizers),
         seconds=seconds,
         process_nbytes=process_nbytes,
         param_nbytes=sum(each.param_nbytes for each in held),

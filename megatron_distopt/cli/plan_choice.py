@@ -76,7 +76,7 @@ class Choice:
         width = DTYPES[self.dtype][1]
         reduce = 0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype]
         grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
-        return Widths(param=width, grad=grad, main=main, wire=reduce)
+        return Widths(param=width, grad=grad, main=main, reduce=reduce)
 
     @property
     def grad_dtype(self) -> str:
@@ -126,7 +126,7 @@ class StagePlan:
         decays = {param.spec.name: param.decays for param in self.params}
         total = Footprint()
         for part in self.parts:
-            total = total.beside(estimate_footprint(part.layout, part.rank, self.choice.widths, decays.__getitem__))
+            total = total.plus(estimate_footprint(part.layout, part.rank, self.choice.widths, decays.__getitem__))
         return total
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The plan: which element lies where and who owns it. Pure, standard library only, cannot be built wrong."""
+"""Which element lies where and which rank owns it: frozen values that check themselves. Standard library only."""
 
 from megatron_distopt.layout.buckets import (
     Bucket,

@@ -17,9 +17,9 @@ from megatron_distopt.layout.spans import Span
 
 __all__ = ["Bucket", "BufferLayout", "ParamSlot", "ParamSpec", "adopt", "default_bucket_size", "lay_out"]
 
-#: Buckets of a buffer, where neither bound below counts.
+#: Number of buckets of a buffer, unless one of the bounds below says otherwise.
 _USUAL_BUCKETS = 8
-#: Each rank's part of a bucket is worth a message, and a bucket is not so large that its last one is waited for.
+#: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
 
 
@@ -171,9 +171,9 @@ def lay_out(
         params: in buffer order; hosts give the reverse of registration, roughly the order of backward.
         num_shards: size of the data-parallel group.
         bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
-        alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, which the
-            vectorised kernels of every accelerator like; the 2023 forks use 1.
-        last: behind the others, in buckets of their own.
+        alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, enough for
+            the vectorised kernels of every accelerator; the forks of 2023 use 1.
+        last: params that come after the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
     >>> layout.slots[1], layout.numel
@@ -197,7 +197,7 @@ def lay_out(
 
 
 def default_bucket_size(numel: int, num_shards: int) -> int:
-    """Elements of a bucket that is reduced while others are still computed.
+    """The bucket size where none is given and communication is overlapped with backward, in elements.
 
     Args:
         numel: of the buffer.

@@ -1,4 +1,4 @@
-"""What a layout costs before anything is allocated: bytes of one rank by kind, and what its collectives send.
+"""Estimates, before anything is allocated, of the memory of one rank and of the bytes that its collectives send.
 
 `optimizer/memory.py` reads the same bytes off tensors; tests/plugin/test_plan_command.py compares the two.
 """
@@ -24,21 +24,21 @@ _STATS_NBYTES = 3 * 8
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes an element.
+    """Bytes an element of each kind of tensor.
 
     Args:
         param: of the param buffer.
         grad: of the grad buffer.
         main: of main params of their own; 0 where the model param is its own main param.
         moments: of all that the inner optimizer keeps for an element.
-        wire: of a gradient on its way to its owner; 0 for as many as in the grad buffer.
+        reduce: of a gradient while it is communicated; 0 for as many as in the grad buffer.
     """
 
     param: int
     grad: int
     main: int
     moments: int = 8
-    wire: int = 0
+    reduce: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Footprint:
         undistributed_nbytes: main params and moments of a rank that holds the state of all params.
         backward_nbytes: for a moment in backward: the largest gradient before it is added to the buffer.
         step_nbytes: for the length of a step: fp32 copies of 16-bit gradients.
-        num_runs: tensors that the inner optimizer updates.
+        num_flat_params: tensors that the inner optimizer updates.
     """
 
     param_nbytes: int = 0
@@ -61,7 +61,7 @@ class Footprint:
     undistributed_nbytes: int = 0
     backward_nbytes: int = 0
     step_nbytes: int = 0
-    num_runs: int = 0
+    num_flat_params: int = 0
 
     @property
     def lasting_nbytes(self) -> int:
@@ -70,11 +70,11 @@ class Footprint:
 
     @property
     def peak_nbytes(self) -> int:
-        """With what comes and goes; activations are the model's own affair."""
+        """The same and the larger of what backward and the step allocate for a time; activations are not counted."""
         return self.lasting_nbytes + max(self.backward_nbytes, self.step_nbytes)
 
-    def beside(self, other: Footprint) -> Footprint:
-        """Of two buffers together. Only one gradient at a time is outside of them."""
+    def plus(self, other: Footprint) -> Footprint:
+        """The footprint of two buffers together. Only one gradient at a time is outside of them."""
         added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Footprint(**{**added, "backward_nbytes": max(self.backward_nbytes, other.backward_nbytes)})
 
@@ -105,18 +105,18 @@ def estimate_footprint(layout: BufferLayout, rank: int, widths: Widths, key_of: 
         undistributed_nbytes=sum(numels) * (widths.main + widths.moments),
         backward_nbytes=max(numels) * widths.param,
         step_nbytes=owned * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
-        num_runs=len(flat_params),
+        num_flat_params=len(flat_params),
     )
 
 
 class Kind(Enum):
-    """What a step sends."""
+    """The kinds of collectives of a step."""
 
-    #: Every rank's gradients to the owners' sums.
+    #: Sums the gradients of all ranks into the shards of their owners.
     REDUCE_SCATTER = "reduce-scatter"
-    #: The owners' params to every rank.
+    #: Sends the owners' params to all ranks.
     ALL_GATHER = "all-gather"
-    #: Three numbers: norm, zeros, verdict.
+    #: Adds up three numbers of all ranks: norm, zeros, found-inf.
     ALL_REDUCE = "all-reduce"
 
 
@@ -125,7 +125,7 @@ class Collective:
     """One collective of a step.
 
     Args:
-        kind: of collective.
+        kind: which collective.
         nbytes: of the whole tensor, in the dtype in which it travels.
         num_ranks: that take part.
         bucket: index; None of the statistics.
@@ -138,7 +138,7 @@ class Collective:
 
     @property
     def sent_nbytes(self) -> int:
-        """By each rank; as many arrive. A ring, and a direct exchange between all pairs, send the same.
+        """Bytes that each rank sends, and receives. A ring and a direct exchange between all pairs send the same.
 
         >>> Collective(Kind.REDUCE_SCATTER, 1000, 4).sent_nbytes, Collective(Kind.ALL_REDUCE, 24, 2).sent_nbytes
         (750, 24)
@@ -148,7 +148,7 @@ class Collective:
 
     @property
     def num_hops(self) -> int:
-        """Messages that follow each other: around the ring, or up and down a tree for the few bytes of an all-reduce.
+        """Number of messages that wait for each other: around a ring, or up and down a tree for a small all-reduce.
 
         >>> Collective(Kind.ALL_GATHER, 1000, 4).num_hops, Collective(Kind.ALL_REDUCE, 24, 4).num_hops
         (3, 4)
@@ -166,10 +166,10 @@ def collectives_of(layout: BufferLayout, widths: Widths) -> Iterator[Collective]
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 128)], num_shards=2)
-    >>> [each.nbytes for each in collectives_of(layout, Widths(param=2, grad=4, main=4, wire=2))]
+    >>> [each.nbytes for each in collectives_of(layout, Widths(param=2, grad=4, main=4, reduce=2))]
     [256, 256]
     """
-    for kind, width in ((Kind.REDUCE_SCATTER, widths.wire or widths.grad), (Kind.ALL_GATHER, widths.param)):
+    for kind, width in ((Kind.REDUCE_SCATTER, widths.reduce or widths.grad), (Kind.ALL_GATHER, widths.param)):
         for bucket in layout.buckets if layout.num_shards > 1 else ():
             yield Collective(kind, bucket.in_buffer.numel * width, layout.num_shards, bucket.index)
 

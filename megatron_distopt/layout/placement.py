@@ -23,7 +23,7 @@ class Piece:
         in_global: of the whole param.
         in_param: a contiguous stretch of this rank's flattened param.
         sizes: the shape to view that stretch in.
-        inside: the elements of that view; all of it but for a cut that crosses a dimension which is not the first.
+        inside: the elements of that view that belong to the piece: all, unless a dimension after the first is cut.
     """
 
     in_global: Box
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A rank's param in the whole model.
+    """The place of a rank's param in the whole model.
 
     Args:
         name: in the whole model: pipeline stage and chunk resolved.
@@ -42,7 +42,7 @@ class Placement:
         dim: along which it is cut over tensor-parallel ranks; None where every rank holds all of it.
         rank, size: in the tensor-parallel group.
         stride: see [Note: strides].
-        is_padded: the first dimension ends with rows that stand for nothing, and other runs may have more or fewer.
+        is_padded: the first dimension ends with unused rows, of which other runs may have more or fewer.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Placement:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the param of the whole model."""
+        """Shape of the param of the whole model."""
         if self.dim is None:
             return self.shape
         return tuple(numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape))
 
     def pieces(self, in_param: Span) -> tuple[Piece, ...]:
-        """A stretch of this rank's flattened param as boxes of the whole param.
+        """Cuts a stretch of this rank's flattened param into boxes of the whole param.
 
         >>> half = Placement("w", (4, 2), dim=0, rank=1, size=2, stride=2)
         >>> [piece.in_global for piece in half.pieces(Span(0, 8))]
@@ -91,7 +91,7 @@ class Placement:
         return tuple(found)
 
     def _bands(self) -> tuple[tuple[Box, int], ...]:
-        """What moves together, and how far along `dim`."""
+        """Boxes of this rank's param that stay in one piece in the whole param, and how far each moves along `dim`."""
         whole = Box.whole(self.shape)
         if self.dim is None:
             return ((whole, 0),)

@@ -28,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """One param ∩ one shard, in every index space that somebody needs.
+    """One param ∩ one shard, in every index space that is used.
 
     Args:
         name: of the param.
@@ -50,7 +50,7 @@ class ParamShard:
 
 
 def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
-    """What `rank` owns, in buffer order; empty where every shard of the rank is padding.
+    """The param shards that `rank` owns, in buffer order; empty where every shard of the rank is padding.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -86,7 +86,7 @@ def _owned_in_bucket(layout: BufferLayout, starts: list[int], bucket: Bucket, ra
 
 @dataclass(frozen=True, slots=True)
 class FlatParamPlan(Generic[Key]):
-    """A stretch of one rank's shard of one bucket.
+    """A flat param as planned: a stretch of one rank's shard of one bucket.
 
     Args:
         key: what its params have in common.

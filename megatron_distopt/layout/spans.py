@@ -56,7 +56,7 @@ class Span:
         return Span(start, stop) if start < stop else None
 
     def as_slice(self) -> slice:
-        """For indexing a 1-D tensor."""
+        """The same elements as a slice, which indexes a 1-D tensor."""
         return slice(self.start, self.stop)
 
 
@@ -112,12 +112,12 @@ class Box:
         return Box(tuple(offsets), self.sizes)
 
     def as_slices(self) -> tuple[slice, ...]:
-        """For indexing an N-D tensor."""
+        """The same elements as slices, which index an N-D tensor."""
         return tuple(slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True))
 
 
 def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
-    """The elements of a stretch of the flattened tensor, at most 2N-1 boxes of N dimensions.
+    """Cuts a stretch of the flattened tensor into at most 2N-1 boxes of N dimensions.
 
     Each box is contiguous in the flattened tensor, and they come in its order.
 

@@ -331,7 +331,7 @@ def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes
     stage, data_rank = choice.cut.place_of(rank)
     plan = plan_stage(gpt, choice, stage, data_rank)
     built = plan_build.build(plan, rank)
-    for kind in ("param_nbytes", "grad_nbytes", "main_nbytes", "moment_nbytes", "num_runs"):
+    for kind in ("param_nbytes", "grad_nbytes", "main_nbytes", "moment_nbytes", "num_flat_params"):
         assert getattr(built, kind) == getattr(plan.footprint, kind), kind
     assert built.numel == plan.numel
     assert built.process_nbytes < MOST_PROCESS_NBYTES
