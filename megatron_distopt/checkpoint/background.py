@@ -279,7 +279,7 @@ class BackgroundSaver:
             task.saving.release()
 
     def _at_exit(self) -> None:
-        """Waits for the thread of this rank alone, because ranks may have ended; the first rank's waits for all files."""
+        """Waits for this rank's thread alone, because others may have ended; the first rank's waits for all files."""
         task = self._task
         if task is None or task.thread is None:
             return

@@ -28,6 +28,7 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
+from tests.support.refusals import assert_says
 from tests.support.simulated import World
 from tests.support.spawn import run_ranks
 from tests.support.stored import TINY, Numbered, leftovers, number_in
@@ -408,9 +409,10 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
     training.save(1)
     with pytest.raises(CheckpointError) as raised:
         other.save(2)
-    assert str(raised.value) == (
+    assert_says(
+        str(raised.value),
         f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a folder of its own."
+        "Give each run a folder of its own.",
     )
     training.saver.finish()
     with monkeypatch.context() as patch:

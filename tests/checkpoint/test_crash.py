@@ -23,6 +23,7 @@ from megatron_distopt.checkpoint.folder import is_checkpoint, lock_file, new_sav
 from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import CheckpointError
+from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.stored import TINY, Numbered, leftovers, number_in, save, savings
 
@@ -416,9 +417,10 @@ def test_save_when_its_id_was_there_before_then_the_old_checkpoint_stays(
     with pytest.raises(CheckpointError) as caught:
         by_rank[0].write(contribution_of(four.world.ranks[0].model))
     file = tmp_path / f"{save_id}-00000.distcp"
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid file {file}: [Errno 17] File exists: '{file}'. Must be writable. "
-        "Free space there, or save elsewhere; the last checkpoint is untouched."
+        "Free space there, or save elsewhere; the last checkpoint is untouched.",
     )
     by_rank[0].abandon()
     assert sorted(tmp_path.iterdir()) == before
@@ -463,9 +465,10 @@ def test_commit_when_the_folder_was_removed_and_taken_by_another_run_then_that_o
     Numbered(World.of(TINY)).save(place, 2)
     with pytest.raises(CheckpointError) as caught:
         folder.commit(place, [part])
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid file {place / part.files[0].name}: not there. "
-        f"Must have the {part.files[0].nbytes} bytes that its rank wrote. Let nothing else write or remove there."
+        f"Must have the {part.files[0].nbytes} bytes that its rank wrote. Let nothing else write or remove there.",
     )
     first.abandon()
     first.release()
@@ -482,9 +485,10 @@ def test_commit_when_a_file_was_cut_off_meanwhile_then_it_is_named_and_the_old_c
     os.truncate(tmp_path / file.name, 100)
     with pytest.raises(CheckpointError) as caught:
         saver.commit()
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid file {tmp_path / file.name}: 100 bytes. Must have the {file.nbytes} bytes that its rank wrote. "
-        "Let nothing else write or remove there."
+        "Let nothing else write or remove there.",
     )
     saver.abandon()
     assert number_in(tmp_path, reader) == 1 and leftovers(tmp_path) == set()
@@ -500,9 +504,10 @@ def test_commit_when_ranks_wrote_the_same_elements_then_it_is_refused(tmp_path: 
     with pytest.raises(CheckpointError) as caught:
         folder.commit(tmp_path, wrong)
     got = "18 elements written" if twice else "elements written twice, others not at all"
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid tensor 'exp_avg/w': {got}. Must be written once, all 12 elements. "
-        "Give each param of the model a name of its own, and one rank that writes it."
+        "Give each param of the model a name of its own, and one rank that writes it.",
     )
     assert not is_checkpoint(tmp_path)
 

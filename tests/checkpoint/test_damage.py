@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint.manifest import Manifest, from_text
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
+from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
 from tests.support.stored import TINY, Numbered, is_same, leftovers, number_in, snapshot
@@ -83,8 +84,9 @@ def test_load_when_nothing_is_damaged_then_the_state_is_the_saved_one(folder: Pa
 def test_load_when_a_file_is_missing_then_it_is_named(folder: Path, running: World) -> None:
     path = files_of(folder)[1]
     path.unlink()
-    assert refused(folder, running) == (
-        f"Invalid file {path}: [Errno 2] No such file or directory: '{path}'. Must be readable. {DAMAGED}"
+    assert_says(
+        refused(folder, running),
+        f"Invalid file {path}: [Errno 2] No such file or directory: '{path}'. Must be readable. {DAMAGED}",
     )
 
 
@@ -94,8 +96,8 @@ def test_load_when_a_file_is_too_short_or_long_then_it_is_named(folder: Path, ru
     nbytes = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(nbytes + change)
-    assert refused(folder, running) == (
-        f"Invalid file {path}: {nbytes + change} bytes. Must have {nbytes} bytes. {DAMAGED}"
+    assert_says(
+        refused(folder, running), f"Invalid file {path}: {nbytes + change} bytes. Must have {nbytes} bytes. {DAMAGED}"
     )
 
 
@@ -108,9 +110,8 @@ def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(folder: P
             flipped = bytearray(content)
             flipped[position] ^= 1 << chance.randrange(8)
             path.write_bytes(flipped)
-            assert refused(folder, running) == (
-                f"Invalid file {path}: CRC-32 {zlib.crc32(flipped):08x}. Must have {zlib.crc32(content):08x}. {DAMAGED}"
-            )
+            found, wanted = f"{zlib.crc32(flipped):08x}", f"{zlib.crc32(content):08x}"
+            assert_says(refused(folder, running), f"Invalid file {path}: CRC-32 {found}. Must have {wanted}. {DAMAGED}")
         path.write_bytes(content)
     load(folder, World.of(TINY))
 
@@ -142,14 +143,15 @@ def test_load_when_the_manifest_is_cut_off_then_it_is_refused(folder: Path, runn
     with pytest.raises(json.JSONDecodeError) as parsed:
         json.loads(path.read_text())
     text = f"Invalid manifest {path}: {parsed.value!r} while reading it. Must be one JSON document. {DAMAGED}"
-    assert refused(folder, running) == text
+    assert_says(refused(folder, running), text)
 
 
 def test_load_when_the_manifest_is_missing_then_there_is_no_checkpoint(folder: Path, running: World) -> None:
     (folder / "manifest.json").unlink()
-    assert refused(folder, running) == (
+    assert_says(
+        refused(folder, running),
         f"Invalid checkpoint {folder}: no finished checkpoint. Must hold manifest.json. "
-        "Load an earlier checkpoint, or start from the model's weights alone."
+        "Load an earlier checkpoint, or start from the model's weights alone.",
     )
 
 
@@ -165,9 +167,10 @@ def test_load_when_the_manifest_is_of_another_version_then_that_is_said(
 ) -> None:
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
-    assert refused(folder, running) == (
+    assert_says(
+        refused(folder, running),
         f"Invalid manifest {path}: format 'megatron_distopt' of version {version!r}. "
-        "Must be 'megatron_distopt' of version 1 to 1. Load it with the version of megatron-distopt that wrote it."
+        "Must be 'megatron_distopt' of version 1 to 1. Load it with the version of megatron-distopt that wrote it.",
     )
 
 
@@ -231,16 +234,18 @@ def test_load_when_the_manifest_cannot_be_true_then_it_is_refused(folder: Path, 
     first, second = files_of(folder)
     edit(folder, change)
     got = got.replace("FILE", first.name).replace("OTHER", second.name)
-    assert refused(folder, running) == (
-        f"Invalid manifest {folder}/manifest.json: {got} while reading it. Must follow docs/checkpoint.md. {DAMAGED}"
+    assert_says(
+        refused(folder, running),
+        f"Invalid manifest {folder}/manifest.json: {got} while reading it. Must follow docs/checkpoint.md. {DAMAGED}",
     )
 
 
 def test_load_when_chunks_are_missing_then_the_tensor_is_named(folder: Path, running: World) -> None:
     edit(folder, lambda body: body["tensors"]["exp_avg/w"][2].pop(0))
-    assert refused(folder, running) == (
+    assert_says(
+        refused(folder, running),
         f"Invalid tensor 'exp_avg/w' in checkpoint {folder}: 9 elements of Box(offsets=(0, 0), sizes=(5, 3)). "
-        f"Must hold all 15, each once. {OF_ANOTHER_MODEL}"
+        f"Must hold all 15, each once. {OF_ANOTHER_MODEL}",
     )
 
 
@@ -282,15 +287,16 @@ OTHER_MODELS: dict[str, tuple[tuple[Param, ...], str]] = {
 @pytest.mark.parametrize("case", OTHER_MODELS)
 def test_load_when_the_checkpoint_is_of_another_model_then_the_param_is_named(folder: Path, case: str) -> None:
     params, text = OTHER_MODELS[case]
-    assert refused(folder, World.of(params)) == text.replace("FOLDER", str(folder))
+    assert_says(refused(folder, World.of(params)), text.replace("FOLDER", str(folder)))
 
 
 def test_load_when_a_moment_is_missing_then_the_param_is_named(folder: Path, running: World) -> None:
     edit(folder, lambda body: body["tensors"].pop("exp_avg_sq/norm"))
-    assert refused(folder, running) == (
+    assert_says(
+        refused(folder, running),
         f"Invalid state of 'norm' in checkpoint {folder}: exp_avg beside the param. "
         "Must hold exp_avg, exp_avg_sq for torch_fused. "
-        "Resume with the optimizer of the saved run, or start from its weights with a new optimizer."
+        "Resume with the optimizer of the saved run, or start from its weights with a new optimizer.",
     )
 
 
@@ -313,9 +319,10 @@ def test_load_when_a_file_goes_after_it_was_verified_then_it_is_named(
     monkeypatch.setattr(TensorReader, "__init__", fail)
     with pytest.raises(CheckpointError) as caught:
         load(folder, running)
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid file {path}: {gone}. Must stay as it is while it is read. "
-        "Start the run again: its state is loaded in part."
+        "Start the run again: its state is loaded in part.",
     )
 
 
@@ -360,9 +367,10 @@ def test_save_when_the_folder_cannot_be_written_then_the_file_is_named(
     monkeypatch.setattr(disk, "create", refuse)
     monkeypatch.setattr("megatron_distopt.checkpoint.save.new_save_id", lambda: "01234567")
     path = folder / "01234567-00000.distcp"
-    assert Saved(folder, running).refused() == (
+    assert_says(
+        Saved(folder, running).refused(),
         f"Invalid file {path}: [Errno 13] Permission denied: '{path}'. Must be writable. "
-        "Free space there, or save elsewhere; the last checkpoint is untouched."
+        "Free space there, or save elsewhere; the last checkpoint is untouched.",
     )
     assert number_in(folder, World.of(TINY)) == 1 and leftovers(folder) == set()
 
@@ -370,9 +378,10 @@ def test_save_when_the_folder_cannot_be_written_then_the_file_is_named(
 def test_save_when_the_folder_cannot_be_made_then_it_is_named(tmp_path: Path, running: World) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "iter_0000001"
-    assert Saved(place, running).refused() == (
+    assert_says(
+        Saved(place, running).refused(),
         f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be a folder that can be written. "
-        "Free space there, or give another folder."
+        "Free space there, or give another folder.",
     )
 
 
@@ -404,9 +413,10 @@ def test_save_when_the_disk_is_full_then_the_file_is_named_and_the_old_checkpoin
         (small_disk / "other").write_bytes(bytes(free.f_bavail * free.f_bsize - room))
         text = Saved(place, world).refused()
         file = text.split()[2].removesuffix(":")
-        assert text == (
+        assert_says(
+            text,
             f"Invalid file {file}: [Errno 28] No space left on device. Must {rule}. "
-            "Free space there, or save elsewhere; the last checkpoint is untouched."
+            "Free space there, or save elsewhere; the last checkpoint is untouched.",
         )
         assert read_manifest(place) == saved and leftovers(place) == set() and not Path(file).exists()
         world.load(place)
@@ -429,9 +439,10 @@ def test_save_when_another_process_is_saving_there_then_it_is_refused_and_the_ot
         finally:
             os._exit(1)
     os.read(in_commit, 1)
-    assert Saved(folder, running).refused() == (
+    assert_says(
+        Saved(folder, running).refused(),
         f"Invalid checkpoint {folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a folder of its own."
+        "Give each run a folder of its own.",
     )
     assert number_in(folder, World.of(TINY)) == 1
     os.write(let_go, b"x")

@@ -20,6 +20,7 @@ from megatron_distopt.checkpoint.folder import new_save_id, read_manifest
 from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
+from tests.support.refusals import assert_says
 from tests.support.simulated import World
 from tests.support.stored import TINY, Numbered, is_same, leftovers, number_in, savings, snapshot
 
@@ -93,15 +94,17 @@ def test_load_when_the_manifest_is_a_pickle_then_nothing_is_executed(folder: Pat
     path = folder / "manifest.json"
     path.write_bytes(pickle.dumps(Evil(marker), protocol=protocol))
     if protocol == 0:
-        assert refused(folder, marker) == (
+        assert_says(
+            refused(folder, marker),
             f"Invalid manifest {path}: JSONDecodeError('Expecting value: line 1 column 1 (char 0)') while reading it. "
-            "Must be one JSON document. Load an earlier checkpoint; this one was damaged after it was written."
+            "Must be one JSON document. Load an earlier checkpoint; this one was damaged after it was written.",
         )
     else:
-        assert refused(folder, marker) == (
+        assert_says(
+            refused(folder, marker),
             f"Invalid checkpoint {folder}: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte. "
             "Must hold manifest.json. "
-            "Load an earlier checkpoint, or start from the model's weights alone."
+            "Load an earlier checkpoint, or start from the model's weights alone.",
         )
 
 
@@ -119,9 +122,10 @@ def test_load_when_a_file_of_tensors_is_a_pickle_then_nothing_is_executed(folder
     path = folder / read_manifest(folder).files[0].name
     nbytes, evil = path.stat().st_size, pickle.dumps(Evil(marker))
     path.write_bytes(evil)
-    assert refused(folder, marker) == (
+    assert_says(
+        refused(folder, marker),
         f"Invalid file {path}: {len(evil)} bytes. Must have {nbytes} bytes. "
-        "Load an earlier checkpoint; this one was damaged after it was written."
+        "Load an earlier checkpoint; this one was damaged after it was written.",
     )
     path.write_bytes(evil.ljust(nbytes, b"."))
     assert "CRC-32" in refused(folder, marker)
@@ -129,17 +133,19 @@ def test_load_when_a_file_of_tensors_is_a_pickle_then_nothing_is_executed(folder
 
 def test_load_when_a_pickle_takes_the_place_of_a_tensor_then_nothing_is_executed(folder: Path, marker: Path) -> None:
     path = replace_first_tensor(folder, pickle.dumps(Evil(marker), protocol=2))
-    assert refused(folder, marker) == (
+    assert_says(
+        refused(folder, marker),
         f"Invalid tensor 'main/norm' in {path}: it begins with b'\\x80\\x02cp' and not as torch.save begins. "
-        f"Must be readable. {DAMAGED}"
+        f"Must be readable. {DAMAGED}",
     )
 
 
 def test_load_when_a_tensor_is_in_an_older_format_of_torch_then_it_is_not_opened(folder: Path, marker: Path) -> None:
     path = replace_first_tensor(folder, saved(Evil(marker), _use_new_zipfile_serialization=False))
-    assert refused(folder, marker) == (
+    assert_says(
+        refused(folder, marker),
         f"Invalid tensor 'main/norm' in {path}: it begins with b'\\x80\\x02\\x8a\\n' and not as torch.save begins. "
-        f"Must be readable. {DAMAGED}"
+        f"Must be readable. {DAMAGED}",
     )
 
 
@@ -149,8 +155,9 @@ def test_load_when_a_tensor_is_an_object_with_code_then_nothing_is_executed(
 ) -> None:
     evil = Evil(marker)
     path = replace_first_tensor(folder, saved([torch.zeros(3), {"state": evil}] if is_nested else evil))
-    assert refused(folder, marker) == (
-        f"Invalid tensor 'main/norm' in {path}: more than a tensor. Must be one and execute nothing. {DAMAGED}"
+    assert_says(
+        refused(folder, marker),
+        f"Invalid tensor 'main/norm' in {path}: more than a tensor. Must be one and execute nothing. {DAMAGED}",
     )
 
 
@@ -170,8 +177,9 @@ def test_load_when_a_tensor_is_something_else_then_that_is_said(
     folder: Path, marker: Path, value: object, got: str
 ) -> None:
     path = replace_first_tensor(folder, saved(value))
-    assert refused(folder, marker) == (
-        f"Invalid tensor 'main/norm' in {path}: {got}. Must be torch.float32 [3] as the manifest says. {DAMAGED}"
+    assert_says(
+        refused(folder, marker),
+        f"Invalid tensor 'main/norm' in {path}: {got}. Must be torch.float32 [3] as the manifest says. {DAMAGED}",
     )
 
 
@@ -188,9 +196,10 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
     part.write_bytes(pickle.dumps(Evil(marker), protocol=protocol))
     with pytest.raises(CheckpointError) as caught:
         by_rank[0].commit()
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
-        "Give a folder on a shared disk."
+        "Give a folder on a shared disk.",
     )
     by_rank[0].abandon()
     assert not marker.exists()

@@ -28,6 +28,7 @@ from megatron_distopt.optimizer import (
     make_loss_scale,
 )
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.refusals import assert_says
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -136,9 +137,10 @@ def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
 
 def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_changes() -> None:
     state = Trained(replace(CONFIG, optimizer="sgd")).train(2).saved()
-    assert refusal_of(Trained().train(1), state) == (
+    assert_says(
+        refusal_of(Trained().train(1), state),
         "Invalid optimizer state: of torch_sgd. Must be of torch_foreach. "
-        "Choose the inner optimizer of the saved run, by name."
+        "Choose the inner optimizer of the saved run, by name.",
     )
 
 
@@ -163,7 +165,7 @@ def test_load_when_the_loss_scale_is_of_another_kind_then_refused_and_nothing_ch
     saved_with: str | None, loaded_with: str | None, text: str
 ) -> None:
     state = Trained(replace(CONFIG, loss_scale=saved_with)).train(2).saved()
-    assert refusal_of(Trained(replace(CONFIG, loss_scale=loaded_with)).train(1), state) == text
+    assert_says(refusal_of(Trained(replace(CONFIG, loss_scale=loaded_with)).train(1), state), text)
 
 
 def _part(state: dict[str, Any]) -> dict[str, Any]:
@@ -197,10 +199,11 @@ def test_load_when_shapes_or_keys_of_a_param_are_wrong_then_refused_and_nothing_
 ) -> None:
     state = Trained().train(2).saved()
     spoil(state)
-    assert refusal_of(Trained().train(1), state) == (
+    assert_says(
+        refusal_of(Trained().train(1), state),
         "Invalid state of held.wide_bias[0:17]: other shapes or keys. "
         "Must hold 1-D tensors of 17 elements and the keys of its group and its optimizer. "
-        "Load a state that optimizer.local_state_dict() returned."
+        "Load a state that optimizer.local_state_dict() returned.",
     )
 
 
@@ -214,29 +217,33 @@ def test_load_when_a_moment_is_missing_in_every_shard_then_refused_and_nothing_c
 def test_load_when_another_model_saved_it_then_refused_and_nothing_changes() -> None:
     state = Trained().train(1).saved()
     del state["param_shards"]["held.scale[0:1]"]
-    assert refusal_of(Trained(), state) == (
+    assert_says(
+        refusal_of(Trained(), state),
         "Invalid optimizer state: held.scale[0:1] only in the optimizer. Must hold exactly this rank's param shards. "
-        "Load each rank's own state at the data-parallel size at which it was saved."
+        "Load each rank's own state at the data-parallel size at which it was saved.",
     )
     state["param_shards"]["held.other[0:1]"] = {}
-    assert refusal_of(Trained(), state) == (
+    assert_says(
+        refusal_of(Trained(), state),
         "Invalid optimizer state: held.other[0:1] only in the state. Must hold exactly this rank's param shards. "
-        "Load each rank's own state at the data-parallel size at which it was saved."
+        "Load each rank's own state at the data-parallel size at which it was saved.",
     )
 
 
 def test_load_when_saved_with_another_number_of_groups_then_refused_and_nothing_changes() -> None:
     model = Params()
     optimizer = distribute(model, CONFIG, param_groups=model.groups())
-    assert refusal_of(Trained(), optimizer.local_state_dict()) == (
-        "Invalid number of param groups: 2. Must be 1. Build the optimizer with the param groups of the saved run."
+    assert_says(
+        refusal_of(Trained(), optimizer.local_state_dict()),
+        "Invalid number of param groups: 2. Must be 1. Build the optimizer with the param groups of the saved run.",
     )
 
 
 @pytest.mark.parametrize(("state", "got"), [({}, "None"), ({"format": 2}, "2")])
 def test_load_when_it_is_of_another_format_then_refused_and_nothing_changes(state: dict[str, Any], got: str) -> None:
-    assert refusal_of(Trained(), state) == (
-        f"Invalid optimizer state: format {got}. Must be 1. Load a state that optimizer.local_state_dict() returned."
+    assert_says(
+        refusal_of(Trained(), state),
+        f"Invalid optimizer state: format {got}. Must be 1. Load a state that optimizer.local_state_dict() returned.",
     )
 
 
@@ -345,7 +352,8 @@ def test_state_when_written_then_the_file_is_as_large_as_the_shards_and_not_as_t
 def test_load_when_a_part_is_missing_then_refused_by_name(part: str) -> None:
     trained = Trained().train(1)
     state = {key: value for key, value in trained.saved().items() if key != part}
-    assert refusal_of(trained, state) == (
+    assert_says(
+        refusal_of(trained, state),
         f"Invalid optimizer state: without ['{part}']. Must be whole. "
-        "Load a state that optimizer.local_state_dict() returned."
+        "Load a state that optimizer.local_state_dict() returned.",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Box, Placement, Span, boxes
+from tests.support.refusals import assert_says
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
 
@@ -58,21 +58,17 @@ def test_boxes_when_the_stretch_is_empty_then_there_are_none(shape: tuple[int, .
 
 
 def test_boxes_when_the_stretch_leaves_the_tensor_then_refused() -> None:
-    text = (
-        "Invalid span: Span(start=0, stop=7). Must lie inside the 6 elements of shape (2, 3). Give the span inside the"
-    )
-    with pytest.raises(LayoutError, match=re.escape(text)):
+    with pytest.raises(LayoutError) as error:
         boxes((2, 3), Span(0, 7))
+    text = "Invalid span: Span(start=0, stop=7). Must lie inside the 6 elements of shape (2, 3)."
+    assert_says(str(error.value), text)
 
 
 @pytest.mark.parametrize(("offsets", "sizes"), [((0,), (0,)), ((-1,), (2,)), ((0, 0), (1,))])
 def test_box_when_it_is_none_then_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    text = (
-        f"Invalid box: offsets {offsets}, sizes {sizes}. Must have an offset of at least 0 and a size of at least 1 in "
-        "every dimension. Leave empty boxes out."
-    )
-    with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(LayoutError) as error:
         Box(offsets, sizes)
+    assert_says(str(error.value), f"Invalid box: offsets {offsets}, sizes {sizes}.")
 
 
 @settings(deadline=None)  # torch is slow the first time
@@ -142,13 +138,11 @@ def test_pieces_when_every_rank_holds_the_whole_param_then_they_are_boxes_of_it(
     [
         (
             {"dim": 2},
-            "dim 2 of shape (4, 2), rank 0 of 1. Must name a dimension of the param and a rank of the group. "
-            "Give the param's own partition_dim.",
+            "dim 2 of shape (4, 2), rank 0 of 1. Give the param's own partition_dim.",
         ),
         (
             {"dim": 0, "rank": 2, "size": 2},
-            "dim 0 of shape (4, 2), rank 2 of 2. Must name a dimension of the param and a rank of the group. "
-            "Give the param's own partition_dim.",
+            "dim 0 of shape (4, 2), rank 2 of 2. Give the param's own partition_dim.",
         ),
         (
             {"dim": 0, "size": 2, "stride": 3},
@@ -157,5 +151,6 @@ def test_pieces_when_every_rank_holds_the_whole_param_then_they_are_boxes_of_it(
     ],
 )
 def test_placement_when_it_cannot_be_then_refused(arguments: dict[str, int], text: str) -> None:
-    with pytest.raises(LayoutError, match=f"^{re.escape(f'Invalid placement of {chr(39)}w{chr(39)}: {text}')}$"):
+    with pytest.raises(LayoutError) as error:
         Placement("w", (4, 2), **arguments)
+    assert_says(str(error.value), f"Invalid placement of 'w': {text}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import BufferLayout, ParamShard, ParamSlot, ParamSpec, Span, lay_out, owned_shards
+from tests.support.refusals import assert_says
 
 LAYOUTS = st.builds(
     lay_out,
@@ -61,9 +62,10 @@ def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused(rank: int)
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
     with pytest.raises(LayoutError) as error:
         owned_shards(layout, rank)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid rank: {rank}. Must be at least 0 and below the 2 shards. "
-        "Give the rank inside the data-parallel group."
+        "Give the rank inside the data-parallel group.",
     )
 
 
