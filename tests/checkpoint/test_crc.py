@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import FileRecord
 from megatron_distopt.checkpoint.tensor_file import TensorWriter, crc_of_file, joined
+from megatron_distopt.layout import Box
 
 LARGE = 1 << 18  # elements of fp32: the least that is not read for its checksum
 
@@ -57,7 +58,7 @@ def _written(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     with disk.written(path) as file:
         writer = TensorWriter(path, file)
         for key, tensor in tensors.items():
-            writer.append(key, tensor)
+            writer.append(key, tensor, box=Box((), ()))  # there is none of an empty tensor, and the bytes have none
     return writer.record()
 
 

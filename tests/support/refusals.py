@@ -22,4 +22,5 @@ def assert_says(text: str, example: str) -> None:
     subject, _, _ = example.removeprefix("Invalid ").partition(": ")
     values = [word for word in (each.strip("«»,;:.") for each in example.split()) if _VALUE.search(word)]
     missing = [each for each in dict.fromkeys([subject, *values]) if each not in text]
-    assert not missing, f"{', '.join(missing)} not in: {text}"
+    if missing:
+        raise AssertionError(f"{', '.join(missing)} not in: {text}")
