@@ -619,10 +619,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 Two = tuple[Path, list[dict[str, Ended]]]
 
 
-def _told(rank: int, text: str) -> str:
-    return f"Invalid save: rank {rank} refused with «{text}». Must pass on all 2 ranks. Mend what that rank reports."
-
-
 @pytest.mark.parametrize(("name", "number"), [("saved", 1), ("one is slow", 8)])
 def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(name: str, number: int, two: Two) -> None:
     assert [each[name] for each in two[1]] == [Ended("nothing", "", number, frozenset())] * 2
@@ -632,34 +628,27 @@ def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(name: str
 def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_before_stays(name: str, two: Two) -> None:
     folder, (first, second) = two
     assert second[name].kind == "CheckpointError"
-    assert second[name].text.startswith(f"Invalid file {folder}/")
-    assert second[name].text.endswith(
-        "-00001.distcp: [Errno 28] No space left on device. Must be writable. "
-        "Free space there, or save elsewhere; the last checkpoint is untouched."
-    )
-    told = (first[name].kind, first[name].text)
-    rest = "Must pass on all ranks. Mend what that rank reports."
-    read = f"Invalid save: rank 1 failed with «{second[name].text}». {rest}"
+    assert all(each in second[name].text for each in (str(folder), "-00001.distcp", "No space left on device"))
     # The first rank hears it from the second, or has read it in the folder before.
-    assert told in (("RanksDisagreeError", _told(1, second[name].text)), ("CheckpointError", read))
+    assert first[name].kind in ("RanksDisagreeError", "CheckpointError")
+    assert "rank 1" in first[name].text and second[name].text in first[name].text
     assert [(each[name].number, each[name].left) for each in two[1]] == [(1, frozenset())] * 2
 
 
 def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waiting(two: Two) -> None:
     folder, (first, second) = two
-    text = (
-        f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
-        "Give a folder on a shared disk."
-    )
-    assert first["not shared"] == Ended("CheckpointError", text, 1, frozenset())
-    assert second["not shared"] == Ended("RanksDisagreeError", _told(0, text), 1, frozenset())
+    assert_says(first["not shared"].text, f"Invalid checkpoint {folder}: no file of rank 1. Must be on a shared disk.")
+    _check_both("not shared", first, second)
+
+
+def _check_both(name: str, first: dict[str, Ended], second: dict[str, Ended]) -> None:
+    """The first rank raises its own error, the second that of the first; the checkpoint before is still there."""
+    assert [each[name].kind for each in (first, second)] == ["CheckpointError", "RanksDisagreeError"]
+    assert "rank 0" in second[name].text and first[name].text in second[name].text
+    assert [(each[name].number, each[name].left) for each in (first, second)] == [(1, frozenset())] * 2
 
 
 def test_two_ranks_when_the_commit_fails_then_both_raise_in_the_next_save(two: Two) -> None:
     folder, (first, second) = two
-    text = (
-        f"Invalid checkpoint {folder}: [Errno 28] No space left on device. Must be writable. "
-        "Free space there, or save elsewhere; the checkpoint there is the one before, or this one."
-    )
-    assert first["not committed"] == Ended("CheckpointError", text, 1, frozenset())
-    assert second["not committed"] == Ended("RanksDisagreeError", _told(0, text), 1, frozenset())
+    assert all(each in first["not committed"].text for each in (str(folder), "No space left on device"))
+    _check_both("not committed", first, second)
