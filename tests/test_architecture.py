@@ -21,7 +21,7 @@ import megatron_distopt
 NAME = "megatron_distopt"
 PACKAGE = Path(megatron_distopt.__file__).parent
 #: Each may import those before it and itself.
-LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "hosts", "plugin", "cli")
+LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "formats", "hosts", "plugin", "cli")
 #: Each may import those before it, and everybody may import them.
 COMMON = ("version", "errors", "options", "config")
 ACCELERATOR = "optimizer/accelerator.py"

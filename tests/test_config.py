@@ -75,7 +75,7 @@ def no_whole_number(got: str, write: str = "--distopt-resume-step 10", name: str
 
 
 def no_format(got: str, nearest: str = "checkpoint_format='distopt'") -> str:
-    return f"Invalid checkpoint_format: {got!r}. Must be one of distopt, native. Write {nearest}."
+    return f"Invalid checkpoint_format: {got!r}. Must be one of distopt, gathered. Write {nearest}."
 
 
 def no_keep_last(got: int, write: str = "keep_last=2") -> str:
@@ -142,7 +142,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"growth_interval": 0}, "Invalid growth_interval: 0. Must be at least 1. Write growth_interval=1."),
     ({"hysteresis": 0}, "Invalid hysteresis: 0. Must be at least 1. Write hysteresis=1."),
     ({"async_buffer_mb": 0}, "Invalid async_buffer_mb: 0. Must be at least 1. Write async_buffer_mb=1."),
-    ({"checkpoint_format": "nativ"}, no_format("nativ", "checkpoint_format='native'")),
+    ({"checkpoint_format": "gatherd"}, no_format("gatherd", "checkpoint_format='gathered'")),
     *(({"checkpoint_format": name}, no_format(name)) for name in ("", "dcp", "Distopt")),
     *(({"keep_last": number}, no_keep_last(number)) for number in (0, -1)),
     (
@@ -195,7 +195,7 @@ def test_config_when_a_value_cannot_work_then_refused_with_the_rule_and_a_remedy
         {"bucket_size": 1, "growth_interval": 1},
         *({"decay": decay} for decay in ("decoupled", "l2")),
         *({"resume_step": step} for step in (None, 0, 1, 10**9)),
-        {"checkpoint_format": "native", "async_save": True, "async_buffer_mb": 1, "keep_last": 1},
+        {"checkpoint_format": "gathered", "async_save": True, "async_buffer_mb": 1, "keep_last": 1},
     ],
 )
 def test_config_when_values_are_at_the_border_then_accepted(options: dict[str, Any]) -> None:
@@ -251,7 +251,7 @@ OTHER_VALUES: dict[str, Any] = {
     "nonfinite": "skip",
     "grads_in_fp32": False,
     "bucket_size": 100,
-    "checkpoint_format": "native",
+    "checkpoint_format": "gathered",
     "async_save": True,
     "async_buffer_mb": 64,
     "keep_last": 3,
@@ -286,7 +286,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_ACCELERATOR": "torch",
         "MEGATRON_DISTOPT_DECAY": "l2",
         "MEGATRON_DISTOPT_RESUME_STEP": "12",
-        "MEGATRON_DISTOPT_CHECKPOINT_FORMAT": "native",
+        "MEGATRON_DISTOPT_CHECKPOINT_FORMAT": "gathered",
         "MEGATRON_DISTOPT_ASYNC_SAVE": "1",
         "MEGATRON_DISTOPT_ASYNC_BUFFER_MB": "64",
         "MEGATRON_DISTOPT_KEEP_LAST": "3",
@@ -311,7 +311,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         accelerator="torch",
         decay="l2",
         resume_step=12,
-        checkpoint_format="native",
+        checkpoint_format="gathered",
         async_save=True,
         async_buffer_mb=64,
         keep_last=3,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_distopt.checkpoint.exchange import open_any
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.place import finished_beside
 from megatron_distopt.checkpoint.source import Source, TensorInfo, open_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats import open_any
 
 __all__ = ["CheckpointPath", "find", "in_order", "kinds_by_name", "nbytes_of", "open_source", "settings_of"]
 

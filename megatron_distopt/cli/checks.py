@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.dcp import metadata_of
-from megatron_distopt.checkpoint.exchange.dcp_reader import METADATA, DcpTensor, open_dcp
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
@@ -33,6 +32,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.cli.checkpoints import in_order, kinds_by_name
 from megatron_distopt.cli.show import counted, listed
 from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpTensor, open_dcp
 from megatron_distopt.layout import Box
 
 __all__ = [

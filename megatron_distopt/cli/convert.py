@@ -1,13 +1,13 @@
-"""`megatron-distopt convert`: a checkpoint in another format, by `checkpoint/exchange`."""
+"""`megatron-distopt convert`: a checkpoint in another format, by `formats/`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 
-from megatron_distopt.checkpoint.exchange import Converted, convert, open_any
 from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of
 from megatron_distopt.cli.show import Answer, Progress, facts, titled
+from megatron_distopt.formats import Converted, convert, open_any
 
 __all__ = ["answer"]
 

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from megatron_distopt import distribute
 from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict, read_manifest
-from megatron_distopt.checkpoint.exchange import convert, open_any
-from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.cli import main as cli
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats import convert, open_any
+from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of
 from tests.support.models import Params, exact_grads
 from tests.support.simulated import KINDS, World, element_numbers, small_model

@@ -65,7 +65,7 @@ class _Fork(ForkInWorlds):
 
     def __init__(self, file_layout: str, rank: int, folder: str) -> None:
         super().__init__(file_layout, rank, folder, ranks=RANKS)
-        self.format = "native"  # with a gathered file, for the fork's files; with per-rank files there is no other
+        self.format = "gathered"  # with a gathered file, for the fork's files; with per-rank files there is no other
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective."""
@@ -139,20 +139,20 @@ def _resume_all_in_ours(fork: _Fork, size: int) -> dict[str, Continued]:
         cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
         return {name: _resume(fork, words, fork.folder / f"{name} in ours") for name, words in cases}
     finally:
-        fork.format = "native"
+        fork.format = "gathered"
 
 
 def _cross(
     fork: _Fork, name: str, words: tuple[str, ...], reopen: Callable[[TrainingRun, Path], None], *of_ours: str
 ) -> dict[str, Continued]:
     """From the fork's own optimizer to ours and back. `reopen` writes the state of a run that was just loaded."""
-    native, ours, another = fork.folder / f"native {name}", fork.folder / name, ("--distopt-adam", "torch_foreach")
-    uninterrupted = {native: fork.train_and_save(native, *words, ours=False), ours: fork.train(*words, *of_ours)}
+    of_fork, ours, another = fork.folder / f"of fork {name}", fork.folder / name, ("--distopt-adam", "torch_foreach")
+    uninterrupted = {of_fork: fork.train_and_save(of_fork, *words, ours=False), ours: fork.train(*words, *of_ours)}
     if not ours.exists():
         fork.train_and_save(ours, *words, *of_ours)
     found = {}
     for way, folder, flags, by_ours in (
-        ("ours from the fork's", native, of_ours, True),
+        ("ours from the fork's", of_fork, of_ours, True),
         ("the fork's from ours", ours, (), False),
         ("ours from another of ours", ours, (*of_ours, *another), True),
     ):
@@ -165,7 +165,7 @@ def _cross(
 def _of_same_kernel(fork: _Fork) -> None:
     for name, words in PRECISIONS.items():
         for ours in (True, False):
-            folder = fork.folder / f"{'ours' if ours else 'native'} of the same kernel {name}"
+            folder = fork.folder / f"{'ours' if ours else 'of fork'} of the same kernel {name}"
             fork.train_and_save(folder, *words, *ODD, *(SAME_KERNEL if ours else SAME_KERNEL[:2]), ours=ours)
 
 
@@ -220,22 +220,22 @@ def _loss_scales(fork: _Fork) -> dict[str, Any]:
 
 def _torchs_adam(fork: _Fork) -> dict[str, Any]:
     """Where the fork's Adam is torch's, whose step count lies beside the moments."""
-    native, ours, words = fork.folder / "torchs native", fork.folder / "torchs ours", ("--bf16",)
+    of_fork, ours, words = fork.folder / "torchs of fork", fork.folder / "torchs ours", ("--bf16",)
     l2 = (*words, "--distopt-decay", "l2")
     with fork.adam_of_torch():
-        theirs = fork.train_and_save(native, *words, ours=False)
+        theirs = fork.train_and_save(of_fork, *words, ours=False)
         found = {
             "resume step": Continued(
-                theirs.iterations[SAVED_AT:], fork.train(*words, *RESUME_STEP, "--load", str(native)).iterations
+                theirs.iterations[SAVED_AT:], fork.train(*words, *RESUME_STEP, "--load", str(of_fork)).iterations
             ),
             "exact": _resume(fork, l2, ours),
             "exact, decoupled": _resume(fork, words, fork.folder / "torchs decoupled"),
-            "ours": raised(lambda: fork.train(*l2, "--load", str(native))),
+            "ours": raised(lambda: fork.train(*l2, "--load", str(of_fork))),
             "another step": raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
             "same step": raised(lambda: fork.open(ours, *l2, "--distopt-resume-step", str(SAVED_AT))),
-            "fork": raised(lambda: fork.train(*words, "--load", str(native), ours=False)),
+            "fork": raised(lambda: fork.train(*words, "--load", str(of_fork), ours=False)),
         }
-        opened = fork.open(native, *words, *RESUME_STEP).optimizer
+        opened = fork.open(of_fork, *words, *RESUME_STEP).optimizer
         found["steps"] = {group["step"] for group in opened.state_dict()["optimizer"]["param_groups"]}
         found["keys"] = {*opened.state_dict()["optimizer"]["param_groups"][0]}
     return found
@@ -423,22 +423,22 @@ def _crash_while_saving(fork: _Fork, run: TrainingRun, good: Path) -> dict[str, 
     return {"refused": refused, "kept": kept, "left": sorted(each.name for each in file.parent.iterdir())}
 
 
-def _mixed_native(fork: _Fork) -> dict[str, Any]:
+def _mixed_by_fork(fork: _Fork) -> dict[str, Any]:
     """What the fork's own optimizer leaves of a model with fp32 norms, and a file that looks as if it had."""
     words = ("--bf16", "--fp32-norms")
-    native = raised(lambda: fork.train_and_save(fork.folder / "mixed native", *words, ours=False))
+    of_fork = raised(lambda: fork.train_and_save(fork.folder / "mixed of fork", *words, ours=False))
     run = fork.train(*words)
-    file, looks_native = (
+    file, looks_like_theirs = (
         fork.folder / name for name in ("fp32 norms/iter_0000003/mp_rank_00/distrib_optim.pt", "m.pt")
     )
     if fork.rank == 0:
         state = torch.load(file, weights_only=True)
         del state["megatron_distopt"]
-        torch.save(state, looks_native)
+        torch.save(state, looks_like_theirs)
     dist.barrier()
-    refused = refusal(run, lambda: run.optimizer.load_parameter_state(str(looks_native)))
+    refused = refusal(run, lambda: run.optimizer.load_parameter_state(str(looks_like_theirs)))
     return {
-        "native": native,
+        "of fork": of_fork,
         "refused": refused,
         "ours": raised(lambda: run.optimizer.load_parameter_state(str(file))),
     }
@@ -478,7 +478,7 @@ def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
         found["torch's adam"] = _torchs_adam(fork)
         found["refused"] = _refusals_gathered(fork)
         found["undistributed"] = _undistributed(fork)
-        found["mixed"] = _mixed_native(fork)
+        found["mixed"] = _mixed_by_fork(fork)
         found["loss scales"] = _loss_scales(fork)
     for other in (4, 3, 1):
         if fork.enters(other):
@@ -555,9 +555,9 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
         found["crossed"] = {name: _cross(fork, name, words, _write_own) for name, words in trainings.items()}
         _of_same_kernel(fork)
         found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1)
-        native = fork.folder / "unstepped native"
-        theirs = fork.train_and_save(native, *FP16, ours=False, at=1)
-        resumed = fork.train(*FP16, "--load", str(native))
+        of_fork = fork.folder / "unstepped of fork"
+        theirs = fork.train_and_save(of_fork, *FP16, ours=False, at=1)
+        resumed = fork.train(*FP16, "--load", str(of_fork))
         found["the fork's before the first step"] = Continued(theirs.iterations[1:], resumed.iterations)
         with fork.adam_of_torch():
             found["crossed"]["torch"] = _cross(fork, "torch", ("--bf16",), _write_own, "--distopt-decay", "l2")
@@ -577,9 +577,9 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 def _mixed_own(fork: _Fork) -> None:
     """From the fork's own optimizer to ours and back; curves differ, because the fork rounds fp32 norms to bf16."""
-    words, native = ("--bf16", "--fp32-norms"), fork.folder / "native fp32 norms"
-    fork.train_and_save(native, *words, ours=False)
-    _write_own(fork.open(native, *words), fork.folder / "fp32 norms, ours from the fork's")
+    words, of_fork = ("--bf16", "--fp32-norms"), fork.folder / "of fork fp32 norms"
+    fork.train_and_save(of_fork, *words, ours=False)
+    _write_own(fork.open(of_fork, *words), fork.folder / "fp32 norms, ours from the fork's")
     _write_own(
         fork.open(fork.folder / "fp32 norms", *words, ours=False), fork.folder / "fp32 norms, the fork's from ours"
     )
@@ -672,15 +672,15 @@ def test_save_when_in_ours_then_the_fork_has_no_file_and_the_folder_is_one_for_a
         assert [found.relative_to(iteration).as_posix() for found in iteration.rglob("manifest.json")] == [
             "distrib_optim.distopt/manifest.json"
         ]
-        # For the names of the native files the cases have no suffix.
+        # For the names of the fork's own files the cases have no suffix.
         assert not list((gathered.folder / name).rglob("manifest.json"))
 
 
 def test_save_when_in_either_format_then_training_is_the_same(gathered: Collected) -> None:
-    native, ours = gathered.ranks[0]["resumed"], gathered.ranks[0]["resumed in ours"]
-    assert native.keys() == ours.keys() == RESUMED.keys()
+    of_fork, ours = gathered.ranks[0]["resumed"], gathered.ranks[0]["resumed in ours"]
+    assert of_fork.keys() == ours.keys() == RESUMED.keys()
     for name in RESUMED:
-        assert native[name].uninterrupted == ours[name].uninterrupted, name
+        assert of_fork[name].uninterrupted == ours[name].uninterrupted, name
 
 
 def test_save_when_on_the_way_then_training_goes_on_as_without(layout: Collected) -> None:
@@ -736,7 +736,7 @@ def test_resume_when_the_state_is_of_torchs_classes_then_each_goes_on_on_the_oth
 def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, gathered: Collected
 ) -> None:
-    source = gathered.folder / (f"native {name}" if way == "ours from the fork's" else name)
+    source = gathered.folder / (f"of fork {name}" if way == "ours from the fork's" else name)
     before = _gathered(_checkpoint(source))
     after = _gathered(gathered.folder / f"{name}, {way}" / "distrib_optim.pt")
     assert [*after] == ["param", "exp_avg", "exp_avg_sq"]
@@ -749,7 +749,7 @@ def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bi
 def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, per_rank: Collected
 ) -> None:
-    source = per_rank.folder / (f"native {name}" if way == "ours from the fork's" else name)
+    source = per_rank.folder / (f"of fork {name}" if way == "ours from the fork's" else name)
     for rank in range(2):
         before = _state_of_file(source, rank)
         after = torch.load(per_rank.folder / f"{name}, {way}" / f"{rank}.pt", weights_only=True)
@@ -759,7 +759,7 @@ def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_
 
 
 @pytest.mark.parametrize(
-    ("source", "way"), [("native fp32 norms", "ours from the fork's"), ("fp32 norms", "the fork's from ours")]
+    ("source", "way"), [("of fork fp32 norms", "ours from the fork's"), ("fp32 norms", "the fork's from ours")]
 )
 def test_own_state_when_groups_mix_dtypes_then_fp32_params_come_first_in_them_for_both(
     source: str, way: str, per_rank: Collected
@@ -789,18 +789,18 @@ def _steps(state: Mapping[str, Any]) -> set[int]:
 def test_gathered_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tensor_by_tensor(
     name: str, gathered: Collected
 ) -> None:
-    file, native = (_checkpoint(gathered.folder / f"{who} of the same kernel {name}") for who in ("ours", "native"))
-    ours, theirs = torch.load(file, weights_only=True), torch.load(native, weights_only=True)
+    file, of_fork = (_checkpoint(gathered.folder / f"{who} of the same kernel {name}") for who in ("ours", "of fork"))
+    ours, theirs = torch.load(file, weights_only=True), torch.load(of_fork, weights_only=True)
     counts = {"step": SAVED_AT - 1, "num_skipped": 1} if name == "fp16" else {"step": SAVED_AT}
     assert ours.pop("megatron_distopt") == {"format": 1, **counts}
     dtype = torch.float16 if name == "fp16" else torch.float32
     assert [*ours] == [*theirs] == [0]
     assert [*ours[0]] == [*theirs[0]] == [dtype]
-    (mine,), (native_tensors,) = ours[0].values(), theirs[0].values()
-    assert [*mine] == [*native_tensors] == ["param", "exp_avg", "exp_avg_sq"]
+    (mine,), (their_tensors,) = ours[0].values(), theirs[0].values()
+    assert [*mine] == [*their_tensors] == ["param", "exp_avg", "exp_avg_sq"]
     assert {(each.dtype, each.shape) for each in mine.values()} == {(torch.float32, (ODD_NUMEL + 1,))}
-    assert {(each.dtype, each.shape) for each in native_tensors.values()} == {(torch.float32, (ODD_NUMEL + 1,))}
-    assert same(_unpadded(mine, ODD_NUMEL), _unpadded(native_tensors, ODD_NUMEL))
+    assert {(each.dtype, each.shape) for each in their_tensors.values()} == {(torch.float32, (ODD_NUMEL + 1,))}
+    assert same(_unpadded(mine, ODD_NUMEL), _unpadded(their_tensors, ODD_NUMEL))
     assert [float(each[ODD_NUMEL]) for each in mine.values()] == [0.0] * 3
 
 
@@ -810,7 +810,7 @@ def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tenso
 ) -> None:
     for rank in range(2):
         ours, theirs = (
-            _state_of_file(per_rank.folder / f"{who} of the same kernel {name}", rank) for who in ("ours", "native")
+            _state_of_file(per_rank.folder / f"{who} of the same kernel {name}", rank) for who in ("ours", "of fork")
         )
         assert ours.keys() == theirs.keys()
         assert same(ours, theirs)
@@ -819,9 +819,9 @@ def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tenso
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(name: str, layout: Collected) -> None:
     head = "mp_rank_00/model_optim_rng.pt" if (layout.folder / _checkpoint(layout.folder / name)).exists() else None
-    for who in (name, f"native {name}"):
+    for who in (name, f"of fork {name}"):
         assert (layout.folder / who).exists()
-    ours, theirs = (_param_groups(layout.folder / who, head) for who in (name, f"native {name}"))
+    ours, theirs = (_param_groups(layout.folder / who, head) for who in (name, f"of fork {name}"))
     assert ours == theirs
     assert ours[0].keys() >= {
         "name",
@@ -1214,7 +1214,7 @@ def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_
     assert second["refused"] == _told(0, text)
     assert (first["ours"], second["ours"]) == (("nothing", ""), ("nothing", ""))
     # With sizes that differ its own copy fails at the save already; with equal ones it would not.
-    assert first["native"][0] == "RuntimeError"
+    assert first["of fork"][0] == "RuntimeError"
 
 
 def test_loss_scale_when_only_the_run_or_only_the_checkpoint_has_one_then_a_warning_and_it_stays(

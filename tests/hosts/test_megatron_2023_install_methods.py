@@ -241,8 +241,8 @@ def _changed(run: Callable[[], object]) -> set[tuple[str, str]]:
 
 
 def _install_and_undo(fork: MiniFork, facts: dict[str, object]) -> None:
-    native = _changed(lambda: fork.train(_BF16, _FLAG, ours=False))
-    facts["a run changes only what it changes without us"] = _changed(lambda: fork.train(_BF16, _FLAG)) == native
+    without_us = _changed(lambda: fork.train(_BF16, _FLAG, ours=False))
+    facts["a run changes only what it changes without us"] = _changed(lambda: fork.train(_BF16, _FLAG)) == without_us
     facts["install and undo change"] = _changed(lambda: megatron_distopt.install().undo())
     installations: list[megatron_distopt.Installation] = []
     facts["install changes"] = _changed(lambda: installations.append(megatron_distopt.install()))

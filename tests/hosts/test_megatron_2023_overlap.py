@@ -196,7 +196,7 @@ def _files(fork: MiniFork, words: str, format: str, folder: Path) -> Files:
             again = fork.train(*f"{words_of_reader} --load {folder / saver}".split())
             resumed[saver, reader] = _same_params(again, whole)
     written = [sorted((folder / kind).rglob("distrib_optim.pt")) for kind in chosen]
-    if format != "native":
+    if format != "gathered":
         return Files(resumed, None)
     return Files(resumed, all(_same_values(*pair, whole) for pair in zip(*written, strict=True)) and bool(written[0]))
 
@@ -218,7 +218,7 @@ def _same_values(one: Path, other: Path, run: TrainingRun) -> bool:
 
 
 FILES = {"fp32": "", "bf16 with fp32 norms": "--bf16 --fp32-norms", "pp2": f"{PP2} --global-batch-size 4"}
-FORMATS = ("native", "distopt")
+FORMATS = ("gathered", "distopt")
 
 
 def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str], folder: Path) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(
 def test_file_of_the_fork_when_written_from_many_buckets_then_it_is_in_the_forks_order(
     name: str, two: list[dict[str, Files]]
 ) -> None:
-    assert [each[f"{name} native"].same_file for each in two] == [True, True]
+    assert [each[f"{name} gathered"].same_file for each in two] == [True, True]
 
 
 @pytest.mark.parametrize("what", ["grads", "both"])

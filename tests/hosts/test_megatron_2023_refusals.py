@@ -383,7 +383,7 @@ def _of_ranks(at: Attempts) -> Cases:
         "float64 on one rank": lambda: at.train(change=change),
         "other flag on one rank": lambda: at.train("--distopt-nonfinite", "skip" if at.rank == 1 else "log"),
         "other format on one rank": lambda: at.train(
-            "--distopt-checkpoint-format", "native" if at.rank == 1 else "distopt"
+            "--distopt-checkpoint-format", "gathered" if at.rank == 1 else "distopt"
         ),
         "other fork's flag on one rank": lambda: at.train("--adam-eps", "1e-6" if at.rank == 1 else "1e-7"),
         "other variable on one rank": lambda: on_rank_1(MEGATRON_DISTOPT_DECAY="l2"),
@@ -446,7 +446,8 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "bad format": (
         "ConfigError",
-        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, native. Write --distopt-checkpoint-format distopt.",
+        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, gathered. "
+        "Write --distopt-checkpoint-format distopt.",
     ),
     "bad switch": ("ConfigError", "Invalid async_save: 'later'. Must be yes or no. Write --distopt-async-save yes."),
     "absent adam": (
@@ -591,7 +592,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "other format on one rank": (
         "RanksDisagreeError",
-        "Invalid options: rank 1 has checkpoint_format='native' as number 20 where rank 0 has "
+        "Invalid options: rank 1 has checkpoint_format='gathered' as number 20 where rank 0 has "
         "checkpoint_format='distopt'. Must be the same on all 2 ranks. "
         "Start rank(s) 1 with the code and options of the others.",
     ),

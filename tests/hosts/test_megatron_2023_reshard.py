@@ -422,9 +422,9 @@ def _formats(fork: _Fork) -> dict[str, Any]:
         words = (*PLAIN, "--save", str(folder), "--exit-interval", "1", "--distopt-checkpoint-format", format_name)
         return fork.train(*words, *load)
 
-    runs = [goes_on(name, after) for after, name in enumerate(("native", "distopt", "native", "distopt"))]
+    runs = [goes_on(name, after) for after, name in enumerate(("gathered", "distopt", "gathered", "distopt"))]
     found = {"files": _files_in(folder), "same": same(held(full), held(runs[-1]))}
-    second_life = goes_on("native", 1)
+    second_life = goes_on("gathered", 1)
     found["files of a second life"] = _files_in(folder)
     found["same in a second life"] = same(held(second_life), held(runs[1]))
     goes_on("distopt", 2)

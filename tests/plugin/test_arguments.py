@@ -30,7 +30,7 @@ def test_flags_when_none_is_given_then_the_config_is_as_it_was() -> None:
 def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
     words = ["--distopt-adam", "torch_foreach", "--distopt-optimizer", "torch.optim:Adagrad"]
     words += ["--distopt-nonfinite", "skip", "--distopt-accelerator", "torch"]
-    words += ["--distopt-checkpoint-format", "native", "--distopt-async-save"]
+    words += ["--distopt-checkpoint-format", "gathered", "--distopt-async-save"]
     words += ["--distopt-async-buffer-mb", "64", "--distopt-keep-last", "3"]
     words += ["--distopt-overlap-grad-reduce", "--distopt_overlap_param_gather", "yes"]
     words += ["--distopt-bucket-size", "1000000", "--distopt-log-communication", "10"]
@@ -41,7 +41,7 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
         optimizer="torch.optim:Adagrad",
         nonfinite="skip",
         accelerator="torch",
-        checkpoint_format="native",
+        checkpoint_format="gathered",
         async_save=True,
         async_buffer_mb=64,
         keep_last=3,
@@ -119,7 +119,7 @@ def test_flags_when_added_twice_then_once_in_the_parser() -> None:
         ),
         (
             ("--distopt-checkpoint-format", "torch"),
-            "Invalid checkpoint_format: 'torch'. Must be one of distopt, native. "
+            "Invalid checkpoint_format: 'torch'. Must be one of distopt, gathered. "
             "Write --distopt-checkpoint-format distopt.",
         ),
         (

@@ -1,7 +1,7 @@
 """The fork's checkpoint calls: which files they write and read.
 
 Where the fork gathers, the optimizer's tensors go into a folder of our own beside its file, or into that file where
---distopt-checkpoint-format native asks for it; loading takes what it finds. Else they travel in every rank's
+--distopt-checkpoint-format gathered asks for it; loading takes what it finds. Else they travel in every rank's
 `state_dict()`. Both also read the state of a run without the distributed optimizer.
 """
 
@@ -116,7 +116,7 @@ class CheckpointCalls:
             return
         self._optimizer.finish_param_gather()
         folder = self._folder(filename)
-        if self._optimizer.sharded.config.checkpoint_format == "native":
+        if self._optimizer.sharded.config.checkpoint_format == "gathered":
             save_gathered(self._optimizer, filename)
             raise_together(lambda: disown(folder) if self._everyone.rank == 0 else None, self._everyone, "save")
             return

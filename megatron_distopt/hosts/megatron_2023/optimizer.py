@@ -60,7 +60,7 @@ __all__ = ["DistributedOptimizer"]
 
 _NAMES = StepTimers()
 #: Where the state is kept, as the start-up block says it.
-_FILES = {"distopt": "a folder that loads at any size", "native": "state gathered into one file"}
+_FILES = {"distopt": "a folder that loads at any size", "gathered": "state gathered into one file"}
 _PER_RANK_FILES = "state in every rank's file"
 #: (updated, gradient norm or None, zeros or None), as the fork's.
 StepOfHost = tuple[bool, float | None, int | None]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_distopt.checkpoint import is_checkpoint
-from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.megatron_core.sharded import load_sharded_state, state_to_load, state_to_save
 from megatron_distopt.hosts.megatron_core.whole import whole_model_of
 from megatron_distopt.hosts.saver import Saver

@@ -23,11 +23,11 @@ from megatron_distopt.checkpoint import (
     local_state_dict,
 )
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
-from megatron_distopt.checkpoint.load_any import load_any
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
+from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel

@@ -1,0 +1,1 @@
+"""Files of DeepSpeed: ZeRO checkpoints and universal checkpoints."""

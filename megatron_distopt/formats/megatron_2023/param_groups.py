@@ -1,0 +1,208 @@
+"""Param groups: as a fork's file has them, and as a `Source` has them.
+
+A gathered file does not say which param was in which group. Megatron's rule does, as long as there are no more than
+two groups: one that decays and one that does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.megatron_2023.model_file import ModelFile
+from megatron_distopt.formats.megatron_2023.names import decays
+
+__all__ = [
+    "Kept",
+    "PartGroup",
+    "WrittenGroup",
+    "group_decays",
+    "groups_by_rule",
+    "identity",
+    "kept_in",
+    "record_of",
+    "the_step",
+    "written_groups",
+]
+
+_log = logging.getLogger("megatron_distopt")
+_IDENTITY = ("name", "wd_mult", "lr_mult")
+_REMEDY = "Resume it in its own fork with this package installed, and convert what that saves"
+
+
+@dataclass(frozen=True)
+class PartGroup:
+    """A param group in a fork's file.
+
+    Args:
+        options: as it has them, without params and update count.
+        step: updates so far, where the file says it.
+        members: numbers of params of the model file, in its order.
+    """
+
+    options: Mapping[str, Any]
+    step: int | None
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WrittenGroup:
+    """A param group for a fork's file; `options` with the update count."""
+
+    options: Mapping[str, Any]
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What goes along from a fork's files as it is.
+
+    Args:
+        groups: options of its param groups, with keys that mean nothing to anybody else.
+        grad_scaler: its state, where there was one.
+        beside: entries that some forks save beside the model and others beside the optimizer: the scheduler.
+    """
+
+    groups: tuple[Mapping[str, Any], ...] = ()
+    grad_scaler: Mapping[str, Any] | None = None
+    beside: tuple[tuple[str, Any], ...] = ()
+
+
+def kept_in(state: Mapping[str, Any], beside: Sequence[str]) -> Kept:
+    """Of a file with an entry "optimizer".
+
+    Args:
+        state: of the file.
+        beside: keys of entries to keep.
+    """
+    entry = state.get("optimizer")
+    entry = entry if isinstance(entry, Mapping) else {}
+    inner = entry.get("optimizer", entry)
+    groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
+    options = tuple(_without(group, "params", "step") for group in groups)
+    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in beside if key in state))
+
+
+def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in keys}
+
+
+def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[PartGroup, ...]:
+    """Which params were in which group, by Megatron's rule.
+
+    Args:
+        file: of the model.
+        groups: as the optimizer saved them.
+
+    Raises:
+        CheckpointError: two groups would take the same params, or the rule fits the groups not at all.
+    """
+    by_decay = {group_decays(group): group for group in groups}
+    members = {
+        decay: tuple(
+            number for number, param in enumerate(file.params) if _param_decays(param.model, decay, param.name)
+        )
+        for decay in (True, False)
+    }
+    needed = {decay for decay, numbers in members.items() if numbers}
+    if len(by_decay) != len(groups) or by_decay.keys() != needed:
+        got = ", ".join(map(_described, sorted(groups, key=group_decays, reverse=True))) or "none"
+        rule = f"be {' and '.join('decaying' if each else 'not decaying' for each in sorted(needed, reverse=True))}"
+        more = ", one of each, because the file does not say which param is in which"
+        raise CheckpointError(refusal(f"param groups in {file.folder}", got, rule + more, _REMEDY))
+    return tuple(
+        PartGroup(_without(group, "params", "step"), the_step([group], file.folder), members[group_decays(group)])
+        for group in groups
+    )
+
+
+def group_decays(group: Mapping[str, Any]) -> bool:
+    """Whether weights of the group decay; forks before 2023 have no factor for it."""
+    return bool(group.get("wd_mult", group.get("weight_decay", 1.0)))
+
+
+def _param_decays(model: torch.Tensor, wanted: bool, name: str) -> bool:
+    return decays(name, tuple(model.shape)) is wanted
+
+
+def _described(group: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
+
+
+def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
+    """The update count, wherever the inner optimizer's class keeps it; None where it was lost.
+
+    Some classes leave it out in groups that had no param on the rank that wrote them.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    steps = {int(holder["step"]) for holder in holders if holder.get("step") is not None}
+    if len(steps) > 1:
+        got, rule = ", ".join(map(str, sorted(steps))), "be the same for all params"
+        remedy = "Convert a run whose params were all trained from its start"
+        raise CheckpointError(refusal(f"update count in {where}", got, rule, remedy))
+    return next(iter(steps), None)
+
+
+def record_of(group: PartGroup, names: Sequence[str], step: int | None) -> GroupRecord:
+    """For a `Source`; tuples become lists, and what is no plain value is left out with a warning."""
+    options = {}
+    for key, value in _without(group.options, *NOT_OPTIONS).items():
+        plain = value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        plain = list(plain) if isinstance(plain, tuple) else plain
+        if _is_plain(plain):
+            options[key] = plain
+        else:
+            _log.warning("param group option %r is a %s and is not converted", key, type(value).__name__)
+    return GroupRecord(tuple(names), options, step)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def written_groups(file: ModelFile, records: Sequence[GroupRecord], kept: Kept) -> list[WrittenGroup]:
+    """The groups of a model file in the order in which a fork makes them, without those that it has no param of.
+
+    Args:
+        file: of the model.
+        records: of the source.
+        kept: from the fork's files.
+    """
+    found = []
+    for record in sorted(records, key=_rank):
+        names = set(record.names)
+        members = tuple(number for number, param in enumerate(file.params) if param.name in names)
+        if members:
+            found.append(WrittenGroup(_options(record, kept), members))
+    return found
+
+
+def _rank(record: GroupRecord) -> tuple[bool, bool]:
+    """A fork makes those that decay first, and of these those without a factor of the learning rate."""
+    return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
+
+
+def _options(record: GroupRecord, kept: Kept) -> dict[str, Any]:
+    """With the keys of the fork's own inner optimizer, where its files say them."""
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in record.options.items()}
+    like = [group for group in kept.groups if identity(group) == identity(options)]
+    if like:
+        options = {key: options.get(key, value) for key, value in like[0].items()}
+    elif "betas" in options:
+        options.setdefault("bias_correction", True)  # apex asks for it
+    return options if record.step is None else options | {"step": record.step}
+
+
+def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a fork's param groups apart."""
+    return tuple(group.get(key) for key in _IDENTITY)

@@ -1,0 +1,1 @@
+"""Files of megatron-core: its own optimizer files and its distributed checkpoints."""

@@ -1,0 +1,178 @@
+"""megatron-core's distributed checkpoints ("torch_dist"): `.metadata` and `common.pt` beside files of tensors.
+
+Optimizer state is found by the keys alone:
+
+::
+
+    optimizer.state.KIND.KEY                    one tensor a param (fully_reshardable, fully_sharded_model_space, and
+                                                optimizers that are not distributed)
+    optimizer.distributed.dp_group_idx_G.gbuf_idx_N.dtype_(P, Q).bucket_idx_B.KIND     a flat bucket (dp_reshardable)
+    optimizer.distributed.dp_group_idx_G.param_state       an object with flat buffers (dp_zero_gather_scatter)
+
+G counts tensor-parallel ranks, and pipeline stages of as many ranks each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.inert import load_file, understood
+from megatron_distopt.formats.located import source_of
+from megatron_distopt.formats.megatron_core.buckets import located_in_buckets, objects_of
+from megatron_distopt.formats.megatron_core.head import head_of
+from megatron_distopt.formats.megatron_core.tensors import NamedTensor, named_tensors
+from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
+
+__all__ = ["open_torch_dist", "recognises"]
+
+_COMMON = "common.pt"
+_CHAIN = r"(?:chained_\d+\.)?"
+_STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
+_BUCKETS = re.compile(_CHAIN + r"optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx_\d+|param_state).*")
+_NO_MODEL = re.compile(_CHAIN + r"(?:optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)\b.*")
+_MAIN_KINDS = ("param", "fp32_param")
+_RESAVE = "Load it where it was written, and save it in another format"
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder is such a checkpoint."""
+    return (path / METADATA).is_file() and (path / _COMMON).is_file()
+
+
+def open_torch_dist(path: Path) -> Source:
+    """Opens a checkpoint.
+
+    Args:
+        path: folder of an iteration.
+
+    Raises:
+        CheckpointError: it is damaged or has no optimizer state, or params cannot be found; `read` raises it for values
+            that cannot be the model's.
+    """
+    with understood(path, "be a distributed checkpoint of megatron-core"):
+        return _opened(path)
+
+
+def _opened(path: Path) -> Source:
+    folder, common = open_dcp(path), load_file(path / _COMMON)
+    if not isinstance(common, Mapping):
+        rule, remedy = "hold the state that all ranks share", "Load an earlier checkpoint; this one is damaged"
+        raise CheckpointError(refusal(f"file {path / _COMMON}", f"a {type(common).__name__}", rule, remedy))
+    model = named_tensors(folder, {key: key for key in folder.tensors if not _NO_MODEL.fullmatch(key)})
+    if any(map(_STATE.fullmatch, folder.tensors)):
+        return _by_param(folder, common, model)
+    if any(_BUCKETS.fullmatch(key) for key in (*folder.tensors, *folder.objects)):
+        found = list(located_in_buckets(folder, model, common.get("args")))
+        source = source_of(Manifest("", (), {}, (), ""), found, str(path))
+        groups = _groups_in([state for _, state in objects_of(folder, "optimizer")])
+        scaler = next((state for _, state in objects_of(folder, "grad_scaler")), None)
+        return Source(_head(source.tensors, groups, scaler, common, path), source.tensors, source.read)
+    raise _refused(path, folder)
+
+
+def _refused(path: Path, folder: DcpFolder) -> CheckpointError:
+    known = {".".join(key.split(".")[:2]) for key in folder.tensors if key.startswith("optimizer")}
+    got = f"optimizer state {sorted(known)[0]!r}" if known else "no optimizer state"
+    rule = "have optimizer state by param, or in buckets of megatron-core's distributed optimizer"
+    return CheckpointError(
+        refusal(f"checkpoint {path}", got, rule, _RESAVE if known else "Save it without --no-save-optim")
+    )
+
+
+def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, NamedTensor]) -> Source:
+    keys: dict[str, dict[str, str]] = {}
+    for key in folder.tensors:
+        match = _STATE.fullmatch(key)
+        if match:
+            kind = MAIN if match["kind"] in _MAIN_KINDS else match["kind"]
+            keys.setdefault(kind, {})[match["key"]] = key
+    found = {kind: named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
+    # What an fp32 model computes with is what its optimizer updates.
+    updated = {name for tensors in found.values() for name in tensors}
+    mains = {name: model[name] for name in updated if name in model and model[name].dtype is torch.float32}
+    found[MAIN] = {**mains, **found.get(MAIN, {})}
+    _check_mains(found, folder)
+    infos = {
+        key_of(kind, name): TensorInfo(found[kind][name].shape, dtype_name(found[kind][name].dtype))
+        for name in found[MAIN]
+        for kind in (MAIN, *sorted(found.keys() - {MAIN}))
+        if name in found[kind]
+    }
+    states = list(_optimizer_states(common))
+    scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
+    head = _head(infos, _groups_in(states), scaler, common, folder.folder)
+    return Source(head, infos, lambda key: _read(found[kind_of(key)][name_of(key)], key, model, folder.folder))
+
+
+def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFolder) -> None:
+    missing = sorted({name for tensors in found.values() for name in tensors} - found[MAIN].keys())
+    if missing:
+        got, rule = f"no fp32 values of {missing[0]!r}", "hold main params beside what the optimizer keeps of them"
+        raise CheckpointError(refusal(f"checkpoint {folder.folder}", got, rule, _RESAVE))
+
+
+def _read(tensor: NamedTensor, key: str, model: Mapping[str, NamedTensor], where: Path) -> Tensor:
+    found = tensor.whole()
+    if kind_of(key) == MAIN and name_of(key) in model:
+        _check_rounds(found, model[name_of(key)].whole(), name_of(key), where)
+    return found
+
+
+def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
+    """megatron-core 0.15 to 0.19.0 cuts params out of buffers at wrong places where there are several buckets."""
+    numbers = torch.finfo(param.dtype)
+    same = torch.isclose(main.to(param.dtype), param, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
+    if not bool(same.all()):
+        got = f"{int((~same).sum())} of {same.numel()} main values of {name!r} are not the model's"
+        rule = "hold main params that round to the model's; megatron-core 0.15 to 0.19.0 may misplace them as it saves"
+        remedy = "Load the weights alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable"
+        raise CheckpointError(refusal(f"optimizer state in {where}", got, rule, remedy))
+
+
+def _optimizer_states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """One for each optimizer of a chain."""
+    entry = common.get("optimizer")
+    entries = entry.values() if isinstance(entry, Mapping) and all(isinstance(key, int) for key in entry) else (entry,)
+    yield from (each for each in entries if isinstance(each, Mapping))
+
+
+def _groups_in(states: list[Any]) -> list[Mapping[str, Any]]:
+    """Param groups, each once; the step of optimizers that are not distributed is beside them."""
+    found: list[Mapping[str, Any]] = []
+    for state in states:
+        inner = state.get("optimizer", state)
+        kept = inner.get("state") or {}
+        step = {"step": kept["common_step"]} if "common_step" in kept else {}
+        for group in inner["param_groups"]:
+            options = {**step, **{key: value for key, value in group.items() if key != "params"}}
+            if options not in found:
+                found.append(options)
+    return found
+
+
+def _head(
+    infos: Mapping[str, TensorInfo], groups: list[Mapping[str, Any]], scaler: Any, common: Mapping[str, Any], path: Path
+) -> Manifest:
+    content = common.get("content_metadata") or {}
+    kind = content.get("distrib_optim_sharding_type") or next(
+        (
+            state["param_state_sharding_type"]
+            for state in _optimizer_states(common)
+            if "param_state_sharding_type" in state
+        ),
+        "by param",
+    )
+    about: dict[str, str | int] = {"host": "megatron-core", "format": f"torch_dist, {kind}"}
+    if isinstance(common.get("iteration"), int):
+        about["iteration"] = common["iteration"]
+    return head_of(infos, groups, scaler, about, str(path))

@@ -1,0 +1,134 @@
+"""Which format a path holds, and its optimizer state as a `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
+from megatron_distopt.checkpoint.source import Source, open_checkpoint
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.deepspeed import universal, zero
+from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
+from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
+from megatron_distopt.formats.megatron_2023.param_groups import Kept, kept_in
+from megatron_distopt.formats.megatron_2023.part import Part, whole_of
+from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
+from megatron_distopt.formats.megatron_2023.plain import is_plain, read_plain
+from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
+from megatron_distopt.formats.torch.single_file import open_torch_file
+
+__all__ = ["BESIDE_MODEL", "Opened", "open_any", "open_with_files"]
+
+#: The checkpoint of ours in an iteration folder of a fork.
+BESIDE_MODEL = "distrib_optim.distopt"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_KEPT_ENTRIES = ("opt_param_scheduler",)
+#: Layouts of the Megatrons of 2023: name, whether a model file is of it, and its reader.
+_OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], Part]], ...] = (
+    ("plain", is_plain, read_plain),
+    ("gathered", is_gathered, read_gathered),
+    ("per-rank", is_per_rank, read_per_rank),
+)
+#: Formats that are read and not written: name, whether a folder is of it, and its reader.
+_READ_ONLY: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], Source]], ...] = (
+    ("megatron-core distrib_optim.pt", distrib_optim.recognises, distrib_optim.open_distrib_optim),
+    ("megatron-core torch_dist", torch_dist.recognises, torch_dist.open_torch_dist),
+    ("deepspeed universal", universal.recognises, universal.open_deepspeed_universal),
+    ("deepspeed zero", zero.recognises, zero.open_deepspeed_zero),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A checkpoint with the model files that lie beside its optimizer state, if any."""
+
+    source: Source
+    found: str
+    files: tuple[ModelFile, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+
+def open_any(path: Path, *, resume_step: int | None = None) -> Source:
+    """The optimizer state at a path, whatever wrote it.
+
+    Args:
+        path: a folder with manifest.json, an iteration folder of a fork, or a file of `convert(..., "torch")`.
+        resume_step: updates so far, for a fork's files that lost them.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; `read` raises it for values that cannot be the model's.
+    """
+    ours = _ours_at(path)
+    if ours is not None and resume_step is None:
+        return open_checkpoint(ours)
+    return open_with_files(path, resume_step).source
+
+
+def _ours_at(path: Path) -> Path | None:
+    """The folder with the manifest that a path means."""
+    folder = path.parent if path.name == MANIFEST else path
+    return next((each for each in (folder, folder / BESIDE_MODEL) if is_checkpoint(each)), None)
+
+
+def open_with_files(path: Path, resume_step: int | None) -> Opened:
+    """`open_any`, with the model files that lie in the same iteration."""
+    ours = _ours_at(path)
+    if ours is not None:
+        files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
+        source = _with_step(open_checkpoint(ours), resume_step, ours)
+        return Opened(source, "distopt", files, tuple(kept_in(file.state, _KEPT_ENTRIES) for file in files))
+    if path.is_file():
+        return Opened(_with_step(open_torch_file(path), resume_step, path), "torch")
+    for name, is_so, read in _READ_ONLY if path.is_dir() else ():
+        if is_so(path):
+            return Opened(_with_step(read(path), resume_step, path), name)
+    files = open_model_files(path)
+    for name, holds, read_part in _OF_2023:
+        if files and holds(files[0]):
+            return _of_fork(path, files, name, read_part, resume_step)
+    raise _nothing_at(path, files)
+
+
+def _of_fork(
+    path: Path, files: tuple[ModelFile, ...], written_as: str, read: Callable[[ModelFile], Part], step: int | None
+) -> Opened:
+    try:
+        parts = [read(file) for file in files]
+        return Opened(whole_of(parts, step, written_as), written_as, files, tuple(part.kept for part in parts))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # what strange content leads to
+        got, rule = f"{error!r} while reading it", f"hold what a fork saves as {written_as}"
+        remedy = "Give an iteration folder that a Megatron wrote, unchanged"
+        raise CheckpointError(refusal(f"checkpoint {path}", got, rule, remedy)) from error
+
+
+def _with_step(source: Source, resume_step: int | None, path: Path) -> Source:
+    """The same with an update count that the checkpoint lost.
+
+    Raises:
+        CheckpointError: the checkpoint knows another one.
+    """
+    known = {group.step for group in source.head.groups} - {None}
+    if resume_step is None or known == {resume_step}:
+        return source
+    if known:
+        got, remedy = ", ".join(map(str, sorted(known, key=str))), "Drop --resume-step: the checkpoint knows it"
+        rule = f"be the {resume_step} of --resume-step"
+        raise CheckpointError(refusal(f"update count in {path}", got, rule, remedy))
+    groups = tuple(replace(group, step=resume_step) for group in source.head.groups)
+    return replace(source, head=replace(source.head, groups=groups))
+
+
+def _nothing_at(path: Path, files: tuple[ModelFile, ...]) -> CheckpointError:
+    rule = f"be a folder with {MANIFEST}, an iteration folder of a fork, or a file of 'convert --to torch'"
+    got, remedy = "nothing of these", "Give a folder such as SAVE/iter_0000010"
+    if not path.exists():
+        got = "no such file or folder"
+    elif files:
+        got, remedy = f"{files[0].path} without optimizer state", "Save it without --no-save-optim"
+    elif (path / _TRACKER).is_file():
+        last = (path / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
+        name = f"iter_{int(last):07d}" if last.isdecimal() else last
+        got, remedy = "a --save folder with its iterations", f"Give {path / name}"
+    return CheckpointError(refusal(f"checkpoint {path}", got, rule, remedy))

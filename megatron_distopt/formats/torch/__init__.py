@@ -1,0 +1,1 @@
+"""Files of plain torch: its distributed checkpoints, and one file of `torch.save`."""

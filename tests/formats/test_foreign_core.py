@@ -1,0 +1,302 @@
+"""megatron-core's own checkpoints, written by it on two ranks, read offline: every tensor is the live one to the bit.
+
+One spawn trains four models and saves them in all the formats that megatron-core 0.16.1 writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint.manifest import name_of
+from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats import open_any
+from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
+from tests.support.cases import Case
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.long
+
+STEPS = 2
+CASES = {
+    # Several buckets, the work of saving shared by the ranks: the file lists params in the order of neither.
+    "dp2": Case("host-distributed", dp=2, precision="bf16", bucket_size=20000, overlap_grad_reduce=True),
+    "tp2-gated": Case("host-distributed", tp=2, precision="bf16"),
+    "pp2": Case("host-distributed", pp=2, precision="bf16"),  # the last stage has a copy of the embedding
+    "dp2-fp32": Case("host-distributed", dp=2, precision="fp32"),
+}
+BY_PARAM, IN_BUCKETS, GATHERED, OWN_FILES = "fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter", "own files"
+FORMATS = {
+    "dp2": (BY_PARAM, IN_BUCKETS, GATHERED, OWN_FILES),
+    "tp2-gated": (BY_PARAM, IN_BUCKETS, GATHERED, OWN_FILES),
+    "pp2": (BY_PARAM, IN_BUCKETS, OWN_FILES),
+    "dp2-fp32": (IN_BUCKETS, OWN_FILES),
+}
+#: Of a layer the model calls its norms one way, and megatron-core's distributed checkpoints another.
+RENAMED = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank owns of a param: elements of its own part of it, and how that part was cut from the whole."""
+
+    start: int
+    shape: tuple[int, ...]
+    dim: int | None
+    rank: int
+    size: int
+    is_gated: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def put(self, kind: str, into: dict[str, Tensor], key: str) -> None:
+        """Into the whole tensor, which is made of nan until it is there."""
+        shape = [numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape)]
+        whole = into.setdefault(key, torch.full(shape, torch.nan))
+        halves = whole.chunk(2, 0) if self.is_gated else (whole,)
+        mine = [half if self.dim is None else half.chunk(self.size, self.dim)[self.rank] for half in halves]
+        local = torch.cat(mine).reshape(-1)
+        local[self.start : self.start + self.tensors[kind].numel()] = self.tensors[kind]
+        for part, values in zip(mine, local.view(self.shape).chunk(len(mine)), strict=True):
+            part.copy_(values)
+
+
+def save_all(rank: int, size: int, folder: Path) -> dict[str, dict[str, list[Piece]]]:
+    """Trains every case and saves it in every format; returns the live state of this rank by case and name."""
+    import multiprocessing
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # The host writes in processes of its own, and asks another one to hold their results, which takes seconds to start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    filesystem_async._results_queue = queue.Queue()
+    return {name: save_case(name, case, folder / name) for name, case in CASES.items()}
+
+
+def save_case(name: str, case: Case, folder: Path) -> dict[str, list[Piece]]:
+    import contextlib
+
+    from tests.support import gpt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "gated" in name:
+            patch.setattr(gpt, "transformer_config", gated(gpt.transformer_config))
+        with contextlib.closing(gpt.Training(case)) as training:
+            for _ in range(STEPS):
+                training.step()
+            for kind in FORMATS[name]:
+                if kind == OWN_FILES:
+                    save_own_files(training, folder / kind)
+                else:
+                    save_sharded(training, case, kind, folder / kind)
+            return live_state(training)
+
+
+def gated(config_of: Any) -> Any:
+    def changed(case: Case) -> Any:
+        config = config_of(case)
+        config.gated_linear_unit, config.activation_func = True, torch.nn.functional.silu
+        config.add_bias_linear, config.ffn_hidden_size = False, 96
+        return config
+
+    return changed
+
+
+def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
+    import argparse
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    # Layers stacked in one tensor, or one by one with the halves of gated projections apart.
+    is_new = kind != GATHERED
+    metadata = {
+        "distrib_optim_sharding_type": kind,
+        "singleton_local_shards": is_new,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = {"model": training.chunks[0].module.sharded_state_dict(metadata=metadata)}
+    with training.type_strings():
+        optimizer = training.optimizer.sharded_state_dict(model, metadata=metadata)
+    args = argparse.Namespace(tensor_model_parallel_size=case.tp)
+    state = {**model, "optimizer": optimizer, "iteration": STEPS, "args": args}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
+
+
+def save_own_files(training: Any, folder: Path) -> None:
+    import argparse
+
+    from megatron.core import parallel_state
+
+    stage, tensor = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    here = folder / (f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+    here.mkdir(parents=True, exist_ok=True)
+    training.optimizer.save_parameter_state(str(here / "distrib_optim.pt"))
+    if parallel_state.get_data_parallel_rank() == 0:
+        model = training.chunks[0].state_dict_for_save_checkpoint()
+        state = {"args": argparse.Namespace(), "iteration": STEPS, "model": model}
+        torch.save({**state, "optimizer": training.optimizer.state_dict()}, here / "model_optim_rng.pt")
+
+
+def live_state(training: Any) -> dict[str, list[Piece]]:
+    names = {param: name.split(".", 1)[1] for name, param in training.named_params()}
+    found: dict[str, list[Piece]] = {}
+    for optimizer in training.optimizer.chained_optimizers:
+        for maps in optimizer.gbuf_ranges:
+            for buckets in maps.values():
+                for bucket in buckets:
+                    for param, ranges in bucket["param_map"].items():
+                        kept = optimizer._get_main_param_and_optimizer_states(param)
+                        found.setdefault(global_name(names[param]), []).append(piece_of(param, ranges, kept, names))
+    return found
+
+
+def global_name(name: str) -> str:
+    """The second of two stages has the second of two layers, and a copy of the embedding."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_rank() == 0:
+        return name
+    return {"output_layer.weight": "embedding.word_embeddings.weight"}.get(name, name.replace("layers.0.", "layers.1."))
+
+
+def piece_of(param: Any, ranges: Any, kept: dict[str, Tensor], names: dict[Any, str]) -> Piece:
+    from megatron.core import parallel_state
+
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    dim = param.partition_dim if size > 1 and getattr(param, "tensor_model_parallel", False) else None
+    is_gated = dim is not None and "linear_fc1" in names[param]
+    tensors = {("main" if kind == "param" else kind): tensor for kind, tensor in kept.items() if kind != "step"}
+    copies = {kind: tensor.detach().clone() for kind, tensor in tensors.items()}
+    return Piece(ranges["param"].start, tuple(param.shape), dim, rank, size, is_gated, copies)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All that the ranks saved, and what they had."""
+
+    folder: Path
+    live: dict[str, dict[str, Tensor]]  # by case and key
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("core")
+    by_rank = run_ranks(save_all, 2, folder)
+    live: dict[str, dict[str, Tensor]] = {case: {} for case in CASES}
+    for case in CASES:
+        for ranks in by_rank:
+            for name, pieces in ranks[case].items():
+                for piece in pieces:
+                    for kind in piece.tensors:
+                        piece.put(kind, live[case], f"{kind}/{name}")
+    return Saved(folder, live)
+
+
+def opened(path: Path) -> Source:
+    return distrib_optim.open_distrib_optim(path) if path.name == OWN_FILES else torch_dist.open_torch_dist(path)
+
+
+def with_names_of_the_model(key: str) -> str:
+    for theirs, ours in RENAMED:
+        key = key.replace(theirs, ours)
+    return key
+
+
+#: megatron-core misplaces params in what it saves where a bucket has padding and another follows: a defect of its own.
+MISPLACED = ("dp2", "pp2")
+READABLE = [
+    (case, kind) for case, kinds in FORMATS.items() for kind in kinds if not (kind == BY_PARAM and case in MISPLACED)
+]
+
+
+@pytest.mark.parametrize(("case", "kind"), READABLE)
+def test_open_when_megatron_core_saved_then_every_tensor_is_the_live_one(saved: Saved, case: str, kind: str) -> None:
+    source = opened(saved.folder / case / kind)
+    live = saved.live[case]
+    found = {with_names_of_the_model(key): source.read(key) for key in source.tensors}
+    assert not any(tensor.isnan().any() for tensor in live.values()), "the ranks own not all of it"
+    assert found.keys() == live.keys() and len(found) == 3 * (20 if "gated" in case else 28)
+    assert [key for key in live if not torch.equal(live[key], found[key])] == []
+    assert all(source.tensors[key].shape == tuple(source.read(key).shape) for key in source.tensors)
+
+
+@pytest.mark.parametrize(("case", "kind"), READABLE)
+def test_open_when_megatron_core_saved_then_groups_and_steps_are_those_of_its_rule(
+    saved: Saved, case: str, kind: str
+) -> None:
+    head = opened(saved.folder / case / kind).head
+    decaying, other = sorted(head.groups, key=lambda group: -group.options["wd_mult"])
+    assert (decaying.options["wd_mult"], other.options["wd_mult"]) == (1.0, 0.0)
+    assert decaying.step == other.step == STEPS
+    assert all(not name.endswith("bias") and "norm" not in name for name in decaying.names)
+    assert all(name.endswith("bias") or "norm" in name for name in other.names)
+    assert decaying.options["lr"] == CASES[case].lr and decaying.options["betas"] == [0.9, 0.999]
+    assert head.inner == "adam" and head.about["host"] == "megatron-core" and head.about["iteration"] == STEPS
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_read_when_megatron_core_misplaced_params_then_it_is_refused(saved: Saved, case: str) -> None:
+    folder = saved.folder / case / BY_PARAM
+    source = opened(folder)
+    with pytest.raises(CheckpointError) as error:
+        for key in source.tensors:
+            source.read(key)
+    name, count = {
+        "dp2": ("decoder.layers.0.mlp.linear_fc2.bias", 40),
+        "pp2": ("embedding.word_embeddings.weight", 5120),
+    }[case]
+    text = str(error.value)
+    assert text.startswith(f"Invalid optimizer state in {folder}: ") and f" of {count} main values of {name!r} " in text
+    assert text.endswith(
+        "Must hold main params that round to the model's; megatron-core 0.15 to 0.19.0 may misplace them as it saves. "
+        "Load the weights alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
+    )
+
+
+def test_open_when_a_file_is_recognised_then_no_other_reader_claims_it(saved: Saved) -> None:
+    for case, kind in READABLE:
+        folder = saved.folder / case / kind
+        assert torch_dist.recognises(folder) == (kind != OWN_FILES)
+        assert distrib_optim.recognises(folder) == (kind == OWN_FILES)
+        assert open_any(folder).tensors == opened(folder).tensors
+
+
+def test_write_when_the_source_is_megatron_cores_then_our_format_holds_the_same(saved: Saved, tmp_path: Path) -> None:
+    source = opened(saved.folder / "dp2" / IN_BUCKETS)
+    write_checkpoint(tmp_path, source)
+    again = open_checkpoint(tmp_path)
+    assert again.head.groups == source.head.groups
+    assert all(torch.equal(again.read(key), source.read(key)) for key in source.tensors)
+
+
+def test_read_when_torchs_own_tool_reads_it_then_it_is_the_same(saved: Saved, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = saved.folder / "tp2-gated" / BY_PARAM
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)  # written by this test, with megatron-core's objects
+    source = opened(folder)
+    for key in source.tensors:
+        kind, name = key.split("/")[0].replace("main", "param"), name_of(key)
+        parts = [f"optimizer.state.{kind}.{name}{part}" for part in ("", "_w", "_v")]
+        assert torch.equal(source.read(key), torch.cat([whole[part] for part in parts if part in whole]))

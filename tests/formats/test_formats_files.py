@@ -1,0 +1,924 @@
+"""Files of the forks of 2023, read and written without a fork: every tensor where it belongs, and what is refused.
+
+The files are those of tests/support/fork_files.py, a second account of the formats, of 19 small params.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickletools
+import random
+import shutil
+import sys
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import disk, is_checkpoint
+from megatron_distopt.checkpoint.source import Source, write_checkpoint
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats import TARGETS, convert, open_any
+from megatron_distopt.formats.megatron_2023.names import Cut, placement_of, registered
+from tests.support.fork_files import EMBEDDING, MOMENTS, Fork
+
+FP32, FP16 = torch.float32, torch.float16
+#: By name: what is special about a run, for every layout of its files.
+RUNS: dict[str, Fork] = {
+    "bf16": Fork(),
+    "fp32": Fork(dtype=FP32),
+    "fp16": Fork(dtype=FP16),
+    "fp32 norms": Fork(fp32_norms=True),
+    "fp32 norms, two grad dtypes": Fork(fp32_norms=True, dtype=FP16),
+    "dp3": Fork(dp=3),
+    "dp7, which pads": Fork(dp=7),
+    "tp2, gated": Fork(tp=2, swiglu=True),
+    "tp4": Fork(tp=4),
+    "pp2": Fork(pp=2),
+    "tp2 pp2, gated": Fork(tp=2, pp=2, swiglu=True),
+    "pp2, two chunks": Fork(pp=2, chunks=2, layers=4),
+}
+LAYOUTS = ("gathered", "per-rank", "plain")
+#: The fork's own optimizer gathers groups of two dtypes in another order than it says.
+CASES = [(name, layout) for name in RUNS for layout in LAYOUTS if not (RUNS[name].fp32_norms and layout == "gathered")]
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses its power, and a busy disk takes seconds to be sure of that."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def _write(fork: Fork, layout: str, folder: Path) -> Path:
+    return replace(fork, layout=layout).write(folder)
+
+
+def _tensors(source: Source) -> dict[str, Tensor]:
+    return {key: source.read(key) for key in source.tensors}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Bit for bit and type for type, through containers."""
+    if torch.is_tensor(left):
+        return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
+
+
+# Reading.
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout: str, tmp_path: Path) -> None:
+    fork = RUNS[name]
+    source = open_any(_write(fork, layout, tmp_path / "iter"))
+    assert _same(_tensors(source), fork.tensors)
+    infos = {key: (info.shape, info.dtype) for key, info in source.tensors.items()}
+    assert infos == {key: (tuple(tensor.shape), "float32") for key, tensor in fork.tensors.items()}
+    scale = {"scale": 1024.0, "good_steps": 3.0, "tolerated": 1.0}
+    assert source.head.loss_scale == (scale if fork.dtype is FP16 else {})
+    decaying, other = source.head.groups
+    assert (decaying.step, other.step) == (10, 10)
+    assert {*decaying.names} == {param.name for param in fork.params if param.decays}
+    assert {*other.names} == {param.name for param in fork.params if not param.decays}
+    options = {"name": "wd_no_scale_lr", "wd_mult": 1.0, "lr_mult": 1.0, "lr": 1e-3, "bias_correction": True}
+    assert decaying.options == {**options, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("layout", ["per-rank", "plain"])
+def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(layout: str, tmp_path: Path) -> None:
+    fork = Fork(step=0, tp=2)
+    source = open_any(_write(fork, layout, tmp_path / "iter"))
+    assert _same(_tensors(source), fork.tensors)
+    assert {key.partition("/")[0] for key in source.tensors} == {"main"}
+    assert {group.step for group in source.head.groups} == {0}
+
+
+def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zero(tmp_path: Path) -> None:
+    fork = Fork()
+    path = _write(fork, "plain", tmp_path / "iter") / "mp_rank_00/model_optim_rng.pt"
+    with _changed(path) as state:
+        del state["optimizer"]["optimizer"]["state"][0]
+    tensors = _tensors(open_any(tmp_path / "iter"))
+    zero = {f"{kind}/{EMBEDDING}": torch.zeros(8, 4) for kind in MOMENTS}
+    assert _same(tensors, {**fork.tensors, **zero})
+
+
+def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(tmp_path: Path) -> None:
+    fork = Fork(step=None)
+    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per-rank", "mp_rank_00_001/optim.pt")):
+        folder = _write(fork, layout, tmp_path / layout)
+        with _changed(folder / name) as state:
+            for kept in state["optimizer"]["optimizer"]["state"].values():
+                kept["step"] = torch.tensor(7.0)
+        source = open_any(folder)
+        assert {group.step for group in source.head.groups} == {7}
+        assert _same(_tensors(source), fork.tensors)
+
+
+def test_open_any_when_the_count_is_given_then_it_is_in_the_groups(tmp_path: Path) -> None:
+    folder = _write(Fork(step=None), "gathered", tmp_path / "iter")
+    assert {group.step for group in open_any(folder, resume_step=7).head.groups} == {7}
+
+
+def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_their_decay(tmp_path: Path) -> None:
+    folder = _write(Fork(), "plain", tmp_path / "iter")
+    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+        for group in state["optimizer"]["optimizer"]["param_groups"]:
+            for key in ("name", "wd_mult", "lr_mult"):
+                del group[key]
+    assert [len(group.names) for group in open_any(folder).head.groups] == [10, 9]
+
+
+def test_open_any_when_ranks_drifted_apart_in_the_last_bits_then_the_first_speaks(tmp_path: Path) -> None:
+    fork = Fork(tp=2, layout="plain")
+    folder = fork.write(tmp_path / "iter")
+    with _changed(folder / "mp_rank_01/model_optim_rng.pt") as state:
+        state["optimizer"]["fp32_from_fp16_params"][0][1].mul_(1 + 2**-20)
+    assert _same(_tensors(open_any(folder)), fork.tensors)
+
+
+def test_open_any_when_the_copy_of_the_tied_embedding_drifted_then_the_first_stage_speaks(tmp_path: Path) -> None:
+    fork = Fork(pp=2)
+    folder = fork.write(tmp_path / "iter")
+    with _changed(folder / "mp_rank_00_001/distrib_optim.pt") as state:
+        state[0][FP32]["exp_avg"][:32] = 5.0  # it was registered last, and so lies first
+    assert _same(_tensors(open_any(folder)), fork.tensors)
+
+
+#: A state dict in the order in which a fork saves it; the numbers say in which it registers the params.
+SAVED = {
+    "language_model": {
+        "embedding": {"word_embeddings": {"weight": 1}, "position_embeddings": {"weight": 2}},
+        "encoder": {"layers.0.input_layernorm.weight": 3, "layers.0._extra_state": None},
+        "pooler": {"dense.weight": 6},
+        "output_layer": {"weight": 7},
+        "decoder": {"layers.0.inter_attention.dense.weight": 4, "final_layernorm.weight": 5},
+        "lm_head": 0,
+    },
+    "lm_head": {"bias": 9, "dense.weight": 10},
+    "binary_head": {"weight": 11},
+    "word_embeddings_for_head": {"weight": 8},
+}
+
+
+def test_registered_when_a_module_is_saved_out_of_order_then_the_params_are_in_order() -> None:
+    def tensors(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: tensors(value) for key, value in tree.items()}
+        return None if tree is None else torch.full((2,), float(tree))
+
+    assert [int(tensor[0]) for _, tensor in registered(tensors(SAVED))] == [*range(12)]
+    flat = {
+        "b.weight": torch.zeros(1),
+        "a.weight": torch.ones(1),
+        "a.steps": torch.tensor(3),
+        "module.c": torch.ones(2),
+    }
+    flat |= {"a.tied": flat["a.weight"], "rope.inv_freq": torch.ones(2), "a._extra_state": torch.ones(2)}
+    assert [name for name, _ in registered(flat)] == ["b.weight", "a.weight", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "stride", "is_padded"),
+    [
+        ("language_model.embedding.word_embeddings.weight", 0, 1, True),
+        ("language_model.embedding.position_embeddings.weight", None, 1, False),
+        ("language_model.output_layer.weight", 0, 1, True),
+        ("language_model.lm_head", 0, 1, True),
+        ("lm_head.bias", 0, 1, True),
+        ("lm_head.dense.weight", None, 1, False),
+        ("language_model.pooler.dense.weight", None, 1, False),
+        ("encoder.layers.1.self_attention.query_key_value.weight", 0, 1, False),
+        ("encoder.layers.1.self_attention.query_key_value.bias", 0, 1, False),
+        ("encoder.layers.1.self_attention.query.weight", 0, 1, False),
+        ("encoder.layers.1.self_attention.key_value.weight", None, 1, False),
+        ("decoder.layers.1.inter_attention.key_value.weight", 0, 1, False),
+        ("encoder.layers.1.self_attention.dense.weight", 1, 1, False),
+        ("encoder.layers.1.self_attention.dense.bias", None, 1, False),
+        ("encoder.layers.1.mlp.dense_h_to_4h.weight", 0, 2, False),
+        ("encoder.layers.1.mlp.dense_h_to_4h.bias", 0, 2, False),
+        ("encoder.layers.1.mlp.local_experts.3.dense_h_to_4h.weight", 0, 2, False),
+        ("encoder.layers.1.mlp.dense_4h_to_h.weight", 1, 1, False),
+        ("encoder.layers.1.mlp.dense_4h_to_h.bias", None, 1, False),
+        ("encoder.layers.1.mlp.router.weight", None, 1, False),
+        ("encoder.layers.1.post_attention_layernorm.weight", None, 1, False),
+    ],
+)
+def test_placement_when_a_param_has_a_name_of_megatrons_then_it_is_cut_as_there(
+    name: str, dim: int | None, stride: int, is_padded: bool
+) -> None:
+    placement = placement_of(name, (4, 4), Cut((1, 2), 0, is_gated=True))
+    assert (placement.dim, placement.stride, placement.is_padded) == (dim, stride, is_padded)
+    assert (placement.rank, placement.size) == ((1, 2) if dim is not None else (0, 1))
+
+
+def test_open_any_when_a_path_is_of_ours_then_it_is_read_whatever_names_it(tmp_path: Path) -> None:
+    fork = Fork(tp=2)
+    folder = convert(fork.write(tmp_path / "iter"), tmp_path / "ours", "distopt").path
+    inside = folder / "distrib_optim.distopt"
+    for path in (folder, inside, inside / "manifest.json"):
+        assert _same(_tensors(open_any(path)), fork.tensors)
+
+
+# Converting.
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[0] not in ("dp3", "tp4", "pp2")])
+def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layout: str, tmp_path: Path) -> None:
+    """By way of a format of names; what was padding is zero in the files that are written."""
+    start = _write(RUNS[name], layout, tmp_path / "start")
+    first = convert(start, tmp_path / "first", "distopt")
+    assert (first.found, first.is_iteration) == (layout, True)
+    back = convert(first.path, tmp_path / "back", first.found)
+    _check_same_files(start, back.path, RUNS[name])
+
+
+@pytest.mark.parametrize("name", ["fp16", "tp2 pp2, gated"])
+def test_convert_when_through_all_layouts_then_the_files_are_the_same(name: str, tmp_path: Path) -> None:
+    start = path = _write(RUNS[name], "gathered", tmp_path / "start")
+    for number, to in enumerate(("per-rank", "plain", "distopt", "plain", "per-rank", "gathered")):
+        path = convert(path, tmp_path / f"{number}", to).path
+    _check_same_files(start, path, RUNS[name])
+
+
+@pytest.mark.parametrize("layout", ["per-rank", "plain"])
+def test_convert_when_nothing_was_updated_yet_then_the_other_layout_has_no_state(layout: str, tmp_path: Path) -> None:
+    start = _write(Fork(step=0), layout, tmp_path / "start")
+    other = "per-rank" if layout == "plain" else "plain"
+    there = convert(start, tmp_path / "there", other).path
+    back = convert(there, tmp_path / "back", "plain" if layout == "plain" else "per-rank").path
+    _check_same_files(start, back, Fork())
+
+
+def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_has_the_moments_that_the_fork_asks_for(
+    tmp_path: Path,
+) -> None:
+    start = Fork(step=0, layout="plain").write(tmp_path / "start")
+    tensors = _gathered(convert(start, tmp_path / "new", "gathered").path)
+    assert {kind: bool(tensors[kind].any()) for kind in tensors} == {
+        "param": True,
+        "exp_avg": False,
+        "exp_avg_sq": False,
+    }
+    with _changed(start / "mp_rank_00/model_optim_rng.pt") as state:
+        for group in state["optimizer"]["optimizer"]["param_groups"]:  # of SGD
+            del group["betas"], group["step"]
+    assert [*_gathered(convert(start, tmp_path / "of sgd", "gathered").path)] == ["param"]
+
+
+def _gathered(folder: Path) -> dict[str, Tensor]:
+    file = torch.load(folder / "mp_rank_00/distrib_optim.pt", weights_only=True)
+    tensors: dict[str, Tensor] = file[0][FP32]
+    return tensors
+
+
+def _check_same_files(start: Path, back: Path, fork: Fork) -> None:
+    names = sorted(str(path.relative_to(start)) for path in start.rglob("*.pt"))
+    assert names == sorted(str(path.relative_to(back)) for path in back.rglob("*.pt"))
+    for name in names:
+        one, other = (torch.load(folder / name, weights_only=False) for folder in (start, back))
+        if name.endswith("distrib_optim.pt"):
+            assert other.pop("megatron_distopt") == {"format": 1, "step": 10}
+            _check_padding(one, other)
+        for state in _states_in(other):
+            assert state.pop("step") == 10  # where torch's and DeepSpeed's classes look for it
+        assert _same(one, other), name
+
+
+def _states_in(file: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """What an inner optimizer keeps for each param in a file."""
+    entry = file.get("optimizer", {})
+    return list(entry.get("optimizer", entry).get("state", {}).values())
+
+
+def _check_padding(one: dict[Any, Any], other: dict[Any, Any]) -> None:
+    """It is of the same size, and is dropped from both."""
+    for chunk, dtypes in one.items():
+        for dtype, tensors in dtypes.items():
+            for kind, tensor in tensors.items():
+                made, is_padding = other[chunk][dtype][kind], tensor == 7e7
+                assert made.shape == tensor.shape
+                assert not made[is_padding].any()
+                tensors[kind], other[chunk][dtype][kind] = tensor[~is_padding], made[~is_padding]
+
+
+def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_it(tmp_path: Path) -> None:
+    start = Fork(dp=2).write(tmp_path / "start")
+    own = convert(start, tmp_path / "own", "per-rank", dp=5).path
+    assert _same(_tensors(open_any(own)), Fork().tensors)
+    _check_same_files(_write(Fork(dp=5), "per-rank", tmp_path / "wanted"), own, Fork())
+    gathered = convert(own, tmp_path / "gathered", "gathered", dp=7).path
+    _check_same_files(_write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork())
+
+
+def test_convert_when_to_torch_then_plain_containers_hold_it_and_come_back(tmp_path: Path) -> None:
+    fork = Fork(tp=2, dtype=FP16, layout="per-rank")
+    converted = convert(fork.write(tmp_path / "iter"), tmp_path / "state.pt", "torch")
+    assert (converted.found, converted.is_iteration) == ("per-rank", False)
+    state = torch.load(converted.path, weights_only=True)
+    assert _same(state["tensors"], fork.tensors)
+    assert [group["step"] for group in state["groups"]] == [10, 10]
+    ours = convert(converted.path, tmp_path / "ours", "distopt")
+    assert is_checkpoint(ours.path)
+    again = convert(ours.path, tmp_path / "again.pt", "torch").path
+    about = {"about": None}  # ours says which version wrote it
+    assert _same({**torch.load(again, weights_only=True), **about}, {**state, **about})
+
+
+def test_convert_when_the_target_ends_in_distopt_then_it_is_the_state_alone(tmp_path: Path) -> None:
+    converted = convert(Fork().write(tmp_path / "iter"), tmp_path / "state.distopt", "distopt")
+    assert not converted.is_iteration
+    assert is_checkpoint(converted.path)
+    assert not [*converted.path.glob("mp_rank_*")]
+
+
+def test_convert_when_it_goes_on_then_it_says_how_far(tmp_path: Path) -> None:
+    source, total = Fork().write(tmp_path / "iter"), sum(each.numel() * 4 for each in Fork().tensors.values())
+    for to in TARGETS:
+        done: list[int] = []
+        convert(source, tmp_path / to, to, progress=done.append)
+        # Tensors of our own files come with the framing of torch.save.
+        assert sum(done) == total or (to == "distopt" and sum(done) > total), to
+        assert len(done) >= 57
+
+
+class ModelType(Enum):
+    """As of a fork, see the next test."""
+
+    encoder_or_decoder = 1
+
+
+def _by_name(member: Enum, _: int) -> tuple[Any, tuple[type[Enum], str]]:
+    """How Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    return getattr, (type(member), member.name)
+
+
+def _by_value(member: Enum, _: int) -> tuple[Any, tuple[Any]]:
+    """How every other one does."""
+    return type(member), (member.value,)
+
+
+@pytest.mark.parametrize("pickled", [_by_name, _by_value])
+def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_are(
+    pickled: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelType, "__reduce_ex__", pickled)
+    fork = ModuleType("megatron.core.enums")
+    monkeypatch.setattr(ModelType, "__module__", fork.__name__)
+    fork.ModelType = ModelType  # type: ignore[attr-defined]
+    with monkeypatch.context() as while_it_runs:
+        for name in ("megatron", "megatron.core", "megatron.core.enums"):
+            while_it_runs.setitem(sys.modules, name, fork)
+        options = {"model_type": ModelType.encoder_or_decoder, "both": [ModelType.encoder_or_decoder] * 2}
+        source = Fork(options=options).write(tmp_path / "iter")
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it is an error
+    path = convert(source, tmp_path / "plain", "plain").path / "mp_rank_00/model_optim_rng.pt"
+    with zipfile.ZipFile(path) as file:
+        names = {arg for op, arg, _ in pickletools.genops(file.read("archive/data.pkl")) if op.name == "GLOBAL"}
+    assert "megatron.core.enums ModelType" in names
+    assert not [name for name in names if "megatron_distopt" in str(name)]
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, fork)
+    args = torch.load(path, weights_only=False)["args"]
+    assert args.model_type is ModelType.encoder_or_decoder
+    assert args.both == [ModelType.encoder_or_decoder] * 2
+
+
+def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_gets_none(tmp_path: Path) -> None:
+    source = Fork().write(tmp_path / "iter")
+    with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
+        state["args"].asked = _Attribute()
+    with pytest.raises(CheckpointError, match="it asks for an attribute of what is no enum"):
+        convert(source, tmp_path / "plain", "plain")
+
+
+class _Attribute:
+    """Pickled, it asks for an attribute of a class that a file may name."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (Namespace, "__init__")
+
+
+def test_convert_when_numpys_random_state_is_saved_then_it_is_kept(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    source = Fork().write(tmp_path / "iter")
+    rng = {"np_rng_state": numpy.random.get_state(), "random_rng_state": random.getstate()}
+    with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
+        state["rng_state"] = [rng]
+    plain = convert(source, tmp_path / "plain", "plain").path / "mp_rank_00/model_optim_rng.pt"
+    (kept,) = torch.load(plain, weights_only=False)["rng_state"]
+    assert kept["random_rng_state"] == rng["random_rng_state"]
+    assert kept["np_rng_state"][0] == "MT19937"
+    assert numpy.array_equal(kept["np_rng_state"][1], rng["np_rng_state"][1])
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_convert_when_the_disk_fails_then_there_is_no_target(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every call that changes the disk."""
+    source = Fork().write(tmp_path / "iter")
+    before = {path: path.read_bytes() for path in source.rglob("*.pt")}
+    folder = tmp_path / "target"
+    for failing in itertools.count(1):
+        folder.mkdir()
+        with monkeypatch.context() as failing_disk:
+            calls = _fail_at(failing, failing_disk)
+            if not _raises(lambda: convert(source, folder / "new", to)):
+                break
+        assert [path.name for path in folder.iterdir()] == [], failing
+        shutil.rmtree(folder)
+    assert next(calls) == failing  # none of its calls failed
+    assert failing > 1
+    assert before == {path: path.read_bytes() for path in source.rglob("*.pt")}
+
+
+def test_convert_when_the_disk_is_full_in_the_middle_of_a_file_then_there_is_no_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, create = Fork().write(tmp_path / "iter"), disk.create
+    monkeypatch.setattr(disk, "create", lambda path: _Full(create(path)))
+    assert _raises(lambda: convert(source, tmp_path / "new", "plain"))
+    assert [path.name for path in tmp_path.iterdir()] == ["iter"]
+
+
+class _Full(io.BufferedWriter):
+    """A file for which there is room for 4,096 bytes."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file.detach())
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 4096:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def _fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That call of all to `disk`, from 1, raises; returns what counts them."""
+    calls = itertools.count(1)
+    for name in ("create", "sync", "replace"):
+        call = getattr(disk, name)
+
+        def counted(*args: Any, call: Callable[..., Any] = call) -> Any:
+            if next(calls) == number:
+                raise OSError(28, "No space left on device")
+            return call(*args)
+
+        monkeypatch.setattr(disk, name, counted)
+    return calls
+
+
+def _raises(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except CheckpointError as error:
+        assert "No space left on device" in str(error)
+        return True
+    return False
+
+
+# What is refused.
+
+
+class _changed:
+    """A file to change, as a block: it is loaded before and saved after."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        self._state = torch.load(self._path, weights_only=False)
+        return self._state
+
+    def __exit__(self, *error: object) -> None:
+        torch.save(self._state, self._path)
+
+
+class _Dangerous:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, made: str, how: Callable[..., Any] = os.mkdir) -> None:
+        self.made, self.how = made, how
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.how, (self.made,)
+
+
+FILES = {
+    "mp_rank_00/model_optim_rng.pt": "gathered",
+    "mp_rank_00/distrib_optim.pt": "gathered",
+    "mp_rank_00/model_rng.pt": "per-rank",
+    "mp_rank_00_000/optim.pt": "per-rank",
+    "mp_rank_00_001/optim.pt": "per-rank",
+}
+
+
+@pytest.mark.parametrize("how", ["alone", "in the arguments", "by another name"])
+@pytest.mark.parametrize("name", FILES)
+def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
+    name: str, how: str, tmp_path: Path
+) -> None:
+    made, folder = tmp_path / "made by a pickle", _write(Fork(), FILES[name], tmp_path / "iter")
+    with _changed(folder / name) as state:
+        if how == "in the arguments":
+            state["args"] = Namespace(tensor_model_parallel_size=1, more=_Dangerous(str(made)))
+        elif how == "alone":
+            state.clear()
+            state["optimizer"] = _Dangerous(str(made))
+        else:
+            state["optimizer"] = [_Dangerous(f"__import__('os').mkdir({str(made)!r})", eval)]
+    for call in (lambda: open_any(folder), lambda: convert(folder, tmp_path / "new", "plain")):
+        with pytest.raises(
+            CheckpointError, match="Must name nothing but tensors, plain values and what Megatron saves"
+        ):
+            call()
+    assert not made.exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_open_any_when_a_single_file_would_call_something_then_nothing_is_called(tmp_path: Path) -> None:
+    made = tmp_path / "made by a pickle"
+    torch.save({"format": _Dangerous(str(made))}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="name nothing but tensors"):
+        open_any(tmp_path / "state.pt")
+    assert not made.exists()
+
+
+def _ends_with(error: pytest.ExceptionInfo[CheckpointError], what: str, rest: str) -> None:
+    """The text, word for word."""
+    assert str(error.value) == f"Invalid {what}: {rest}"
+
+
+def test_open_any_when_there_is_nothing_then_it_says_what_it_looked_for(tmp_path: Path) -> None:
+    rule = "Must be a folder with manifest.json, an iteration folder of a fork, or a file of 'convert --to torch'."
+    with pytest.raises(CheckpointError) as error:
+        open_any(tmp_path / "nowhere")
+    rest = f"no such file or folder. {rule} Give a folder such as SAVE/iter_0000010."
+    _ends_with(error, f"checkpoint {tmp_path / 'nowhere'}", rest)
+    with pytest.raises(CheckpointError) as error:
+        open_any(tmp_path)
+    _ends_with(error, f"checkpoint {tmp_path}", f"nothing of these. {rule} Give a folder such as SAVE/iter_0000010.")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(CheckpointError) as error:
+        open_any(tmp_path)
+    rest = f"a --save folder with its iterations. {rule} Give {tmp_path / 'iter_0000010'}."
+    _ends_with(error, f"checkpoint {tmp_path}", rest)
+    folder = Fork().write(tmp_path / "iter_0000010")
+    (folder / "mp_rank_00/distrib_optim.pt").unlink()
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    path = folder / "mp_rank_00/model_optim_rng.pt"
+    rest = f"{path} without optimizer state. {rule} Save it without --no-save-optim."
+    _ends_with(error, f"checkpoint {folder}", rest)
+
+
+def test_open_any_when_a_file_is_damaged_then_it_says_which(tmp_path: Path) -> None:
+    for name, layout in FILES.items():
+        folder = _write(Fork(), layout, tmp_path / name.replace("/", "_"))
+        whole = (folder / name).read_bytes()
+        for bad in (whole[: len(whole) // 2], b"not a checkpoint", b""):
+            (folder / name).write_bytes(bad)
+            with pytest.raises(
+                CheckpointError, match=f"^Invalid file {folder / name}: .*Must be readable. Give a file"
+            ):
+                open_any(folder)
+
+
+def test_open_any_when_a_file_names_a_class_of_the_user_then_it_says_how_to_allow_it(tmp_path: Path) -> None:
+    folder = Fork(options={"extra": Fork()}).write(tmp_path / "iter")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    rest = (
+        "it names tests.support.fork_files.Fork. Must name nothing but tensors, plain values and what Megatron saves."
+    )
+    name = "tests.support.fork_files.Fork"
+    remedy = f"If you trust it, convert it in Python after torch.serialization.add_safe_globals([{name}])."
+    _ends_with(error, f"file {folder / 'mp_rank_00/model_optim_rng.pt'}", f"{rest} {remedy}")
+    with torch.serialization.safe_globals([Fork, (Namespace, "argparse.Namespace")]):
+        before = torch.serialization.get_safe_globals()
+        assert len(open_any(folder).tensors) == 57
+        assert {*map(str, torch.serialization.get_safe_globals())} == {*map(str, before)}
+
+
+def test_open_any_when_a_model_file_is_missing_then_it_says_how_many_there_must_be(tmp_path: Path) -> None:
+    folder = Fork(tp=2, pp=2).write(tmp_path / "iter")
+    shutil.rmtree(folder / "mp_rank_01_000")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    rest = "3 model files. Must hold one for each of 2 tensor-parallel ranks and 2 pipeline stages. "
+    remedy = "Copy the whole iteration folder, from all machines of the run."
+    _ends_with(error, f"checkpoint {folder}", rest + remedy)
+    shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
+    with pytest.raises(CheckpointError, match="4 model files"):
+        open_any(folder)
+
+
+def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path) -> None:
+    folder = Fork(layout="per-rank", dp=3).write(tmp_path / "iter")
+    shutil.rmtree(folder / "mp_rank_00_001")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    rest = f"no {folder / 'mp_rank_00_001/optim.pt'}. Must hold a file of each of 3 data-parallel ranks. "
+    _ends_with(error, f"checkpoint {folder}", rest + "Give the model file and all optim.pt of one save.")
+
+
+def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: Path) -> None:
+    folder = Fork(layout="per-rank", dp=2).write(tmp_path / "iter")
+    (folder / "mp_rank_00_002").mkdir()
+    (folder / "mp_rank_00_002/optim.pt").write_text("of an earlier save")
+    assert _same(_tensors(open_any(folder)), Fork().tensors)
+
+
+def test_open_any_when_the_count_is_lost_then_the_rest_can_be_looked_at(tmp_path: Path) -> None:
+    source = open_any(Fork(step=None).write(tmp_path / "iter"))
+    assert {group.step for group in source.head.groups} == {None}, "it invents an update count"
+    assert _same(_tensors(source), Fork().tensors)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_convert_when_the_count_is_lost_then_it_says_what_to_give(to: str, tmp_path: Path) -> None:
+    folder = Fork(step=None).write(tmp_path / "iter")
+    with pytest.raises(CheckpointError) as error:
+        convert(folder, tmp_path / "new", to)
+    assert not (tmp_path / "new").exists(), "something was written all the same"
+    rest = "none: torch's Adam keeps it where this file layout does not save it. Must be there for Adam. "
+    remedy = "Convert it with --resume-step N, the number of updates so far (iterations without skipped ones)."
+    _ends_with(error, f"update count in {folder}", rest + remedy)
+
+
+@pytest.mark.parametrize("kind", ["gathered", "ours", "torch"])
+def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_path: Path) -> None:
+    path = Fork().write(tmp_path / "iter")
+    if kind != "gathered":
+        path = convert(path, tmp_path / kind, "distopt" if kind == "ours" else "torch").path
+    with pytest.raises(CheckpointError) as error:
+        open_any(path, resume_step=7)
+    where = path / "distrib_optim.distopt" if kind == "ours" else path
+    rest = "10. Must be the 7 of --resume-step. Drop --resume-step: the checkpoint knows it."
+    _ends_with(error, f"update count in {where}", rest)
+    assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
+
+
+def test_open_any_when_there_are_several_counts_then_it_is_refused(tmp_path: Path) -> None:
+    folder = Fork().write(tmp_path / "iter")
+    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+        state["optimizer"]["optimizer"]["param_groups"][1]["step"] = 9
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    rest = "9, 10. Must be the same for all params. Convert a run whose params were all trained from its start."
+    _ends_with(error, f"update count in {folder}", rest)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_open_any_when_groups_do_not_say_which_param_is_where_then_it_is_refused(layout: str, tmp_path: Path) -> None:
+    folder = _write(Fork(dp=1), layout, tmp_path / "iter")
+    name = "mp_rank_00_000/optim.pt" if layout == "per-rank" else "mp_rank_00/model_optim_rng.pt"
+    with _changed(folder / name) as state:
+        groups = state["optimizer"]["optimizer"]["param_groups"]
+        groups.append({**groups[0], "name": "wd_scale_lr", "lr_mult": 0.1})
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    got = "(name=wd_no_scale_lr, wd_mult=1.0, lr_mult=1.0), (name=wd_scale_lr, wd_mult=1.0, lr_mult=0.1), "
+    rest = (
+        "(name=no_wd_no_scale_lr, wd_mult=0.0, lr_mult=1.0). Must be decaying and not decaying, one of each, because "
+    )
+    remedy = "Resume it in its own fork with this package installed, and convert what that saves."
+    text = f"{got}{rest}the file does not say which param is in which. {remedy}"
+    _ends_with(error, f"param groups in {folder / 'mp_rank_00'}", text)
+
+
+def test_open_any_when_the_fork_gathered_a_group_of_two_dtypes_then_it_is_refused(tmp_path: Path) -> None:
+    """Ours with the same content is not: it is in the order that it says."""
+    fork = Fork(fp32_norms=True)
+    folder = fork.write(tmp_path / "iter")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
+    rule = "be in an order that is known; that optimizer saves such groups permuted"
+    remedy = "Convert what a run with this package installed saves, or one without the distributed optimizer"
+    path = folder / "mp_rank_00/distrib_optim.pt"
+    _ends_with(error, f"file {path}", f"{got}. Must {rule}. {remedy}.")
+    with _changed(path) as state:
+        state["megatron_distopt"] = {"format": 1, "step": 10}
+    assert _same(_tensors(open_any(folder)), fork.tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_read_when_the_state_is_of_another_model_then_it_is_refused(layout: str, tmp_path: Path) -> None:
+    folder, other = (_write(Fork(seed=seed), layout, tmp_path / str(seed)) for seed in (0, 1))
+    name = "model_rng.pt" if layout == "per-rank" else "model_optim_rng.pt"
+    with _changed(other / "mp_rank_00" / name) as theirs, _changed(folder / "mp_rank_00" / name) as state:
+        state["model"] = theirs["model"]
+    path = folder / "mp_rank_00" / name
+    source = open_any(folder)
+    with pytest.raises(CheckpointError) as error:
+        source.read(f"main/{EMBEDDING}")
+    rule = f"Must be of the model in {path}, whose values are those of the main params, rounded."
+    remedy = "Give the optimizer state and the model of one save, unchanged."
+    _ends_with(error, "optimizer state", f"32 of 32 values of {EMBEDDING!r} are not the model's. {rule} {remedy}")
+    with pytest.raises(CheckpointError, match="are not the model's"):
+        convert(folder, tmp_path / "new", "torch")
+    assert not (tmp_path / "new").exists()
+
+
+def test_convert_when_our_own_state_is_of_another_model_then_it_is_refused(tmp_path: Path) -> None:
+    ours, other = (
+        convert(Fork(seed=seed).write(tmp_path / f"iter{seed}"), tmp_path / f"ours{seed}", "distopt").path
+        for seed in (0, 1)
+    )
+    shutil.rmtree(ours / "distrib_optim.distopt")
+    shutil.copytree(other / "distrib_optim.distopt", ours / "distrib_optim.distopt")
+    for to in ("per-rank", "gathered", "plain"):
+        with pytest.raises(CheckpointError, match="are not the model's"):
+            convert(ours, tmp_path / "new", to)
+    assert not (tmp_path / "new").exists()
+
+
+def test_open_any_when_the_order_is_another_then_the_values_say_so(tmp_path: Path) -> None:
+    """A fork that registers its params in an order of its own is not read as if it were Megatron's."""
+    folder = Fork().write(tmp_path / "iter")
+    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+        encoder = state["model"]["language_model"]["encoder"]
+        encoder["layers.0.self_attention.dense.weight"] = encoder.pop("layers.0.self_attention.dense.weight")
+    with pytest.raises(CheckpointError, match="are not the model's"):
+        convert(folder, tmp_path / "new", "plain")
+
+
+def test_open_any_when_params_are_frozen_then_the_numbers_do_not_fit(tmp_path: Path) -> None:
+    gathered, plain = (_write(Fork(), layout, tmp_path / layout) for layout in ("gathered", "plain"))
+    for folder in (gathered, plain):
+        with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+            state["model"]["frozen"] = {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError) as error:
+        open_any(gathered)
+    numel = sum(each.numel() for key, each in Fork().tensors.items() if key.startswith("main/"))
+    rest = f"param of [{numel}] in chunk 0. Must hold the model's {numel + 12} elements and padding. "
+    remedy = "Convert a checkpoint of a model without frozen params; a file does not say which they are."
+    _ends_with(error, f"file {gathered / 'mp_rank_00/distrib_optim.pt'}", rest + remedy)
+    with pytest.raises(CheckpointError) as error:
+        open_any(plain)
+    rest = "10 params, 10 of them with a main param, in group 0. Must hold the model's 11, 11 of them of 16 bits. "
+    remedy = "Give a model file that a fork wrote, of a model without frozen params."
+    _ends_with(error, f"optimizer state in {plain / 'mp_rank_00/model_optim_rng.pt'}", rest + remedy)
+
+
+def test_read_when_a_name_does_not_say_how_a_param_is_cut_then_it_is_refused(tmp_path: Path) -> None:
+    folder = Fork(tp=2, layout="plain").write(tmp_path / "iter")
+    for rank in range(2):
+        with _changed(folder / f"mp_rank_{rank:02d}/model_optim_rng.pt") as state:
+            encoder = state["model"]["language_model"]["encoder"]
+            for number in range(2):
+                old, new = (f"layers.{number}.mlp.{name}.weight" for name in ("dense_h_to_4h", "up"))
+                state["model"]["language_model"]["encoder"] = encoder = {
+                    new if key == old else key: value for key, value in encoder.items()
+                }
+    name = "language_model.encoder.layers.0.mlp.up.weight"
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder).read(f"main/{name}")
+    rest = "another one on tensor-parallel rank 1. Must be cut along a dimension that Megatron's names tell. "
+    remedy = "Convert it at tensor-parallel size 1; this name says nothing about how it is cut."
+    _ends_with(error, f"param {name!r}", rest + remedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"moe_expert_parallel_size": 2}, "--moe-expert-parallel-size"),
+        ({"expert_parallel": True}, "--expert-parallel"),
+    ],
+)
+def test_open_any_when_ranks_hold_other_experts_then_it_is_refused(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = Fork(options=options).write(tmp_path / "iter")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    rest = f"with {told}. Must be of a model whose data-parallel ranks hold the same params. "
+    remedy = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
+    _ends_with(error, f"checkpoint {folder / 'mp_rank_00/model_optim_rng.pt'}", rest + remedy)
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 6}, {"standalone_embedding_stage": True}])
+def test_open_any_when_stages_are_uneven_then_it_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = Fork(pp=2, options=options).write(tmp_path / "iter")
+    with pytest.raises(CheckpointError) as error:
+        open_any(folder)
+    layers = options.get("num_layers", 2)
+    rest = f"1 of {layers} layers. Must hold an equal part of them on each of 2 stages. "
+    remedy = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
+    _ends_with(error, f"stage 0 in {folder / 'mp_rank_00_000/model_optim_rng.pt'}", rest + remedy)
+
+
+def test_convert_when_what_it_is_told_makes_no_sense_then_nothing_is_written(tmp_path: Path) -> None:
+    source, new = Fork().write(tmp_path / "iter"), tmp_path / "new"
+    with pytest.raises(CheckpointError) as error:
+        convert(source, new, "native")
+    rest = "'native'. Must be one of distopt, per-rank, gathered, plain, torch. Write --to distopt."
+    _ends_with(error, "format", rest)
+    with pytest.raises(CheckpointError) as error:
+        convert(source, source, "plain")
+    _ends_with(error, f"target {source}", "it is there already. Must be new. Name a folder or file that is not there.")
+    with pytest.raises(CheckpointError) as error:
+        convert(source, new, "per-rank", dp=0)
+    _ends_with(error, "dp", f"0 for {source}. Must be at least 1. Write --dp 8 for a run on 8 data-parallel ranks.")
+    state = convert(source, tmp_path / "state.pt", "torch").path
+    with pytest.raises(CheckpointError) as error:
+        convert(state, new, "plain")
+    rest = "no model files for plain. Must lie beside the model files of its iteration (mp_rank_00/model_optim_rng.pt "
+    remedy = "...). Convert to distopt or torch, which hold the optimizer state alone."
+    _ends_with(error, f"checkpoint {state}", rest + remedy)
+    assert not new.exists()
+
+
+def test_convert_when_the_model_files_lack_a_param_then_it_is_refused(tmp_path: Path) -> None:
+    folder = convert(Fork().write(tmp_path / "iter"), tmp_path / "ours", "distopt").path
+    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+        del state["model"]["language_model"]["encoder"]["layers.1.mlp.dense_h_to_4h.bias"]
+    with pytest.raises(CheckpointError) as error:
+        convert(folder, tmp_path / "new", "plain")
+    name = "language_model.encoder.layers.1.mlp.dense_h_to_4h.bias"
+    rest = f"{name!r}, which no model file has. Must hold the params of the model files in {folder}. "
+    _ends_with(error, "optimizer state", f"{rest}Give the state and the model of one save.")
+
+
+def test_open_any_when_a_single_file_is_none_of_ours_then_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"format": "megatron_distopt.torch", "version": 2}, path)
+    with pytest.raises(CheckpointError, match="of version 1"):
+        open_any(path)
+    torch.save({"format": "another"}, path)
+    with pytest.raises(CheckpointError) as error:
+        open_any(path)
+    rest = "format 'another'. Must be 'megatron_distopt.torch' of version 1, or lie in an iteration folder. "
+    remedy = "Give the iteration folder for a Megatron's file, or a file of 'convert --to torch'."
+    _ends_with(error, f"file {path}", rest + remedy)
+    torch.save({"format": "megatron_distopt.torch", "version": 1, "tensors": {"main/a": [1.0]}}, path)
+    with pytest.raises(CheckpointError, match=r"Must hold what 'convert --to torch' writes\. Convert it again\."):
+        open_any(path)
+
+
+#: By name: a file of one layout, and what in it is not as it must be.
+STRANGE: dict[str, tuple[str, Callable[[dict[Any, Any]], object]]] = {
+    "no model": ("mp_rank_00/model_optim_rng.pt", lambda state: state.pop("model")),
+    "no groups": ("mp_rank_00/model_optim_rng.pt", lambda state: state["optimizer"]["optimizer"].clear()),
+    "no head": ("mp_rank_00/model_optim_rng.pt", lambda state: state.update(optimizer={})),
+    "groups are a number": (
+        "mp_rank_00/model_optim_rng.pt",
+        lambda state: state["optimizer"]["optimizer"].update(param_groups=3),
+    ),
+    "no chunk": ("mp_rank_00/distrib_optim.pt", lambda state: state.pop(0)),
+    "no main params": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].pop("param")),
+    "a list for a tensor": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].update(exp_avg=[1.0])),
+    "a short tensor": (
+        "mp_rank_00/distrib_optim.pt",
+        lambda state: state[0][FP32].update(exp_avg=torch.zeros(9)),
+    ),
+    "no main params of a rank": (
+        "mp_rank_00_001/optim.pt",
+        lambda state: state["optimizer"]["shard_fp32_from_float16_groups"].clear(),
+    ),
+    "a short shard": (
+        "mp_rank_00_001/optim.pt",
+        lambda state: state["optimizer"]["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
+    ),
+    "no state of a rank": ("mp_rank_00_000/optim.pt", lambda state: state["optimizer"]["optimizer"].pop("state")),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_open_any_when_content_is_strange_then_it_is_refused(name: str, tmp_path: Path) -> None:
+    file, change = STRANGE[name]
+    folder = _write(Fork(), FILES[file], tmp_path / "iter")
+    with _changed(folder / file) as state:
+        change(state)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        open_any(folder)
+
+
+@pytest.mark.parametrize("layout", ["per-rank", "gathered", "plain"])
+def test_convert_when_steps_were_skipped_then_the_count_comes_back(layout: str, tmp_path: Path) -> None:
+    start = _write(RUNS["fp16"], "gathered", tmp_path / "start")
+    source = open_any(convert(start, tmp_path / "source", "distopt").path)
+    ours = convert(start, tmp_path / "ours", "distopt").path
+    write_checkpoint(ours / "distrib_optim.distopt", replace(source, head=replace(source.head, num_skipped=9)))
+    there = convert(ours, tmp_path / "there", layout).path
+    back = convert(there, tmp_path / "back", "distopt").path
+    assert [open_any(path).head.num_skipped for path in (ours, there, back)] == [9, 9, 9]
+    write_checkpoint(back / "distrib_optim.distopt", source)
+    assert open_any(convert(back, tmp_path / "again", layout).path).head.num_skipped == 0
