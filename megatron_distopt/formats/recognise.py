@@ -10,12 +10,12 @@ from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.deepspeed import universal, zero
+from megatron_distopt.formats.megatron_2023.file_state import FileState, whole_of
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
 from megatron_distopt.formats.megatron_2023.param_groups import Kept, kept_in
-from megatron_distopt.formats.megatron_2023.part import Part, whole_of
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
-from megatron_distopt.formats.megatron_2023.plain import is_plain, read_plain
+from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
 from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
 from megatron_distopt.formats.torch.single_file import open_torch_file
 
@@ -24,10 +24,9 @@ __all__ = ["BESIDE_MODEL", "Opened", "open_any", "open_with_files"]
 #: The checkpoint of ours in an iteration folder of a fork.
 BESIDE_MODEL = "distrib_optim.distopt"
 _TRACKER = "latest_checkpointed_iteration.txt"
-_KEPT_ENTRIES = ("opt_param_scheduler",)
 #: Layouts of the Megatrons of 2023: name, whether a model file is of it, and its reader.
-_OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], Part]], ...] = (
-    ("plain", is_plain, read_plain),
+_OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], FileState]], ...] = (
+    ("plain", is_plain_file, read_plain),
     ("gathered", is_gathered, read_gathered),
     ("per-rank", is_per_rank, read_per_rank),
 )
@@ -78,7 +77,7 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
         source = _with_step(open_checkpoint(ours), resume_step, ours)
-        return Opened(source, "distopt", files, tuple(kept_in(file.state, _KEPT_ENTRIES) for file in files))
+        return Opened(source, "distopt", files, tuple(kept_in(file.state) for file in files))
     if path.is_file():
         return Opened(_with_step(open_torch_file(path), resume_step, path), "torch")
     for name, is_so, read in _READ_ONLY if path.is_dir() else ():
@@ -92,7 +91,7 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
 
 
 def _of_fork(
-    path: Path, files: tuple[ModelFile, ...], written_as: str, read: Callable[[ModelFile], Part], step: int | None
+    path: Path, files: tuple[ModelFile, ...], written_as: str, read: Callable[[ModelFile], FileState], step: int | None
 ) -> Opened:
     try:
         parts = [read(file) for file in files]

@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint import disk, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import TARGETS, convert, open_any
-from megatron_distopt.formats.megatron_2023.names import Cut, placement_of, registered
+from megatron_distopt.formats.megatron_2023.names import ModelCut, placement_of, registered
 from tests.support.fork_files import EMBEDDING, MOMENTS, Fork
 
 FP32, FP16 = torch.float32, torch.float16
@@ -221,7 +221,7 @@ def test_registered_when_a_module_is_saved_out_of_order_then_the_params_are_in_o
 def test_placement_when_a_param_has_a_name_of_megatrons_then_it_is_cut_as_there(
     name: str, dim: int | None, stride: int, is_padded: bool
 ) -> None:
-    placement = placement_of(name, (4, 4), Cut((1, 2), 0, is_gated=True))
+    placement = placement_of(name, (4, 4), ModelCut((1, 2), 0, is_gated=True))
     assert (placement.dim, placement.stride, placement.is_padded) == (dim, stride, is_padded)
     assert (placement.rank, placement.size) == ((1, 2) if dim is not None else (0, 1))
 
@@ -565,6 +565,12 @@ def _ends_with(error: pytest.ExceptionInfo[CheckpointError], what: str, rest: st
     assert str(error.value) == f"Invalid {what}: {rest}"
 
 
+def _says(error: pytest.ExceptionInfo[CheckpointError], what: str, *values: str) -> None:
+    """What it is about, and everything that a user needs to know."""
+    assert str(error.value).startswith(f"Invalid {what}: ")
+    assert [value for value in values if value not in str(error.value)] == []
+
+
 def test_open_any_when_there_is_nothing_then_it_says_what_it_looked_for(tmp_path: Path) -> None:
     rule = "Must be a folder with manifest.json, an iteration folder of a fork, or a file of 'convert --to torch'."
     with pytest.raises(CheckpointError) as error:
@@ -768,14 +774,17 @@ def test_open_any_when_params_are_frozen_then_the_numbers_do_not_fit(tmp_path: P
     with pytest.raises(CheckpointError) as error:
         open_any(gathered)
     numel = sum(each.numel() for key, each in Fork().tensors.items() if key.startswith("main/"))
-    rest = f"param of [{numel}] in chunk 0. Must hold the model's {numel + 12} elements and padding. "
-    remedy = "Convert a checkpoint of a model without frozen params; a file does not say which they are."
-    _ends_with(error, f"file {gathered / 'mp_rank_00/distrib_optim.pt'}", rest + remedy)
+    _says(
+        error,
+        f"file {gathered / 'mp_rank_00/distrib_optim.pt'}",
+        f"param of [{numel}] in chunk 0",
+        f"the model's {numel + 12} elements",
+        "of a model without frozen params",
+    )
     with pytest.raises(CheckpointError) as error:
         open_any(plain)
-    rest = "10 params, 10 of them with a main param, in group 0. Must hold the model's 11, 11 of them of 16 bits. "
-    remedy = "Give a model file that a fork wrote, of a model without frozen params."
-    _ends_with(error, f"optimizer state in {plain / 'mp_rank_00/model_optim_rng.pt'}", rest + remedy)
+    what = f"optimizer state in {plain / 'mp_rank_00/model_optim_rng.pt'}"
+    _says(error, what, "10 params, 10 of them", "group 0", "the model's 11", "of a model without frozen params")
 
 
 def test_read_when_a_name_does_not_say_how_a_param_is_cut_then_it_is_refused(tmp_path: Path) -> None:

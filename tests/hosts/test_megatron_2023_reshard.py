@@ -249,7 +249,7 @@ def _saved_at(folder: Path, iteration: int = SAVED_AT) -> Path:
 
 def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
     """Elements of the state that this rank owns, and what of it, or of its model params, is not as saved."""
-    from megatron_distopt.hosts.megatron_2023.whole import whole_model_of
+    from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
 
     read, model = _Reader(_folder_in(iteration)), whole_model_of(optimizer)
     numel, differences = 0, []

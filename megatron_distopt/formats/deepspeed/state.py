@@ -11,7 +11,7 @@ from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.inert import as_number, attribute
-from megatron_distopt.formats.megatron_2023.param_groups import PartGroup, record_of
+from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
 from megatron_distopt.layout import Placement
 
 __all__ = ["convert_with_deepspeed", "folder_of", "group_record", "head_of", "loss_scale_of", "placement_of", "step_of"]
@@ -47,7 +47,7 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any], common: Any = No
 
 def group_record(names: Iterable[str], options: Mapping[str, Any], step: int | None) -> GroupRecord:
     """A param group of a `Source`."""
-    return record_of(PartGroup(options, step, ()), tuple(names), step)
+    return record_of(FileGroup(options, step, ()), tuple(names), step)
 
 
 def loss_scale_of(scaler: Any) -> dict[str, float]:

@@ -87,7 +87,7 @@ class _Group:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rank:
+class _ModelRank:
     """The files of one model-parallel rank.
 
     Args:
@@ -127,7 +127,7 @@ def open_deepspeed_zero(path: Path) -> Source:
         return source_of(_head(ranks), _located(ranks, _tensor_size(ranks), folder), str(folder))
 
 
-def _head(ranks: Sequence[_Rank]) -> Manifest:
+def _head(ranks: Sequence[_ModelRank]) -> Manifest:
     model, state, kinds = ranks[0].model, ranks[0].states[0], ranks[0].groups[0].flats[0].kinds
     about = {"host": "deepspeed", "deepspeed": str(state.get("ds_version", "unknown"))}
     heads = [
@@ -139,7 +139,7 @@ def _head(ranks: Sequence[_Rank]) -> Manifest:
     return join(heads)
 
 
-def _ranks_in(folder: Path) -> list[_Rank]:
+def _ranks_in(folder: Path) -> list[_ModelRank]:
     models = {int(match[1]): path for match, path in _matching(folder, _MODEL)}
     states: dict[int, dict[int, Path]] = {}
     for match, path in _matching(folder, _OPTIMIZER):
@@ -160,7 +160,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match
             yield match, path
 
 
-def _opened(model_path: Path, state_paths: Mapping[int, Path], folder: Path) -> _Rank:
+def _opened(model_path: Path, state_paths: Mapping[int, Path], folder: Path) -> _ModelRank:
     model = load_file(model_path)
     states = [_state_in(path) for _, path in sorted(state_paths.items())]
     _check_count(states[0], sorted(state_paths), folder)
@@ -168,7 +168,7 @@ def _opened(model_path: Path, state_paths: Mapping[int, Path], folder: Path) -> 
     groups = tuple(_group(number, each, states) for number, each in enumerate(shapes))
     if None in groups[0].fragments:
         _check_order(model, folder)
-    return _Rank(model, tuple(states), groups)
+    return _ModelRank(model, tuple(states), groups)
 
 
 def _group(number: int, shapes: Mapping[str, tuple[int, ...]], states: Sequence[Mapping[str, Any]]) -> _Group:
@@ -252,7 +252,7 @@ def _check_count(state: Mapping[str, Any], numbers: Sequence[int], folder: Path)
         raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Copy the files of all ranks into the folder"))
 
 
-def _tensor_size(ranks: Sequence[_Rank]) -> int:
+def _tensor_size(ranks: Sequence[_ModelRank]) -> int:
     """Tensor-parallel ranks of a stage have params of the same names, and other stages have others."""
     told = ranks[0].model.get("checkpoint_parallel_dimensions")
     if isinstance(told, Mapping) and told.get("tp_degree"):
@@ -260,7 +260,7 @@ def _tensor_size(ranks: Sequence[_Rank]) -> int:
     return sum(rank.names == ranks[0].names for rank in ranks)
 
 
-def _located(ranks: Sequence[_Rank], tensor_size: int, folder: Path) -> Iterator[Located]:
+def _located(ranks: Sequence[_ModelRank], tensor_size: int, folder: Path) -> Iterator[Located]:
     stage_of: dict[str, int] = {}
     for number, rank in enumerate(ranks):
         stage, cut = number // tensor_size, (number % tensor_size, tensor_size)

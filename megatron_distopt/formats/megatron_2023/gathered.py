@@ -7,14 +7,21 @@
      "megatron_distopt": {"format": 1, "step": updates so far, where they are counted,
                           "num_skipped": steps that were skipped, where there are any}}
 
-The order is the reverse of that in which the fork registers its params; the last key is there where this package wrote
-the file. The model file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
+The order is that of the grad buffer, the reverse of that in which the fork registers its params. The last key is there
+where this package wrote the file; the fork's own optimizer does not look at it. The padding of the fork's own files is
+what happened to be in memory, so nothing is read from it, and a file fits any number of data-parallel ranks. The model
+file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
+
+The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
+(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read. Params of experts are not in the
+fork's layout; each group of ranks that hold the same experts has a file of theirs beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,95 +30,206 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.grad_buffers import buffers_of, grads_in_fp32
-from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
+from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, ours_in, skipped_in
+from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
-from megatron_distopt.formats.megatron_2023.part import OURS, Part, ours_in, skipped_in
+from megatron_distopt.formats.megatron_2023.saved import Origin
 from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.safe import load_safely, save_whole
 from megatron_distopt.layout import BufferLayout
 
-__all__ = ["GATHERED", "head_gathered", "is_gathered", "read_gathered", "write_gathered"]
+__all__ = [
+    "MAIN_IN_FILE",
+    "GatheredFile",
+    "experts_beside",
+    "gathered_state",
+    "head_gathered",
+    "is_gathered",
+    "moments_in_file",
+    "open_gathered",
+    "read_gathered",
+    "write_gathered",
+]
 
-GATHERED = "distrib_optim.pt"
-_MAIN, _FORMAT = "param", 1
+_GATHERED = "distrib_optim.pt"
+#: The file's key of main params, beside those of moments.
+MAIN_IN_FILE = "param"
+_FORMAT = 1
 #: What the fork's own optimizer asks for even before the first update.
 _ADAM = ("exp_avg", "exp_avg_sq")
 #: Padding is less than the number of ranks that wrote a file; no run has more than these.
 _LARGEST_PADDING_NUMEL = 1 << 16
-_SAME_SAVE = "Give the optimizer state and the model of one save, unchanged"
+_SAME_SAVE = (
+    "Give the optimizer state and the model of one save, of a model without frozen params: a file does not say which "
+    "they are"
+)
+
+
+def gathered_state(
+    buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor] | None], step: int | None, num_skipped: int
+) -> dict[Any, Any]:
+    """What a file holds.
+
+    Args:
+        buffers: by chunk and grad dtype, 1-D tensors by their keys in the file; see `moments_in_file`.
+        step: updates so far; None where they are not counted.
+        num_skipped: steps that were skipped.
+    """
+    counts = {"step": step, NUM_SKIPPED: num_skipped or None}
+    known = {key: count for key, count in counts.items() if count is not None}
+    state: dict[Any, Any] = {OURS: {"format": _FORMAT} | known}
+    for (chunk, dtype), tensors in buffers.items():
+        state.setdefault(chunk, {})[dtype] = tensors
+    return state
+
+
+def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
+    """Which moments are in a file, in order; Adam's are there even before the first update.
+
+    Args:
+        kept: what the inner optimizer keeps for each element.
+        is_adam: whether it is an Adam.
+    """
+    return sorted(kept) or list(_ADAM if is_adam else ())
+
+
+def experts_beside(filename: str, first_rank: int) -> str:
+    """The file of experts.
+
+    Args:
+        filename: of all other params.
+        first_rank: of those that hold the experts.
+
+    >>> experts_beside("iter_0000010/mp_rank_00/distrib_optim.pt", 2)
+    'iter_0000010/mp_rank_00/distrib_optim_experts_00002.pt'
+    """
+    stem, extension = os.path.splitext(filename)
+    return f"{stem}_experts_{first_rank:05d}{extension}"
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredFile:
+    """A file, opened.
+
+    Args:
+        state: what it holds.
+        origin: for errors.
+    """
+
+    state: Mapping[Any, Any]
+    origin: Origin
+
+    @property
+    def step(self) -> int | None:
+        """Updates so far; None where the file does not say it."""
+        found = ours_in(self.state).get("step")
+        return None if found is None else int(found)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped, as far as the file says it."""
+        return skipped_in(self.state)
+
+    def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
+        """Those of one grad buffer, by key, 1-D and with padding.
+
+        Args:
+            chunk: of the model.
+            dtype: of the grads.
+            numel: elements without padding.
+
+        Raises:
+            CheckpointError: they are not there, or of another length.
+        """
+        where = f"chunk {chunk}, grads {dtype}"
+        tensors = _table(_table(self.state, chunk), dtype)
+        if MAIN_IN_FILE not in tensors:
+            raise self.origin.refused(f"without {where}", "hold every grad buffer of the model")
+        for kind, tensor in tensors.items():
+            shape = list(tensor.shape) if torch.is_tensor(tensor) else []
+            if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
+                got = f"{kind} of {shape} in {where}"
+                raise self.origin.refused(got, f"hold the model's {numel} elements and padding")
+        return dict(tensors)
+
+    def check_order(self, *, is_mixed: bool, remedy: str) -> None:
+        """Whether the file has the order of the grad buffer.
+
+        Args:
+            is_mixed: whether there is a param group with params of fp32 and of 16 bits.
+            remedy: what to do where it has not.
+
+        Raises:
+            CheckpointError
+        """
+        if is_mixed and OURS not in self.state:
+            got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
+            rule = "be in an order that is known; that optimizer saves such groups permuted"
+            raise CheckpointError(refusal(self.origin.what, got, rule, remedy))
+
+
+def _table(table: object, key: object) -> Mapping[Any, Any]:
+    """What a file has under a key; nothing where it has anything but a table there."""
+    found = table.get(key) if isinstance(table, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def open_gathered(path: str, origin: Origin) -> GatheredFile:
+    """Opens a file with any torch that knows `weights_only`; no pickle is executed.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return GatheredFile(torch.load(path, map_location="cpu", weights_only=True, mmap=True), origin)
+    except Exception as error:  # whatever a damaged file makes torch raise
+        raise origin.refused(error, "be readable") from error
 
 
 def is_gathered(file: ModelFile) -> bool:
     """Whether a gathered file lies beside a model file."""
-    return (file.folder / GATHERED).is_file()
+    return (file.folder / _GATHERED).is_file()
 
 
-def read_gathered(file: ModelFile) -> Part:
+def read_gathered(file: ModelFile) -> FileState:
     """The state beside one model file.
 
     Raises:
         CheckpointError: it is damaged, or of another model, or in an order that nobody knows.
     """
-    path = file.folder / GATHERED
-    state, entry = load_safely(path), file.state.get("optimizer")
+    path = file.folder / _GATHERED
+    state, entry, origin = load_safely(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
-        got, remedy = "no gathered state, or a model file without param groups", _SAME_SAVE
-        raise CheckpointError(refusal(f"file {path}", got, "be what a fork's distributed optimizer saves", remedy))
+        got = "no gathered state, or a model file without param groups"
+        raise origin.refused(got, "be what a fork's distributed optimizer saves")
+    gathered = GatheredFile(state, origin)
     buffers = buffers_of(file, range(len(file.params)), 1, in_fp32=_adds_up_in_fp32(state))
-    tensors = {place: _tensors(state, place, layout, path) for place, layout in buffers.items()}
+    tensors = {place: gathered.tensors(*place, layout.buckets[0].numel_unpadded) for place, layout in buffers.items()}
     if len({frozenset(each) for each in tensors.values()}) > 1:
-        got, rule = "other tensors in one grad buffer than in another", "hold the same of all params"
-        raise CheckpointError(refusal(f"file {path}", got, rule, _SAME_SAVE))
+        raise origin.refused("other tensors in one grad buffer than in another", "hold the same of all params")
     groups = groups_by_rule(file, entry["optimizer"]["param_groups"])
-    step = ours_in(state).get("step")
-    if step is not None:
-        groups = tuple(replace(group, step=int(step)) for group in groups)
-    elif OURS not in state:
-        _check_order(file, [[file.params[number].model.dtype for number in group.members] for group in groups], path)
+    if gathered.step is not None:
+        groups = tuple(replace(group, step=gathered.step) for group in groups)
+    dtypes = [{file.params[number].model.dtype for number in group.members} for group in groups]
+    is_mixed = any(torch.float32 in of_group and len(of_group) > 1 for of_group in dtypes)
+    remedy = "Convert what a run with this package installed saves, or one without the distributed optimizer"
+    gathered.check_order(is_mixed=is_mixed, remedy=remedy)
     place_of = {slot.name: (place, slot.in_buffer) for place, layout in buffers.items() for slot in layout.slots}
 
     def read(kind: str, number: int) -> Tensor:
         place, in_buffer = place_of[str(number)]
-        flat = tensors[place][_MAIN if kind == MAIN else kind]
+        flat = tensors[place][MAIN_IN_FILE if kind == MAIN else kind]
         return flat[in_buffer.as_slice()].view(file.params[number].model.shape)
 
-    kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != _MAIN}
-    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)), skipped_in(state))
+    kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN_IN_FILE}
+    kept = kept_in(file.state)
+    return FileState(file, groups, kinds, read, kept, gathered.num_skipped)
 
 
 def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
     """Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32."""
     chunks = [dtypes for key, dtypes in state.items() if key != OURS]
     return all(isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks)
-
-
-def _tensors(
-    state: Mapping[Any, Any], place: tuple[int, torch.dtype], layout: BufferLayout, path: Path
-) -> dict[str, Tensor]:
-    """Of one buffer, checked."""
-    (chunk, dtype), numel = place, layout.buckets[0].numel_unpadded
-    by_dtype = state.get(chunk)
-    tensors = by_dtype.get(dtype) if isinstance(by_dtype, Mapping) else None
-    if not isinstance(tensors, Mapping) or _MAIN not in tensors:
-        got, rule = f"without chunk {chunk}, grads {dtype}", "hold every grad buffer of the model"
-        raise CheckpointError(refusal(f"file {path}", got, rule, _SAME_SAVE))
-    for kind, tensor in tensors.items():
-        shape = list(tensor.shape) if torch.is_tensor(tensor) else []
-        if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
-            got, rule = f"{kind} of {shape} in chunk {chunk}", f"hold the model's {numel} elements and padding"
-            remedy = "Convert a checkpoint of a model without frozen params; a file does not say which they are"
-            raise CheckpointError(refusal(f"file {path}", got, rule, remedy))
-    return dict(tensors)
-
-
-def _check_order(file: ModelFile, dtypes: list[list[torch.dtype]], path: Path) -> None:
-    """The fork's own optimizer writes a group of fp32 and 16-bit params in another order than it says."""
-    if any(torch.float32 in group and len(set(group)) > 1 for group in dtypes):
-        got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
-        rule = "be in an order that is known; that optimizer saves such groups permuted"
-        remedy = "Convert what a run with this package installed saves, or one without the distributed optimizer"
-        raise CheckpointError(refusal(f"file {path}", got, rule, remedy))
 
 
 def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
@@ -122,19 +240,20 @@ def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
         folder: of the new model file.
         ranks: data-parallel; a fork's own optimizer reads the file at this number only.
     """
-    buffers = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
-    is_adam = any("betas" in group.options for group in slices.groups)
-    kinds = slices.kinds or (_ADAM if is_adam else ())
-    step = {} if slices.step is None else {"step": slices.step}
-    state: dict[Any, Any] = {OURS: {"format": _FORMAT, **step, **slices.skipped()}}
-    for (chunk, dtype), layout in buffers.items():
-        flats = {kind: torch.zeros(layout.numel) for kind in (MAIN, *kinds)}
-        for slot in layout.slots:
-            for kind, flat in flats.items():
-                flat[slot.in_buffer.as_slice()] = slices.read(kind, int(slot.name)).reshape(-1)
-        state.setdefault(chunk, {})[dtype] = {_MAIN: flats.pop(MAIN), **flats}
-    save_whole(state, folder / GATHERED)
+    layouts = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
+    moments = moments_in_file(slices.kinds, is_adam=any("betas" in group.options for group in slices.groups))
+    buffers = {place: _gathered(slices, layout, moments) for place, layout in layouts.items()}
+    save_whole(gathered_state(buffers, slices.step, slices.source.head.num_skipped), folder / _GATHERED)
     save_whole(head_gathered(slices, ranks), folder / MODEL)
+
+
+def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of one grad buffer; padding is zero."""
+    flats = {kind: torch.zeros(layout.numel) for kind in (MAIN, *moments)}
+    for slot in layout.slots:
+        for kind, flat in flats.items():
+            flat[slot.in_buffer.as_slice()] = slices.read(kind, int(slot.name)).reshape(-1)
+    return {MAIN_IN_FILE if kind == MAIN else kind: flat for kind, flat in flats.items()}
 
 
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model files of one iteration: one for each tensor- and pipeline-parallel rank.
+"""The model files of one iteration: one for each tensor- and pipeline-parallel rank, and the grad buffers of the run.
 
 ::
 
@@ -9,26 +9,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.names import (
     EMBEDDING,
-    Cut,
+    ModelCut,
     global_name,
     layer_number,
     placement_of,
     registered,
 )
 from megatron_distopt.formats.safe import load_safely
-from megatron_distopt.layout import Placement
+from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 
-__all__ = ["MODEL", "MODEL_PER_RANK", "FileParam", "ModelFile", "open_model_files"]
+__all__ = ["MODEL", "MODEL_PER_RANK", "FileParam", "ModelFile", "buffers_of", "grads_in_fp32", "open_model_files"]
 
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -56,6 +57,11 @@ class FileParam:
     def name(self) -> str:
         """In the whole model."""
         return self.placement.name
+
+    @property
+    def has_main(self) -> bool:
+        """Whether the fork keeps a main param beside it: one of fp32 is its own."""
+        return self.model.dtype is not torch.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +164,7 @@ def _opened(path: Path, state: Mapping[str, Any], tensor: tuple[int, int], stage
 def _params_of(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], chunks: int) -> Iterator[FileParam]:
     _check_known(file, named)
     is_gated = bool(file.option("swiglu") or file.option("glu_activation"))
-    cut = Cut(file.tensor, _first_layer(file, chunk, named, chunks), is_gated)
+    cut = ModelCut(file.tensor, _first_layer(file, chunk, named, chunks), is_gated)
     for local, tensor in named:
         name = global_name(local, cut.first_layer)
         is_copy = name == EMBEDDING and local != EMBEDDING
@@ -192,3 +198,31 @@ def _first_layer(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], c
 
 def _layers_in(named: list[tuple[str, Tensor]]) -> int:
     return len({number for number in (layer_number(name) for name, _ in named) if number is not None})
+
+
+def grads_in_fp32(file: ModelFile) -> bool:
+    """Whether the fork adds gradients up in fp32, whatever the param: as it was told, or always for bf16."""
+    has_bf16 = any(param.model.dtype is torch.bfloat16 for param in file.params)
+    return bool(file.option("accumulate_allreduce_grads_in_fp32", has_bf16))
+
+
+def buffers_of(
+    file: ModelFile, numbers: Sequence[int], ranks: int, *, in_fp32: bool
+) -> dict[tuple[int, torch.dtype], BufferLayout]:
+    """Grad buffers, by (chunk, grad dtype), in the order that optimizer files have.
+
+    The name of a slot is the number of its param. The param that was registered first lies last, and only the end of a
+    buffer is padded.
+
+    Args:
+        file: of the model.
+        numbers: of the params that are trained, in the order in which the fork registers them.
+        ranks: data-parallel.
+        in_fp32: see `grads_in_fp32`.
+    """
+    specs: dict[tuple[int, torch.dtype], list[ParamSpec]] = {}
+    for number in numbers:
+        param = file.params[number]
+        dtype = torch.float32 if in_fp32 else param.model.dtype
+        specs.setdefault((param.chunk, dtype), []).append(ParamSpec(str(number), param.model.numel()))
+    return {place: lay_out(each[::-1], num_shards=ranks, alignment_numel=1) for place, each in specs.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_distopt.layout import Placement
 
-__all__ = ["EMBEDDING", "Cut", "decays", "global_name", "layer_number", "placement_of", "registered"]
+__all__ = ["EMBEDDING", "ModelCut", "decays", "global_name", "layer_number", "placement_of", "registered"]
 
 #: The param of which the last of several pipeline stages holds a copy, and what files call that copy.
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -37,7 +37,7 @@ _ROWS = ("attention.dense.weight", ".dense_4h_to_h.weight")
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """How the model was cut, and which part of it a file holds.
 
     Args:
@@ -100,7 +100,7 @@ def global_name(name: str, first_layer: int) -> str:
     return f"{match['before']}{int(match['number']) + first_layer}{match['after']}" if match else name
 
 
-def placement_of(name: str, shape: tuple[int, ...], cut: Cut) -> Placement:
+def placement_of(name: str, shape: tuple[int, ...], cut: ModelCut) -> Placement:
     """Where a file's part of a param lies in it.
 
     Args:

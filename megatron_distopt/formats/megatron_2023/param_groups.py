@@ -19,9 +19,10 @@ from megatron_distopt.formats.megatron_2023.model_file import ModelFile
 from megatron_distopt.formats.megatron_2023.names import decays
 
 __all__ = [
+    "FileGroup",
     "Kept",
-    "PartGroup",
     "WrittenGroup",
+    "described",
     "group_decays",
     "groups_by_rule",
     "identity",
@@ -32,12 +33,14 @@ __all__ = [
 ]
 
 _log = logging.getLogger("megatron_distopt")
+#: Entries that lie beside the model in some forks and beside the optimizer in others.
+_BESIDE = ("opt_param_scheduler",)
 _IDENTITY = ("name", "wd_mult", "lr_mult")
 _REMEDY = "Resume it in its own fork with this package installed, and convert what that saves"
 
 
 @dataclass(frozen=True)
-class PartGroup:
+class FileGroup:
     """A param group in a fork's file.
 
     Args:
@@ -74,26 +77,21 @@ class Kept:
     beside: tuple[tuple[str, Any], ...] = ()
 
 
-def kept_in(state: Mapping[str, Any], beside: Sequence[str]) -> Kept:
-    """Of a file with an entry "optimizer".
-
-    Args:
-        state: of the file.
-        beside: keys of entries to keep.
-    """
+def kept_in(state: Mapping[str, Any]) -> Kept:
+    """What goes along from a file with an entry "optimizer"."""
     entry = state.get("optimizer")
     entry = entry if isinstance(entry, Mapping) else {}
     inner = entry.get("optimizer", entry)
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     options = tuple(_without(group, "params", "step") for group in groups)
-    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in beside if key in state))
+    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in _BESIDE if key in state))
 
 
 def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in keys}
 
 
-def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[PartGroup, ...]:
+def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[FileGroup, ...]:
     """Which params were in which group, by Megatron's rule.
 
     Args:
@@ -112,12 +110,12 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
     }
     needed = {decay for decay, numbers in members.items() if numbers}
     if len(by_decay) != len(groups) or by_decay.keys() != needed:
-        got = ", ".join(map(_described, sorted(groups, key=group_decays, reverse=True))) or "none"
+        got = ", ".join(map(described, sorted(groups, key=group_decays, reverse=True))) or "none"
         rule = f"be {' and '.join('decaying' if each else 'not decaying' for each in sorted(needed, reverse=True))}"
         more = ", one of each, because the file does not say which param is in which"
         raise CheckpointError(refusal(f"param groups in {file.folder}", got, rule + more, _REMEDY))
     return tuple(
-        PartGroup(_without(group, "params", "step"), the_step([group], file.folder), members[group_decays(group)])
+        FileGroup(_without(group, "params", "step"), the_step([group], file.folder), members[group_decays(group)])
         for group in groups
     )
 
@@ -131,7 +129,8 @@ def _param_decays(model: torch.Tensor, wanted: bool, name: str) -> bool:
     return decays(name, tuple(model.shape)) is wanted
 
 
-def _described(group: Mapping[str, Any]) -> str:
+def described(group: Mapping[str, Any]) -> str:
+    """What tells it apart, for errors."""
     return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
 
 
@@ -151,7 +150,7 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
     return next(iter(steps), None)
 
 
-def record_of(group: PartGroup, names: Sequence[str], step: int | None) -> GroupRecord:
+def record_of(group: FileGroup, names: Sequence[str], step: int | None) -> GroupRecord:
     """For a `Source`; tuples become lists, and what is no plain value is left out with a warning."""
     options = {}
     for key, value in _without(group.options, *NOT_OPTIONS).items():

@@ -10,12 +10,12 @@
 There are no names. A rank's shards follow from the model file and from the number of files: the grad buffer is cut into
 as many equal parts. In a group come the shards of fp32 params and then those of 16-bit params, each in the order in
 which the fork registers them; groups that a rank owns nothing of are left out. Values of fp32 params come with the
-model.
+model. A running fork asks each rank for its entry "optimizer", and hands it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.grad_buffers import buffers_of, grads_in_fp32
-from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile
+from megatron_distopt.formats.megatron_2023.file_state import FileState, skipped_in
+from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import (
-    PartGroup,
+    FileGroup,
     WrittenGroup,
     group_decays,
     groups_by_rule,
@@ -37,15 +37,64 @@ from megatron_distopt.formats.megatron_2023.param_groups import (
     kept_in,
     the_step,
 )
-from megatron_distopt.formats.megatron_2023.part import Part, skipped_in
+from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
 from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.safe import load_safely, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
-__all__ = ["is_per_rank", "read_per_rank", "write_per_rank"]
+__all__ = ["is_per_rank", "missing_in", "rank_entry", "rank_params", "read_per_rank", "write_per_rank"]
 
 _OPTIM, _MAINS = "optim.pt", "shard_fp32_from_float16_groups"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
+
+
+def rank_entry(
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[Hashable]]],
+    mains: Mapping[Any, Tensor],
+    states: Mapping[Any, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A rank's entry "optimizer", without its loss scale.
+
+    Args:
+        groups: options and shards of each group that the rank owns something of, in the order of the file.
+        mains: by shard, for those that have one.
+        states: of the inner optimizer, by shard.
+    """
+    numbers = {shard: number for number, shard in enumerate(shard for _, shards in groups for shard in shards)}
+    return {
+        "optimizer": {
+            "state": {number: states[shard] for shard, number in numbers.items() if shard in states},
+            "param_groups": [{**options, "params": [numbers[shard] for shard in shards]} for options, shards in groups],
+        },
+        _MAINS: [[mains[shard] for shard in shards if shard in mains] for _, shards in groups],
+    }
+
+
+def missing_in(entry: Mapping[str, Any]) -> list[str]:
+    """What an entry "optimizer" lacks to be a rank's."""
+    missing = [key for key in ("optimizer", _MAINS) if key not in entry]
+    return missing or [key for key in ("state", "param_groups") if key not in entry["optimizer"]]
+
+
+def rank_params(
+    entry: Mapping[str, Any], place: int, expected: Sequence[ExpectedParam], origin: Origin
+) -> Iterator[SavedParam]:
+    """What a rank's entry holds of each of its shards of one group.
+
+    Args:
+        entry: see above.
+        place: of the group in it.
+        expected: the rank's shards, in the order of the file.
+        origin: for errors.
+
+    Raises:
+        CheckpointError: the group has other shards.
+    """
+    inner, mains = entry["optimizer"], entry[_MAINS]
+    if len(mains) != len(inner["param_groups"]):
+        rule = f"be as many as its {len(inner['param_groups'])} param groups"
+        raise origin.refused(f"main params of {len(mains)} groups", rule)
+    return params_of_group(inner, mains, place, expected, origin)
 
 
 def is_per_rank(file: ModelFile) -> bool:
@@ -67,7 +116,7 @@ def _paths(file: ModelFile) -> list[Path]:
     return found[:told]
 
 
-def read_per_rank(file: ModelFile) -> Part:
+def read_per_rank(file: ModelFile) -> FileState:
     """The state beside one model file.
 
     Raises:
@@ -76,21 +125,24 @@ def read_per_rank(file: ModelFile) -> Part:
     paths = _paths(file)
     states = [_loaded(path) for path in paths]
     groups = groups_by_rule(file, _groups_of_all(states))
-    found: dict[int, list[_Saved]] = {}
+    found: dict[int, list[_SavedShard]] = {}
+    buffers = buffers_of(file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)).values()
     for rank, (state, path) in enumerate(zip(states, paths, strict=True)):
-        for saved in _of_rank(file, state["optimizer"], groups, rank, len(paths), path):
-            found.setdefault(saved.shard.number, []).append(saved)
+        owned = [_owned(file, group.members, buffers, rank) for group in groups]
+        for each in _of_rank(file, state["optimizer"], list(zip(groups, owned, strict=True)), path):
+            found.setdefault(each.shard.number, []).append(each)
     groups = tuple(replace(group, step=the_step(_holders(states, found, group), file.folder)) for group in groups)
-    kinds = {kind: tensor.dtype for each in found.values() for saved in each for kind, tensor in saved.moments.items()}
+    saved = [each.saved for shards in found.values() for each in shards]
+    kinds = {kind: tensor.dtype for each in saved for kind, tensor in each.moments.items()}
 
     def read(kind: str, number: int) -> Tensor:
-        shape, pieces = file.params[number].model.shape, found[number]
-        if kind == MAIN and not _has_main(file, number):
-            return file.params[number].model
-        return torch.cat([saved.tensor(kind) for saved in pieces]).view(shape)
+        model = file.params[number].model
+        if kind == MAIN and not file.params[number].has_main:
+            return model
+        return torch.cat([each.tensor(kind) for each in found[number]]).view(model.shape)
 
-    kept = kept_in(states[0], ("opt_param_scheduler",))
-    return Part(
+    kept = kept_in(states[0])
+    return FileState(
         file, groups, kinds, read, replace(kept, groups=tuple(group.options for group in groups)), skipped_in(states[0])
     )
 
@@ -104,31 +156,25 @@ class _Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class _Saved:
-    """What a rank saved of a shard; `main` is None for an fp32 param."""
+class _SavedShard:
+    """What a rank saved of it."""
 
     shard: _Shard
-    main: Tensor | None
-    state: Mapping[str, Any]
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        return {key: value for key, value in self.state.items() if torch.is_tensor(value) and key != "step"}
+    saved: SavedParam
 
     def tensor(self, kind: str) -> Tensor:
         """1-D; zeros for a param that was never updated."""
-        found = self.main if kind == MAIN else self.moments.get(kind)
+        found = self.saved.main if kind == MAIN else self.saved.moments.get(kind)
         return torch.zeros(self.shard.in_param.numel) if found is None else found
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
     state: Mapping[str, Any] = load_safely(path)
     entry = state.get("optimizer") if isinstance(state, Mapping) else None
-    entry = entry if isinstance(entry, Mapping) else {}
-    inner = entry.get("optimizer")
-    if not isinstance(inner, Mapping) or _MAINS not in entry or not {"state", "param_groups"} <= inner.keys():
-        rule = "be what a rank of a fork's distributed optimizer saves"
-        raise CheckpointError(refusal(f"file {path}", f"without {_MAINS} or state", rule, _SAME_SAVE))
+    missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
+    if missing:
+        origin = Origin(f"file {path}", _SAME_SAVE)
+        raise origin.refused(f"without {', '.join(missing)}", "be what a rank of a fork's distributed optimizer saves")
     return state
 
 
@@ -141,53 +187,44 @@ def _groups_of_all(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return sorted(found.values(), key=group_decays, reverse=True)
 
 
-def _has_main(file: ModelFile, number: int) -> bool:
-    return file.params[number].model.dtype is not torch.float32
-
-
 def _owned(file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayout], rank: int) -> list[_Shard]:
     """A rank's shards of one group, in the order of its file."""
     spans = {int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)}
-    numbers = sorted((number for number in members if number in spans), key=lambda each: (_has_main(file, each), each))
-    return [_Shard(number, spans[number]) for number in numbers]
+    numbers = (number for number in members if number in spans)
+    in_order = sorted(numbers, key=lambda number: (file.params[number].has_main, number))
+    return [_Shard(number, spans[number]) for number in in_order]
 
 
 def _of_rank(
-    file: ModelFile, entry: Mapping[str, Any], groups: Sequence[PartGroup], rank: int, ranks: int, path: Path
-) -> Iterator[_Saved]:
-    """What one file holds, in the words of the model file."""
-    inner, mains = entry["optimizer"], entry[_MAINS]
-    buffers = buffers_of(file, range(len(file.params)), ranks, in_fp32=grads_in_fp32(file)).values()
-    places = {group_decays(group): place for place, group in enumerate(inner["param_groups"])}
-    for group in groups:
-        shards, place = _owned(file, group.members, buffers, rank), places.get(group_decays(group.options))
-        numbers = [] if place is None else list(inner["param_groups"][place]["params"])
-        left = [] if place is None or place >= len(mains) else list(mains[place])
-        wanted = [shard.in_param.numel for shard in shards if _has_main(file, shard.number)]
-        if len(numbers) != len(shards) or [tensor.numel() for tensor in left] != wanted:
-            got = f"{len(numbers)} shards, main params of {[tensor.numel() for tensor in left]} elements in a group"
-            raise CheckpointError(refusal(f"file {path}", got, f"hold {len(shards)}, of {wanted}", _SAME_SAVE))
-        for shard, number in zip(shards, numbers, strict=True):
-            main = left.pop(0) if _has_main(file, shard.number) else None
-            yield _checked(_Saved(shard, main, inner["state"].get(number, {})), path)
+    file: ModelFile, entry: Mapping[str, Any], owned: Sequence[tuple[FileGroup, list[_Shard]]], path: Path
+) -> Iterator[_SavedShard]:
+    """What one file holds of the shards that the rank must have owned."""
+    places = {group_decays(group): place for place, group in enumerate(entry["optimizer"]["param_groups"])}
+    origin = Origin(f"file {path}", _SAME_SAVE)
+    for group, shards in owned:
+        place = places.get(group_decays(group.options))
+        if place is None and shards:
+            raise origin.refused("a param group missing", f"hold {len(shards)} params of {dict(group.options)}")
+        expected = [_expected(file, shard) for shard in shards]
+        saved = [] if place is None else rank_params(entry, place, expected, origin)
+        for shard, each in zip(shards, saved, strict=True):
+            each.check_numbers(origin)
+            yield _SavedShard(shard, each)
 
 
-def _checked(saved: _Saved, path: Path) -> _Saved:
-    numels = {kind: tensor.numel() for kind, tensor in saved.moments.items()}
-    if any(numel != saved.shard.in_param.numel for numel in numels.values()):
-        rule = f"hold tensors of {saved.shard.in_param.numel} elements for param {saved.shard.number} of the model"
-        raise CheckpointError(refusal(f"file {path}", numels, rule, _SAME_SAVE))
-    return saved
+def _expected(file: ModelFile, shard: _Shard) -> ExpectedParam:
+    param = file.params[shard.number]
+    return ExpectedParam(param.name, (shard.in_param.numel,), param.has_main)
 
 
 def _holders(
-    states: Sequence[Mapping[str, Any]], found: Mapping[int, Sequence[_Saved]], group: PartGroup
+    states: Sequence[Mapping[str, Any]], found: Mapping[int, Sequence[_SavedShard]], group: FileGroup
 ) -> Iterator[Mapping[str, Any]]:
     """What may keep the update count of a group."""
     for state in states:
         groups = state["optimizer"]["optimizer"]["param_groups"]
         yield from (each for each in groups if group_decays(each) is group_decays(group.options))
-    yield from (saved.state for number in group.members for saved in found[number])
+    yield from (each.saved.state for number in group.members for each in found[number])
 
 
 def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
@@ -207,30 +244,20 @@ def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
 
 
 def _state_of_rank(slices: Slices, owned: Sequence[tuple[WrittenGroup, list[_Shard]]]) -> dict[str, Any]:
-    flat = [shard for _, shards in owned for shard in shards]
+    mains: dict[_Shard, Tensor] = {}
+    states: dict[_Shard, dict[str, Any]] = {}
     # In the order of the buffer, where the shards of two ranks meet in one param.
-    cut = {shard.number: _cut(slices, shard) for shard in sorted(flat, key=lambda shard: -shard.number)}
-    place = {shard.number: number for number, shard in enumerate(flat)}
-    return {
-        "optimizer": {
-            "state": {place[shard.number]: cut[shard.number].state for shard in flat if cut[shard.number].state},
-            "param_groups": [
-                {**group.options, "params": [place[shard.number] for shard in shards]} for group, shards in owned
-            ],
-        },
-        _MAINS: [
-            [main for main in (cut[shard.number].main for shard in shards) if main is not None] for _, shards in owned
-        ],
-        **slices.grad_scaler(),
-    }
+    for shard in sorted((shard for _, shards in owned for shard in shards), key=lambda shard: -shard.number):
+        main = _cut(slices, shard, MAIN)  # that of an fp32 param is compared with the model's
+        if slices.file.params[shard.number].has_main:
+            mains[shard] = main
+        state: dict[str, Any] = {kind: _cut(slices, shard, kind) for kind in slices.kinds}
+        if slices.kinds:
+            states[shard] = state | slices.step_in_state()
+    groups = [(group.options, shards) for group, shards in owned]
+    return {**rank_entry(groups, mains, states), **slices.grad_scaler()}
 
 
-def _cut(slices: Slices, shard: _Shard) -> _Saved:
-    """Copies: a view would be saved with everything that it is a view of."""
-
-    def of(kind: str) -> Tensor:
-        return slices.read(kind, shard.number).reshape(-1)[shard.in_param.as_slice()].clone()
-
-    main = of(MAIN)
-    state: dict[str, Any] = {kind: of(kind) for kind in slices.kinds}
-    return _Saved(shard, main if slices.has_main(shard.number) else None, state | slices.step_in_state())
+def _cut(slices: Slices, shard: _Shard, kind: str) -> Tensor:
+    """A copy: a view would be saved with everything that it is a view of."""
+    return slices.read(kind, shard.number).reshape(-1)[shard.in_param.as_slice()].clone()

@@ -7,13 +7,14 @@
     {"optimizer": {"state": ..., "param_groups": ...}}                                        with fp32 params alone
 
 Numbers go through the groups, in a group in the order in which the fork registers its params; main params are those of
-the 16-bit ones, in the same order, shaped as the params. Values of fp32 params come with the model.
+the 16-bit ones, in the same order, shaped as the params. A running fork hands the entry "optimizer" to every rank, so
+that a distributed optimizer can be switched on in the middle of training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +22,68 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.megatron_2023.file_state import FileState, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import PartGroup, groups_by_rule, kept_in, the_step
-from megatron_distopt.formats.megatron_2023.part import Part, skipped_in
+from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in, the_step
+from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
 from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.safe import save_whole
 
-__all__ = ["is_plain", "read_plain", "write_plain"]
+__all__ = ["inner_of", "is_plain", "is_plain_file", "plain_params", "read_plain", "write_plain"]
 
 _MAINS = "fp32_from_fp16_params"
 _REMEDY = "Give a model file that a fork wrote, of a model without frozen params"
 
 
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    """What the file holds of one param; `main` is None for one of fp32."""
-
-    main: Tensor | None
-    state: Mapping[str, Any]
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        return {key: value for key, value in self.state.items() if torch.is_tensor(value) and key != "step"}
+def is_plain(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry "optimizer" is of a run without the distributed optimizer."""
+    return _MAINS in entry or {"state", "param_groups"} <= entry.keys()
 
 
-def is_plain(file: ModelFile) -> bool:
+def inner_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torch's own state dict in it."""
+    inner: Mapping[str, Any] = entry.get("optimizer", entry)
+    return inner
+
+
+def plain_params(
+    entry: Mapping[str, Any], place: int, expected: Sequence[ExpectedParam], origin: Origin
+) -> Iterator[SavedParam]:
+    """What the entry holds of each param of one group.
+
+    Args:
+        entry: see above.
+        place: of the group in it.
+        expected: the params of the group, in the order in which the fork registers them.
+        origin: for errors.
+
+    Raises:
+        CheckpointError: the group has other params.
+    """
+    return params_of_group(inner_of(entry), entry.get(_MAINS) or (), place, expected, origin)
+
+
+def is_plain_file(file: ModelFile) -> bool:
     """Whether a model file holds the whole state."""
-    inner = _inner(file)
-    return "state" in inner and "param_groups" in inner
-
-
-def _inner(file: ModelFile) -> Mapping[str, Any]:
-    """torch's own state dict in it; empty where there is none."""
     entry = file.state.get("optimizer")
-    inner = entry.get("optimizer", entry) if isinstance(entry, Mapping) else None
-    return inner if isinstance(inner, Mapping) else {}
+    return isinstance(entry, Mapping) and is_plain(entry)
 
 
-def read_plain(file: ModelFile) -> Part:
+def read_plain(file: ModelFile) -> FileState:
     """The state in one model file.
 
     Raises:
         CheckpointError: it is of other params than the model's.
     """
-    groups = groups_by_rule(file, _inner(file)["param_groups"])
-    saved: dict[int, _Saved] = {}
+    entry, origin = file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY)
+    groups = groups_by_rule(file, inner_of(entry)["param_groups"])
+    saved: dict[int, SavedParam] = {}
     for place, group in enumerate(groups):
-        saved |= dict(zip(group.members, _saved_in_group(file, place, group), strict=True))
+        params = [file.params[number] for number in group.members]
+        expected = [ExpectedParam(each.name, tuple(each.model.shape), each.has_main) for each in params]
+        saved |= dict(zip(group.members, plain_params(entry, place, expected, origin), strict=True))
+    for each in saved.values():
+        each.check_numbers(origin)
     groups = tuple(
         replace(group, step=the_step([{"step": group.step}, *(saved[each].state for each in group.members)], file.path))
         for group in groups
@@ -82,26 +97,7 @@ def read_plain(file: ModelFile) -> Part:
             return model if kind == MAIN else torch.zeros(model.shape)
         return found
 
-    return Part(file, groups, kinds, read, kept_in(file.state, ("opt_param_scheduler",)), skipped_in(file.state))
-
-
-def _saved_in_group(file: ModelFile, place: int, group: PartGroup) -> Iterator[_Saved]:
-    """By member."""
-    inner, mains = _inner(file), file.state["optimizer"].get(_MAINS)
-    numbers = list(inner["param_groups"][place]["params"])
-    left = list(mains[place]) if mains is not None else []
-    has_main = [file.params[number].model.dtype is not torch.float32 for number in group.members]
-    if len(numbers) != len(group.members) or len(left) != sum(has_main):
-        got = f"{len(numbers)} params, {len(left)} of them with a main param, in group {place}"
-        rule = f"hold the model's {len(group.members)}, {sum(has_main)} of them of 16 bits"
-        raise CheckpointError(refusal(f"optimizer state in {file.path}", got, rule, _REMEDY))
-    for member, number, is_16_bit in zip(group.members, numbers, has_main, strict=True):
-        saved, param = _Saved(left.pop(0) if is_16_bit else None, inner["state"].get(number, {})), file.params[member]
-        for tensor in (*saved.moments.values(), *([] if saved.main is None else [saved.main])):
-            if tensor.shape != param.model.shape:
-                got, rule = f"{list(tensor.shape)} for {param.name!r}", f"have its shape {list(param.model.shape)}"
-                raise CheckpointError(refusal(f"optimizer state in {file.path}", got, rule, _REMEDY))
-        yield saved
+    return FileState(file, groups, kinds, read, kept_in(file.state), skipped_in(file.state))
 
 
 def write_plain(slices: Slices, folder: Path) -> None:
@@ -129,7 +125,7 @@ def write_plain(slices: Slices, folder: Path) -> None:
 
 
 def _with_main(slices: Slices, numbers: Sequence[int]) -> list[int]:
-    return [number for number in numbers if slices.has_main(number)]
+    return [number for number in numbers if slices.file.params[number].has_main]
 
 
 def _state_of(slices: Slices, number: int) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, check_rounds
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import Kept, WrittenGroup, written_groups
-from megatron_distopt.formats.megatron_2023.part import NUM_SKIPPED, OURS, check_rounds
 from megatron_distopt.layout import Span
 
 __all__ = ["Slices", "check_all_written"]
@@ -63,11 +63,7 @@ class Slices:
     def is_16_bit(self) -> bool:
         """Whether the fork keeps main params apart from the model's."""
         told = self.file.option("fp16") or self.file.option("bf16")
-        return bool(told) or any(self.has_main(number) for number in self.trained)
-
-    def has_main(self, number: int) -> bool:
-        """Whether a param has a main param: one of fp32 is its own."""
-        return self.file.params[number].model.dtype is not torch.float32
+        return bool(told) or any(self.file.params[number].has_main for number in self.trained)
 
     @torch.no_grad()
     def read(self, kind: str, number: int) -> Tensor:

@@ -13,7 +13,7 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.inert import attribute
 from megatron_distopt.formats.located import Flat, Located
-from megatron_distopt.formats.megatron_core.flat import Bucket, coalesced, layer_orders, locate, whole_of
+from megatron_distopt.formats.megatron_core.flat import FlatBucket, coalesced, layer_orders, locate, whole_of
 from megatron_distopt.formats.megatron_core.flat_names import Order
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor
@@ -65,7 +65,11 @@ def located_in_buckets(folder: DcpFolder, model: Mapping[str, NamedTensor], args
 
 
 def _of_rank(
-    rank: int, size: int, buffers: Mapping[_Buffer, list[Bucket]], model: Mapping[str, NamedTensor], folder: DcpFolder
+    rank: int,
+    size: int,
+    buffers: Mapping[_Buffer, list[FlatBucket]],
+    model: Mapping[str, NamedTensor],
+    folder: DcpFolder,
 ) -> Iterator[Located]:
     placements = {name: _placement_of(name, tensor, (rank, size)) for name, tensor in model.items()}
     known = {name: placement for name, placement in placements.items() if placement is not None}
@@ -75,7 +79,7 @@ def _of_rank(
     yield from locate(mine, candidates, orders, str(folder.folder))
 
 
-def _sharded_buffers(folder: DcpFolder) -> dict[_Buffer, list[Bucket]]:
+def _sharded_buffers(folder: DcpFolder) -> dict[_Buffer, list[FlatBucket]]:
     keys: dict[tuple[_Buffer, int, str], dict[str, str]] = {}
     for key in folder.tensors:
         match = _BUCKET.fullmatch(key)
@@ -83,14 +87,14 @@ def _sharded_buffers(folder: DcpFolder) -> dict[_Buffer, list[Bucket]]:
             place = (int(match["group"]), match["chain"], int(match["buffer"]))
             kind = MAIN if match["kind"] == "param" else match["kind"]
             keys.setdefault((place, int(match["bucket"]), match["dtype"]), {})[kind] = key
-    found: dict[_Buffer, list[Bucket]] = {}
+    found: dict[_Buffer, list[FlatBucket]] = {}
     for (place, number, dtype), of_kind in sorted(keys.items(), key=lambda item: item[0]):
         where = f"{number} of buffer {place[2]} of group {place[0]} in {folder.folder}"
         found.setdefault(place, []).append(_sharded(folder, of_kind, getattr(torch, dtype), where))
     return found
 
 
-def _sharded(folder: DcpFolder, keys: Mapping[str, str], dtype: torch.dtype, where: str) -> Bucket:
+def _sharded(folder: DcpFolder, keys: Mapping[str, str], dtype: torch.dtype, where: str) -> FlatBucket:
     shape = folder.tensors[keys[MAIN]].shape if MAIN in keys else ()
     if len(shape) != 1:
         got, rule = f"of shape {list(shape)}", "be one row of elements, as megatron-core saves since 0.15"
@@ -100,11 +104,11 @@ def _sharded(folder: DcpFolder, keys: Mapping[str, str], dtype: torch.dtype, whe
         return folder.read_box(keys[kind], Box((span.start,), (span.numel,)))
 
     kinds = {kind: folder.tensors[key].dtype for kind, key in keys.items()}
-    return Bucket.of(Flat(kinds, read), shape[0], dtype, where, is_one_bucket=True)
+    return FlatBucket.of(Flat(kinds, read), shape[0], dtype, where, is_one_bucket=True)
 
 
-def _gathered_buffers(folder: DcpFolder) -> dict[_Buffer, list[Bucket]]:
-    found: dict[_Buffer, list[Bucket]] = {}
+def _gathered_buffers(folder: DcpFolder) -> dict[_Buffer, list[FlatBucket]]:
+    found: dict[_Buffer, list[FlatBucket]] = {}
     for group, state in objects_of(folder, "param_state"):
         for number, buckets in enumerate(coalesced(state, f"of group {group} in {folder.folder}"), len(found)):
             found[group, "", number] = buckets

@@ -17,14 +17,14 @@ from megatron_distopt.formats.megatron_core.flat_names import Order, names_of
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate, FlatMain, Slot, Values, slots_of
 from megatron_distopt.layout import Span
 
-__all__ = ["Bucket", "coalesced", "layer_orders", "locate", "whole_of"]
+__all__ = ["FlatBucket", "coalesced", "layer_orders", "locate", "whole_of"]
 
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\..+")
 _PARAM, _COALESCED = "param", "buckets_coalesced"
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class FlatBucket:
     """A bucket, or a buffer in which buckets follow one another.
 
     Args:
@@ -36,12 +36,12 @@ class Bucket:
     main: FlatMain
 
     @classmethod
-    def of(cls, flat: Flat, numel: int, dtype: torch.dtype, where: str, *, is_one_bucket: bool) -> Bucket:
+    def of(cls, flat: Flat, numel: int, dtype: torch.dtype, where: str, *, is_one_bucket: bool) -> FlatBucket:
         """One with so many elements, whose params have a dtype in the model."""
         return cls(flat, FlatMain(where, dtype, lambda: flat.read(MAIN, Span(0, numel)), is_one_bucket))
 
 
-def coalesced(state: Mapping[Any, Any], where: str) -> list[list[Bucket]]:
+def coalesced(state: Mapping[Any, Any], where: str) -> list[list[FlatBucket]]:
     """The buffers of a state of which DP rank 0 gathered whole buffers (megatron-core since 0.7).
 
     Args:
@@ -62,11 +62,11 @@ def coalesced(state: Mapping[Any, Any], where: str) -> list[list[Bucket]]:
     return found
 
 
-def _buffer(entry: Mapping[str, Any], dtype: torch.dtype, where: str) -> Bucket:
+def _buffer(entry: Mapping[str, Any], dtype: torch.dtype, where: str) -> FlatBucket:
     tensors = {_kind(key): value for key, value in entry.items() if isinstance(value, Tensor) and value.dim() == 1}
     kinds = {kind: tensor.dtype for kind, tensor in tensors.items()}
     flat = Flat(kinds, lambda kind, span: tensors[kind][span.as_slice()])
-    return Bucket.of(flat, tensors[MAIN].numel(), dtype, where, is_one_bucket=False)
+    return FlatBucket.of(flat, tensors[MAIN].numel(), dtype, where, is_one_bucket=False)
 
 
 def _kind(key: str) -> str:
@@ -84,7 +84,7 @@ def layer_orders(names: Sequence[str]) -> list[Order]:
 
 
 def locate(
-    buffers: Sequence[Sequence[Bucket]],
+    buffers: Sequence[Sequence[FlatBucket]],
     candidates: Sequence[Candidate],
     orders: Sequence[Order],
     where: str,
@@ -104,7 +104,7 @@ def locate(
     """
     dtypes = {bucket.main.dtype for buffer in buffers for bucket in buffer}
     values = {dtype: Values(candidates, dtype) for dtype in dtypes}
-    slots: list[list[tuple[Bucket, Slot]]] = [
+    slots: list[list[tuple[FlatBucket, Slot]]] = [
         [(bucket, slot) for bucket in buffer for slot in slots_of(bucket.main, values[bucket.main.dtype])]
         for buffer in buffers
     ]

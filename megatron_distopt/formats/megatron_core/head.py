@@ -11,7 +11,7 @@ from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.inert import as_number
 from megatron_distopt.formats.megatron_2023.names import decays
-from megatron_distopt.formats.megatron_2023.param_groups import PartGroup, record_of
+from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
 
 __all__ = ["head_of"]
 
@@ -71,7 +71,7 @@ def _records(
 
 
 def _record(names: Iterable[str], options: Mapping[str, Any], step: int | None) -> GroupRecord:
-    return record_of(PartGroup(options, step, ()), tuple(names), step)
+    return record_of(FileGroup(options, step, ()), tuple(names), step)
 
 
 def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:

@@ -20,14 +20,14 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.inert import attribute, load_bytes, load_metadata
 from megatron_distopt.layout import Box
 
-__all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "Stored", "open_dcp"]
+__all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "StoredBytes", "open_dcp"]
 
 METADATA = ".metadata"
 _REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBytes:
     """Bytes of a file of the folder."""
 
     file: str
@@ -40,7 +40,7 @@ class DcpChunk:
     """One box of a tensor, and where it is."""
 
     box: Box
-    stored: Stored
+    stored: StoredBytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DcpFolder:
 
     folder: Path
     tensors: Mapping[str, DcpTensor]
-    objects: Mapping[str, Stored]
+    objects: Mapping[str, StoredBytes]
 
     def read(self, key: str) -> Tensor:
         """A whole tensor, on the CPU.
@@ -143,14 +143,14 @@ def open_dcp(folder: Path) -> DcpFolder:
 _Place = tuple[str, "tuple[int, ...] | None"]
 
 
-def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Place, Stored]]:
+def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Place, StoredBytes]]:
     for index, info in storage.items():
         name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
         if attribute(info, "transform_descriptors"):
             raise ValueError(f"{name} is compressed, which no reader here undoes")
         place = (name, None if offset is None else tuple(map(int, offset)))
         file = _plain_name(str(attribute(info, "relative_path")))
-        yield place, Stored(file, int(attribute(info, "offset")), int(attribute(info, "length")))
+        yield place, StoredBytes(file, int(attribute(info, "offset")), int(attribute(info, "length")))
 
 
 def _plain_name(name: str) -> str:
@@ -160,7 +160,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _tensor_of(key: str, entry: Any, stored: Mapping[_Place, Stored]) -> DcpTensor:
+def _tensor_of(key: str, entry: Any, stored: Mapping[_Place, StoredBytes]) -> DcpTensor:
     shape, dtype = tuple(map(int, attribute(entry, "size"))), _dtype_of(attribute(entry, "properties"))
     places = [
         (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes"))) for each in attribute(entry, "chunks")

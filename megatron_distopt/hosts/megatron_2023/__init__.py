@@ -2,5 +2,6 @@
 
 `facts` is data and imports nothing of the host; `adapter` builds; `optimizer` holds the class that the host gets;
 `buffers` and `groups` say what is sharded over whom, `overlap` and `communication` what is sent beside what;
-`state_per_rank*` (with `resplit`, where buckets are not the file's) and `state_gathered` are the two file layouts.
+`state_per_rank` (with `resplit`, where buckets are not the file's) and `state_gathered` bring state into the fork's two
+file layouts and back.
 """

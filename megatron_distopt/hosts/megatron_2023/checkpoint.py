@@ -12,25 +12,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron import get_args
+from megatron.core import mpu
 
-from megatron_distopt.checkpoint import is_checkpoint, load_checkpoint
+from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
 from megatron_distopt.comm import exchange, raise_together
-from megatron_distopt.hosts.megatron_2023.state import check_head, group_dicts, load_groups, load_loss_scale, saved_step
+from megatron_distopt.formats.megatron_2023.plain import is_plain
+from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
+from megatron_distopt.hosts.megatron_2023.state import (
+    check_head,
+    check_plain,
+    group_dicts,
+    load_groups,
+    load_loss_scale,
+    load_plain,
+    saved_step,
+)
 from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
 from megatron_distopt.hosts.megatron_2023.state_per_rank import (
     check_state_per_rank,
     load_state_per_rank,
     state_per_rank,
 )
-from megatron_distopt.hosts.megatron_2023.state_plain import check_plain, is_plain, load_plain
-from megatron_distopt.hosts.megatron_2023.whole import whole_model_of
+from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
-__all__ = ["CheckpointCalls"]
+__all__ = ["CheckpointCalls", "whole_model_of"]
+
+#: Options of a fork under which the first layer of an MLP holds a gate as well.
+_GATES = ("swiglu", "glu_activation")
 
 
 class CheckpointCalls:
@@ -173,3 +186,26 @@ def _undo_of(optimizer: DistributedOptimizer) -> Callable[[], None]:
         optimizer.sharded.loss_scale.load_state_dict(scale)
 
     return undo
+
+
+def whole_model_of(optimizer: DistributedOptimizer) -> WholeModel:
+    """How this rank's params lie in the whole model, by their attributes, the fork's groups and its arguments."""
+    named, counted = optimizer.start.named, optimizer.start.plan.counted
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))
+    is_gated = any(getattr(get_args(), option, None) for option in _GATES)
+    ranks = ModelRanks(tensor, tensor, expert, is_gated, "language_model.embedding.word_embeddings.weight")
+    names = global_names(optimizer.models, ranks)
+    placements = {
+        name: placement_of(names[param], param, ranks, is_expert=is_expert(param)) for name, param in named.items()
+    }
+    frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
+    about = {
+        "host": "a Megatron of 2023",
+        "ranks": optimizer.everyone.size,
+        "data_parallel": optimizer.start.data.size,
+        "tensor_parallel": tensor[1],
+        "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": expert[1],
+    }
+    return WholeModel([Share(optimizer.sharded, placements, counted)], canonical, frozen, about, FROM_WEIGHTS)

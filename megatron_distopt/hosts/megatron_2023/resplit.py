@@ -1,4 +1,4 @@
-"""Values on their way between two splits of one grad buffer: that of the run, and that of the fork's files.
+"""Values on their way between two splits of one grad buffer: that of the run, and that of the fork's per-rank files.
 
 A per-rank file has one rank's part of the whole buffer, in the fork's order; a run with its one bucket has the same
 split, and nothing travels. With other buckets each rank lays its values into zeros, at their places in all files, and a
@@ -8,24 +8,247 @@ takes its values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.comm import exchange
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
-from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
-from megatron_distopt.layout import BufferLayout, ParamShard, Span
+from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, GradBuffer
+from megatron_distopt.hosts.megatron_2023.state import shards_of
+from megatron_distopt.layout import BufferLayout, ParamShard, Span, owned_shards
+from megatron_distopt.optimizer import FlatParam, moments_of
 
-__all__ = ["Place", "fetch", "send", "stretches"]
+if TYPE_CHECKING:
+    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
+
+__all__ = [
+    "Facts",
+    "FilePosition",
+    "Kind",
+    "agree",
+    "from_files",
+    "keys_of",
+    "kinds",
+    "positions_in",
+    "to_files",
+]
 
 #: Elements that travel at once, all ranks' together, so that it takes little memory.
 PIECE_NUMEL = 1 << 26
+#: (param group, whether there is a main param): what tells which keys a param has.
+Kind = tuple[int, bool]
+#: By param name, then key: 1-D, what this rank's file has of it.
+Values = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank knows of the whole state.
+
+    Args:
+        keys: dtypes by kind and key.
+        step: updates so far; None where nobody has counted.
+        groups: as they were saved, without params, by number of the run's group.
+    """
+
+    keys: Mapping[Kind, Mapping[str, torch.dtype]]
+    step: int | None
+    groups: Mapping[int, Mapping[str, Any]]
+
+
+def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
+    """Collective where values travel: what any rank knows. Elsewhere this one's own, which is all that it needs."""
+    if all(buffer.plan.is_in_place for buffer in optimizer.grad_buffers):
+        return facts
+    by_rank = exchange(facts, optimizer.start.data)
+    keys: dict[Kind, dict[str, torch.dtype]] = {}
+    groups: dict[int, Mapping[str, Any]] = {}
+    for each in by_rank:
+        for kind, dtypes in each.keys.items():
+            keys.setdefault(kind, {}).update(dtypes)
+        groups = {**each.groups, **groups}
+    # A rank without anything has counted nothing.
+    step = max((each.step for each in by_rank if each.keys and each.step is not None), default=None)
+    return Facts(keys, step, dict(sorted(groups.items())))
+
+
+def keys_of(optimizer: DistributedOptimizer) -> dict[Kind, dict[str, torch.dtype]]:
+    """What this rank keeps for an element, by what it is of."""
+    keys: dict[Kind, dict[str, torch.dtype]] = {}
+    for flat in optimizer.sharded.flat_params:
+        dtypes = {key: tensor.dtype for key, tensor in kept(optimizer, flat).items()}
+        keys.setdefault(kind_of_flat(flat), {}).update(dtypes)
+    return keys
+
+
+def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
+    """By name of all params that are updated, whoever owns them."""
+    named = optimizer.start.named
+    return {
+        name: (number, named[name].dtype is not torch.float32)
+        for number, group in enumerate(optimizer.sharded.plan.groups)
+        for name in group.names
+    }
+
+
+def kind_of_flat(flat: FlatParam) -> Kind:
+    """Of its params."""
+    return flat.plan.key.group, flat.owns_memory
+
+
+def kept(optimizer: DistributedOptimizer, flat: FlatParam) -> dict[str, Tensor]:
+    """What there is of it in this rank, by key; 1-D, as long as the flat param."""
+    main = {MAIN: flat.main.detach()} if flat.owns_memory else {}
+    return main | moments_of(optimizer.sharded.inner, flat.main)
+
+
+@dataclass(frozen=True)
+class FilePosition:
+    """A param of which this rank's file has a part.
+
+    Args:
+        kind: see `Kind`.
+        shard: in the split of the files.
+    """
+
+    kind: Kind
+    shard: ParamShard
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    @property
+    def group(self) -> int:
+        return self.kind[0]
+
+    @property
+    def has_main(self) -> bool:
+        return self.kind[1]
+
+
+def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[FilePosition]:
+    """Of one buffer, in its order.
+
+    Args:
+        plan: of the run.
+        kind_of: `kinds` of the optimizer.
+    """
+    for shard in owned_shards(plan.file_layout, plan.group.rank):
+        if shard.name in plan.params and shard.name in kind_of:
+            yield FilePosition(kind_of[shard.name], shard)
+
+
+@torch.no_grad()
+def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[str, Tensor]]:
+    """Collective where values travel: what this rank's file has, each tensor with memory of its own.
+
+    Args:
+        optimizer: whose state it is.
+        facts: that all ranks agreed on, with `keys_of` each.
+    """
+    values: dict[str, dict[str, Tensor]] = {}
+    for buffer in optimizer.grad_buffers:
+        if buffer.plan.is_in_place:
+            # A view would be saved with everything that it is a view of.
+            values |= {
+                shard.name: {key: flat.cut(each, shard).clone() for key, each in kept(optimizer, flat).items()}
+                for flat, shard in _owned_in(optimizer, buffer.plan)
+            }
+        else:
+            values |= _sent(optimizer, buffer, facts)
+    return values
+
+
+def _sent(optimizer: DistributedOptimizer, buffer: GradBuffer, facts: Facts) -> dict[str, dict[str, Tensor]]:
+    kind_of = kinds(optimizer)
+    positions = list(positions_in(buffer.plan, kind_of))
+    values: dict[str, dict[str, Tensor]] = {each.name: {} for each in positions}
+    for key, dtype in _columns(buffer.plan, kind_of, facts):
+        tensors = {flat: kept(optimizer, flat).get(key) for flat in optimizer.sharded.flat_params}
+        mine = {flat: tensor for flat, tensor in tensors.items() if tensor is not None and tensor.dtype is dtype}
+        part = _send(_places(optimizer, buffer.plan, mine), buffer.plan, dtype, buffer.grad.device)
+        for each in positions:
+            if facts.keys.get(each.kind, {}).get(key) is dtype:
+                values[each.name][key] = part[each.shard.in_shard.as_slice()].clone()
+    return values
+
+
+@torch.no_grad()
+def from_files(optimizer: DistributedOptimizer, values: Values, facts: Facts) -> dict[FlatParam, dict[str, Tensor]]:
+    """Collective where values travel: writes the main params, and returns the moments of every flat param.
+
+    Args:
+        optimizer: that takes the state.
+        values: what this rank's file has.
+        facts: that all ranks agreed on, with `keys` of what their files have.
+    """
+    taken: dict[FlatParam, dict[str, Tensor]] = {flat: {MAIN: flat.main} for flat in optimizer.sharded.flat_params}
+    for buffer in optimizer.grad_buffers:
+        if buffer.plan.is_in_place:
+            for flat, shard in _owned_in(optimizer, buffer.plan):
+                for key, tensor in values[shard.name].items():
+                    flat.cut(_whole(taken, flat, key), shard).copy_(tensor)
+        else:
+            _take(optimizer, buffer, values, facts, taken)
+    return {flat: {key: each for key, each in tensors.items() if key != MAIN} for flat, tensors in taken.items()}
+
+
+def _take(
+    optimizer: DistributedOptimizer,
+    buffer: GradBuffer,
+    values: Values,
+    facts: Facts,
+    taken: Mapping[FlatParam, dict[str, Tensor]],
+) -> None:
+    kind_of = kinds(optimizer)
+    for key, dtype in _columns(buffer.plan, kind_of, facts):
+        own = torch.zeros(buffer.plan.file_layout.shard_numel, dtype=dtype, device=buffer.grad.device)
+        for each in positions_in(buffer.plan, kind_of):
+            if key in values[each.name]:
+                own[each.shard.in_shard.as_slice()] = values[each.name][key]
+        into = {
+            flat: _whole(taken, flat, key)
+            for flat, _ in _owned_in(optimizer, buffer.plan)
+            if key in facts.keys.get(kind_of_flat(flat), {})
+        }
+        _fetch(own, _places(optimizer, buffer.plan, into), buffer.plan)
+
+
+def _whole(taken: Mapping[FlatParam, dict[str, Tensor]], flat: FlatParam, key: str) -> Tensor:
+    """Where a key of it is put; zeros at first, if it is none that the flat param has."""
+    if key not in taken[flat]:
+        taken[flat][key] = torch.zeros_like(flat.main)
+    return taken[flat][key]
+
+
+def _owned_in(optimizer: DistributedOptimizer, plan: BufferPlan) -> Iterator[tuple[FlatParam, ParamShard]]:
+    return (owned for name, owned in shards_of(optimizer.sharded).items() if name in plan.params)
+
+
+def _columns(plan: BufferPlan, kind_of: Mapping[str, Kind], facts: Facts) -> list[tuple[str, torch.dtype]]:
+    """What travels by itself: the same on all ranks, in the same order."""
+    wanted = dict.fromkeys(kind_of[name] for name in plan.params if name in kind_of)
+    return list(dict.fromkeys(column for kind in wanted for column in facts.keys.get(kind, {}).items()))
+
+
+def _places(optimizer: DistributedOptimizer, plan: BufferPlan, tensors: Mapping[FlatParam, Tensor]) -> list[_Place]:
+    """In all files, of what this rank owns of the flat params that are given."""
+    return [
+        _Place(rank, in_file, flat.cut(tensors[flat], shard)[in_shard.as_slice()])
+        for flat, shard in _owned_in(optimizer, plan)
+        if flat in tensors
+        for rank, in_file, in_shard in _stretches(plan, shard)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class _Place:
     """Neighbours that lie in one file.
 
     Args:
@@ -46,7 +269,7 @@ class Place:
         return part.relative_to(piece.start).as_slice(), self.values[part.relative_to(self.in_shard.start).as_slice()]
 
 
-def stretches(plan: BufferPlan, shard: ParamShard) -> Iterator[tuple[int, Span, Span]]:
+def _stretches(plan: BufferPlan, shard: ParamShard) -> Iterator[tuple[int, Span, Span]]:
     """Where a shard of the run lies in the files: (rank, in that rank's file, in the shard).
 
     Args:
@@ -60,7 +283,7 @@ def stretches(plan: BufferPlan, shard: ParamShard) -> Iterator[tuple[int, Span, 
         yield rank, owned.relative_to(rank * numel), owned.relative_to(in_file.start)
 
 
-def send(places: Sequence[Place], plan: BufferPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _send(places: Sequence[_Place], plan: BufferPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Collective over the plan's group: what lies in this rank's file, with zeros where nobody has anything.
 
     Args:
@@ -81,8 +304,8 @@ def send(places: Sequence[Place], plan: BufferPlan, dtype: torch.dtype, device: 
     return own
 
 
-def fetch(own: Tensor, places: Sequence[Place], plan: BufferPlan) -> None:
-    """Collective over the plan's group: the inverse of `send`.
+def _fetch(own: Tensor, places: Sequence[_Place], plan: BufferPlan) -> None:
+    """Collective over the plan's group: the inverse of `_send`.
 
     Args:
         own: what lies in this rank's file; 1-D.
@@ -105,7 +328,7 @@ def _pieces(files: BufferLayout) -> Iterator[Span]:
         yield Span(start, min(start + step, files.shard_numel))
 
 
-def _in_rows(places: Sequence[Place], rows: Tensor, piece: Span) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def _in_rows(places: Sequence[_Place], rows: Tensor, piece: Span) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """(row of the file, where in it, values here) of what lies in a piece."""
     for place in places:
         found = place.within(piece)

@@ -1,19 +1,23 @@
-"""What the two file layouts of the forks of 2023 have in common: param groups, update count, loss scale.
+"""What the file layouts of the Megatrons of 2023 have in common: param groups, update count, loss scale.
 
 The fork's checkpointing calls `state_dict` and `load_state_dict` on every rank; where it gathers also
-`save_parameter_state`
-and `load_parameter_state`. What we write there the fork's own optimizer can read, and the other way round.
+`save_parameter_state` and `load_parameter_state`. What we write there the fork's own optimizer can read, and the other
+way round. The state of a run without the distributed optimizer is only read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.megatron_2023.param_groups import described, identity
+from megatron_distopt.formats.megatron_2023.plain import inner_of, plain_params
+from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, has_begun
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, count_updates, moments_of, restore, restore_group
 
@@ -24,13 +28,14 @@ __all__ = [
     "check_groups",
     "check_head",
     "check_moments",
+    "check_plain",
     "check_step",
     "check_step_of",
     "group_dicts",
-    "has_begun",
     "install_state",
     "load_groups",
     "load_loss_scale",
+    "load_plain",
     "moment_keys",
     "saved_step",
     "shards_of",
@@ -41,9 +46,8 @@ _log = logging.getLogger("megatron_distopt")
 
 #: Which kernel updates is the choice of the run that loads.
 _IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
-#: What tells the fork's param groups apart.
-_IDENTITY = ("name", "wd_mult", "lr_mult")
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
+_OF_OTHER_MODEL = Origin("optimizer state", _REMEDY)
 
 
 def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
@@ -87,26 +91,18 @@ def check_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
     left = list(saved)
     matched = []
     for mine in ours:
-        like = [group for group in left if _identity(group) == _identity(mine)]
+        like = [group for group in left if identity(group) == identity(mine)]
         if not like:
-            got = f"none with {_describe(mine)} among {', '.join(map(_describe, saved)) or 'no groups'}"
+            got = f"none with {described(mine)} among {', '.join(map(described, saved)) or 'no groups'}"
             raise CheckpointError(
                 refusal("param groups in the checkpoint", got, "hold every group of the run", _REMEDY)
             )
         matched.append(like[0])
         left = [group for group in left if group is not like[0]]
     if left:
-        got = f"{_describe(left[0])} besides those of the run"
+        got = f"{described(left[0])} besides those of the run"
         raise CheckpointError(refusal("param groups in the checkpoint", got, "be those of the run", _REMEDY))
     return matched
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key) for key in _IDENTITY)
-
-
-def _describe(group: Mapping[str, Any]) -> str:
-    return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
 
 
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -121,11 +117,6 @@ def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str
     apex leaves it out in groups that had no param on the rank that wrote them.
     """
     return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
-
-
-def has_begun(inner: Mapping[str, Any]) -> bool:
-    """Whether torch's own state dict is of an optimizer that had updated anything."""
-    return any(inner["state"].values())
 
 
 def check_step_of(optimizer: DistributedOptimizer, inner: Mapping[str, Any]) -> int | None:
@@ -218,3 +209,57 @@ def install_state(
         group, counted = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
         restore(inner, group, flat.main, moments[flat], counted)
         flat.write_model()
+
+
+def check_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Whether `load_plain` would take it.
+
+    Raises:
+        CheckpointError
+    """
+    inner = inner_of(state)
+    may_be_none = not has_begun(inner)
+    for each in _plain_params(optimizer, state):
+        check_moments(optimizer, "optimizer state", each.moments, may_be_none=may_be_none)
+    check_step_of(optimizer, inner)
+
+
+@torch.no_grad()
+def load_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Takes this rank's shards of the state of a run without the distributed optimizer; after `check_plain`.
+
+    Every rank has all of it. The params are not gathered yet.
+    """
+    inner, owned = inner_of(state), shards_of(optimizer.sharded)
+    load_groups(optimizer.param_groups, inner["param_groups"])
+    load_loss_scale(optimizer, state)
+    for buffer in optimizer.sharded.buffers:
+        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
+    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
+    for saved in _plain_params(optimizer, state):
+        if saved.name not in owned:
+            continue
+        flat, shard = owned[saved.name]
+        if saved.main is not None:
+            flat.cut(flat.main, shard).copy_(saved.main.reshape(-1)[shard.in_param.as_slice()])
+        for key, tensor in saved.moments.items():
+            whole = moments[flat].setdefault(key, torch.zeros_like(flat.main))
+            flat.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
+    install_state(optimizer, moments, check_step_of(optimizer, inner))
+
+
+def _plain_params(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Iterator[SavedParam]:
+    """Every param of the run with what was saved of it.
+
+    Raises:
+        CheckpointError: a group has other params.
+    """
+    named, groups = optimizer.start.named, inner_of(state)["param_groups"]
+    matched = check_groups(optimizer.param_groups, groups)
+    for group, saved in zip(optimizer.sharded.plan.groups, matched, strict=True):
+        place = next(place for place, each in enumerate(groups) if each is saved)
+        expected = [
+            ExpectedParam(name, tuple(named[name].shape), named[name].dtype is not torch.float32)
+            for name in group.names
+        ]
+        yield from plain_params(state, place, expected, _OF_OTHER_MODEL)

@@ -1,17 +1,6 @@
-"""The gathered file of Megatron-LM 23.06 and Megatron-DeepSpeed: the state of all data-parallel ranks.
+"""The gathered file of a running fork: gathered and written by the first data-parallel rank, read and scattered by it.
 
-::
-
-    {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
-     "megatron_distopt": {"format": 1, "step": updates so far, where they are counted,
-                          "num_skipped": steps that were skipped, where there are any}}
-
-Every tensor has the order of the grad buffer. The last key is ours: the fork's own optimizer does not look at it. The
-padding of the fork's own files is what happened to be in memory, so nothing is read from it, and a file fits any number
-of data-parallel ranks.
-
-The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
-(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read.
+See formats/megatron_2023/gathered.py for the layout. A run with buckets of its own has another order than the file.
 """
 
 from __future__ import annotations
@@ -26,14 +15,21 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_distopt.comm import Group, exchange, gather_to_first, raise_together, scatter_from_first
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.megatron_2023.gathered import (
+    MAIN_IN_FILE,
+    GatheredFile,
+    experts_beside,
+    gathered_state,
+    moments_in_file,
+    open_gathered,
+)
+from megatron_distopt.formats.megatron_2023.saved import Origin
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
 from megatron_distopt.hosts.megatron_2023.state import (
     check_moments,
     check_step,
     install_state,
     moment_keys,
-    saved_step,
     shards_of,
     updates_so_far,
 )
@@ -45,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["load_gathered", "save_gathered"]
 
-_MAIN, _OURS, _FORMAT, _SKIPPED = "param", "megatron_distopt", 1, "num_skipped"
-#: What the fork's own optimizer asks for even where no step was made yet.
-_ADAM_KEYS = frozenset(("exp_avg", "exp_avg_sq"))
-#: Padding is less than the number of ranks that wrote a file; no run has more than these.
-_LARGEST_PADDING_NUMEL = 1 << 16
+_REMEDY = (
+    "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from its weights with "
+    "--no-load-optim"
+)
+_PERMUTED = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,10 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
 
 
 def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
-    step = updates_so_far(optimizer)
-    counts = {"step": step, _SKIPPED: optimizer.sharded.num_skipped or None}
-    state: dict[Any, Any] = {
-        _OURS: {"format": _FORMAT} | {key: each for key, each in counts.items() if each is not None}
+    buffers = {
+        (buffer.plan.chunk, buffer.plan.dtype): _gather(optimizer, buffer, part.group) for buffer in part.buffers
     }
-    for buffer in part.buffers:
-        state.setdefault(buffer.plan.chunk, {})[buffer.plan.dtype] = _gather(optimizer, buffer, part.group)
-    return state
+    return gathered_state(buffers, updates_so_far(optimizer), optimizer.sharded.num_skipped)
 
 
 def _write_all(parts: Sequence[_Part], states: Sequence[Mapping[Any, Any]]) -> None:
@@ -130,19 +122,15 @@ def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
 
 
 def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> str:
-    if group == optimizer.start.data:
-        return filename
-    stem, extension = os.path.splitext(filename)
-    return f"{stem}_experts_{group.global_rank(0):05d}{extension}"
+    return filename if group == optimizer.start.data else experts_beside(filename, group.global_rank(0))
 
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
     keys = set().union(*exchange(moment_keys(optimizer.sharded), group))
-    if not keys and optimizer.sharded.plan.choice.is_adam:
-        keys = set(_ADAM_KEYS)
+    moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
     carrier = _carrier(group)
     wholes = {
-        key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (_MAIN, *sorted(keys))
+        key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (MAIN_IN_FILE, *moments)
     }
     return {key: _in_file(whole.cpu(), buffer) for key, whole in wholes.items() if whole is not None} or None
 
@@ -151,7 +139,7 @@ def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrie
     """fp32 1-D [shard_numel]; padding is zero."""
     shard_tensor = carrier.empty_shard(buffer)
     for name, (flat, shard) in shards_of(optimizer.sharded).items():
-        source = flat.main if key == _MAIN else moments_of(optimizer.sharded.inner, flat.main).get(key)
+        source = flat.main if key == MAIN_IN_FILE else moments_of(optimizer.sharded.inner, flat.main).get(key)
         if source is not None and buffer.holds(name):
             _place_of(shard, buffer, shard_tensor).copy_(flat.cut(source, shard))
     return shard_tensor
@@ -161,20 +149,21 @@ def _scatter(
     optimizer: DistributedOptimizer,
     buffer: GradBuffer,
     group: Group,
-    file: Mapping[Any, Any] | None,
+    file: GatheredFile | None,
     moments: Mapping[FlatParam, dict[str, Tensor]],
 ) -> None:
-    tensors = None if file is None else file[buffer.plan.chunk][buffer.plan.dtype]
+    tensors = None if file is None else _tensors_of(buffer, file)
     keys = exchange(tuple(tensors) if tensors is not None else (), group)[0]
     carrier = _carrier(group)
     for key in keys:
         shard_tensor = carrier.empty_shard(buffer)
-        whole = None if tensors is None else _by_rank(tensors[key], buffer).to(shard_tensor.device)
-        scatter_from_first(whole, shard_tensor, carrier.group)
+        by_rank = None if tensors is None else _by_rank(tensors[key], buffer).to(shard_tensor.device)
+        scatter_from_first(by_rank, shard_tensor, carrier.group)
         for name, (flat, shard) in shards_of(optimizer.sharded).items():
             if buffer.holds(name):
-                whole_run = flat.main if key == _MAIN else moments[flat].setdefault(key, torch.zeros_like(flat.main))
-                flat.cut(whole_run, shard).copy_(_place_of(shard, buffer, shard_tensor))
+                is_main = key == MAIN_IN_FILE
+                whole = flat.main if is_main else moments[flat].setdefault(key, torch.zeros_like(flat.main))
+                flat.cut(whole, shard).copy_(_place_of(shard, buffer, shard_tensor))
 
 
 def _place_of(shard: ParamShard, buffer: GradBuffer, shard_tensor: Tensor) -> Tensor:
@@ -220,46 +209,22 @@ def _slots_of(bucket: Bucket, layout: BufferLayout) -> Iterator[tuple[str, Span]
         yield slot.name, slot.in_buffer.relative_to(bucket.in_buffer.start)
 
 
-def _read(optimizer: DistributedOptimizer, part: _Part) -> Mapping[Any, Any] | None:
-    """On the first rank of the part's group, checked; None elsewhere. No pickle is executed."""
+def _read(optimizer: DistributedOptimizer, part: _Part) -> GatheredFile | None:
+    """On the first rank of the part's group, checked; None elsewhere."""
     if part.group.rank != 0:
         return None
-    try:
-        state: Mapping[Any, Any] = torch.load(part.filename, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged file makes torch raise
-        rule, remedy = "be readable", "Give a checkpoint that holds it, or start from its weights with --no-load-optim"
-        raise CheckpointError(refusal(f"optimizer file {part.filename}", error, rule, remedy)) from error
+    file = open_gathered(part.filename, Origin(f"optimizer file {part.filename}", _REMEDY))
+    is_adam = optimizer.sharded.plan.choice.is_adam
     for buffer in part.buffers:
-        _check(optimizer, buffer, state, part.filename)
-    return state
+        moments = _tensors_of(buffer, file).keys() - {MAIN_IN_FILE}
+        # Adam's are there even before the first step, so a file without them has lost them.
+        check_moments(optimizer, file.origin.what, moments, may_be_none=not is_adam)
+        file.check_order(is_mixed=_mixes_dtypes(optimizer, buffer), remedy=_PERMUTED)
+    return file
 
 
-def _check(optimizer: DistributedOptimizer, buffer: GradBuffer, state: Mapping[Any, Any], filename: str) -> None:
-    what, where = f"optimizer file {filename}", f"chunk {buffer.plan.chunk}, grads {buffer.plan.dtype}"
-    tensors = _entry(_entry(state, buffer.plan.chunk), buffer.plan.dtype)
-    remedy = "Load a checkpoint of this model at the same tensor- and pipeline-parallel size"
-    if _MAIN not in tensors:
-        got = f"without {where}"
-        raise CheckpointError(refusal(what, got, "hold every grad buffer of the run", remedy))
-    numel = buffer.plan.file_numel
-    for key, tensor in tensors.items():
-        shape = list(tensor.shape) if torch.is_tensor(tensor) else []
-        if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
-            got, rule = f"{key} of {shape} in {where}", f"hold {numel} elements and padding"
-            raise CheckpointError(refusal(what, got, rule, remedy))
-    # Adam's are there even before the first step, so a file without them has lost them.
-    check_moments(optimizer, what, tensors.keys() - {_MAIN}, may_be_none=not optimizer.sharded.plan.choice.is_adam)
-    if _OURS not in state and _mixes_dtypes(optimizer, buffer):
-        got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
-        rule = "be in an order that is known; that optimizer saves such groups permuted"
-        remedy = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
-        raise CheckpointError(refusal(what, got, rule, remedy))
-
-
-def _entry(table: object, key: object) -> Mapping[Any, Any]:
-    """What a file has under a key; nothing where it has anything but a table there."""
-    found = table.get(key) if isinstance(table, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _tensors_of(buffer: GradBuffer, file: GatheredFile) -> dict[str, Tensor]:
+    return file.tensors(buffer.plan.chunk, buffer.plan.dtype, buffer.plan.file_numel)
 
 
 def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
@@ -270,10 +235,9 @@ def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
     )
 
 
-def _counts_in(file: Mapping[Any, Any] | None) -> tuple[int | None, int]:
+def _counts_in(file: GatheredFile | None) -> tuple[int | None, int]:
     """Updates, where they are counted, and steps that were skipped."""
-    ours = {} if file is None else _entry(file, _OURS)
-    return saved_step([ours]), int(ours.get(_SKIPPED, 0))
+    return (None, 0) if file is None else (file.step, file.num_skipped)
 
 
 def _write(state: Mapping[Any, Any], filename: str) -> None:

@@ -1,17 +1,8 @@
-"""Per-rank files of Megatron-LM 23.04: every rank's `state_dict()` holds the state of its own shards.
-
-::
-
-    {"optimizer": {"state": {number: {"exp_avg", "exp_avg_sq", ...}}, "param_groups": [{..., "params": [number]}]},
-     "grad_scaler": ...,
-     "shard_fp32_from_float16_groups": [[fp32 1-D, ...], ...]}
-
-Numbers go through the groups; in a group come the shards of fp32 params, then those of 16-bit params, each in the order
-in which the model registered them. Groups of which the rank owns nothing are left out. Values of fp32 params are not
-in it: they come with the model. The layout has no names, so it fits the rank that wrote it and no other size.
+"""A rank's state in per-rank files of Megatron-LM 23.04, see formats/megatron_2023/per_rank.py for the layout.
 
 The fork splits a grad buffer into one shard for each rank. A run with buckets of its own has other shards, so its ranks
-send each other what belongs into their files (state_per_rank_split.py); the files are the same, bit for bit.
+send each other what belongs into their files (resplit.py); the files are the same, bit for bit. The layout has no
+names, so it fits the rank that wrote it and no other size.
 """
 
 from __future__ import annotations
@@ -22,28 +13,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.formats.megatron_2023.per_rank import missing_in, rank_entry, rank_params
+from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, has_begun
+from megatron_distopt.hosts.megatron_2023.resplit import (
+    Facts,
+    FilePosition,
+    Kind,
+    agree,
+    from_files,
+    keys_of,
+    kinds,
+    positions_in,
+    to_files,
+)
 from megatron_distopt.hosts.megatron_2023.state import (
+    check_groups,
     check_moments,
     check_step_of,
     group_dicts,
-    has_begun,
     install_state,
     load_groups,
     load_loss_scale,
 )
-from megatron_distopt.hosts.megatron_2023.state_per_rank_facts import MAIN, Facts, agree, keys_of
-from megatron_distopt.hosts.megatron_2023.state_per_rank_positions import FilePosition, flat, positions_by_group
-from megatron_distopt.hosts.megatron_2023.state_per_rank_saved import (
-    REMEDY,
-    Numel,
-    keys_in,
-    moments_in,
-    numel_of,
-    saved_groups,
-    values_of,
-)
-from megatron_distopt.hosts.megatron_2023.state_per_rank_split import from_files, to_files
 from megatron_distopt.optimizer import count_updates
 
 if TYPE_CHECKING:
@@ -51,81 +43,35 @@ if TYPE_CHECKING:
 
 __all__ = ["check_state_per_rank", "load_state_per_rank", "state_per_rank"]
 
+_OF_OTHER_RANKS = Origin(
+    "optimizer state", "Resume with the ranks of the saved run; another size needs a checkpoint in another layout"
+)
+_OF_OTHER_LAYOUT = Origin(
+    "optimizer state", "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
+)
+#: What a state holds of the params of a group of the run: its options, and each param.
+_Saved = dict[int, tuple[Mapping[str, Any], list[SavedParam]]]
+
 
 def state_per_rank(optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """This rank's state in the layout above; every tensor has memory of its own.
+    """This rank's state in that layout; every tensor has memory of its own.
 
     Collective over the data-parallel ranks where the run's buckets are not those of the layout.
     """
     facts = agree(optimizer, Facts(keys_of(optimizer), count_updates(optimizer.sharded.inner), {}))
     values = to_files(optimizer, facts)
-    by_group = positions_by_group(optimizer)
-    numbers = {position.name: number for number, position in enumerate(flat(by_group))}
+    by_group = _positions_by_group(optimizer)
+    names = [position.name for positions in by_group.values() for position in positions]
     dicts, counted = group_dicts(optimizer), {} if facts.step is None else {"step": facts.step}
-    state: dict[str, Any] = {
-        "optimizer": {
-            "state": {number: _state_of(optimizer, values[name], facts) for name, number in numbers.items()},
-            "param_groups": [
-                {**dicts[group], **counted, "params": [numbers[position.name] for position in positions]}
-                for group, positions in by_group.items()
-            ],
-        },
-        "shard_fp32_from_float16_groups": [
-            [values[position.name][MAIN] for position in positions if position.has_main]
-            for positions in by_group.values()
-        ],
-    }
+    groups = [
+        ({**dicts[group], **counted}, [position.name for position in positions])
+        for group, positions in by_group.items()
+    ]
+    mains = {name: values[name][MAIN] for name in names if MAIN in values[name]}
+    state = rank_entry(groups, mains, {name: _state_of(optimizer, values[name], facts) for name in names})
     if optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
     return state
-
-
-def check_state_per_rank(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
-    """Whether `load_state_per_rank` would take it.
-
-    Raises:
-        CheckpointError
-    """
-    missing = [key for key in ("optimizer", "shard_fp32_from_float16_groups") if key not in state]
-    if missing or "state" not in state["optimizer"]:
-        got = f"without {', '.join(missing) or 'state'}"
-        remedy = "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
-        raise CheckpointError(refusal("optimizer state", got, "be a rank's own", remedy))
-    by_group = positions_by_group(optimizer)
-    saved = saved_groups(optimizer, by_group, state)
-    ours = [_numels(positions) for positions in by_group.values()]
-    theirs = [[numel_of(state, number) for number in group.numbers] for group in saved]
-    if not _fit(ours, theirs):
-        got, rule = f"shards of {theirs} elements by group", f"fit this rank's, of {ours}"
-        raise CheckpointError(refusal("optimizer state", got, rule, REMEDY))
-    mains = [[tensor.numel() for tensor in group.mains] for group in saved]
-    wanted = [[each.shard.in_param.numel for each in positions if each.has_main] for positions in by_group.values()]
-    if mains != wanted:
-        got, rule = f"main params of {mains} elements by group", f"fit this rank's, of {wanted}"
-        raise CheckpointError(refusal("optimizer state", got, rule, REMEDY))
-    may_be_none = not has_begun(state["optimizer"])
-    for kept in state["optimizer"]["state"].values():
-        check_moments(optimizer, "optimizer state", moments_in(kept), may_be_none=may_be_none)
-    check_step_of(optimizer, state["optimizer"])
-
-
-@torch.no_grad()
-def load_state_per_rank(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
-    """Takes `state_per_rank`, or what the fork's own optimizer wrote, back; after `check_state_per_rank`.
-
-    Collective over the data-parallel ranks where the run's buckets are not those of the layout.
-    """
-    by_group = positions_by_group(optimizer)
-    saved = saved_groups(optimizer, by_group, state)
-    values = values_of(by_group, saved, state)
-    groups = {number: each.options for number, each in zip(by_group, saved, strict=True)}
-    step = check_step_of(optimizer, state["optimizer"])
-    facts = agree(optimizer, Facts(keys_in(by_group, values), step, groups))
-    load_groups([optimizer.param_groups[number] for number in facts.groups], list(facts.groups.values()))
-    load_loss_scale(optimizer, state)
-    for buffer in optimizer.sharded.buffers:
-        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
-    install_state(optimizer, from_files(optimizer, values, facts), facts.step)
 
 
 def _state_of(optimizer: DistributedOptimizer, values: Mapping[str, Tensor], facts: Facts) -> dict[str, Any]:
@@ -135,13 +81,81 @@ def _state_of(optimizer: DistributedOptimizer, values: Mapping[str, Tensor], fac
     return state
 
 
-def _numels(positions: list[FilePosition]) -> list[int]:
-    return [position.shard.in_param.numel for position in positions]
+def check_state_per_rank(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Whether `load_state_per_rank` would take it.
+
+    Raises:
+        CheckpointError
+    """
+    missing = missing_in(state)
+    if missing:
+        raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
+    saved = _saved_by_group(optimizer, state)
+    may_be_none = not has_begun(state["optimizer"])
+    for each in (param for _, params in saved.values() for param in params):
+        check_moments(optimizer, "optimizer state", each.moments, may_be_none=may_be_none)
+    check_step_of(optimizer, state["optimizer"])
 
 
-def _fit(ours: list[list[int]], theirs: list[list[Numel]]) -> bool:
-    """Group by group; None fits everything."""
-    if [len(group) for group in ours] != [len(group) for group in theirs]:
-        return False
-    pairs = [pair for mine, their in zip(ours, theirs, strict=True) for pair in zip(mine, their, strict=True)]
-    return all(their is None or mine == their for mine, their in pairs)
+@torch.no_grad()
+def load_state_per_rank(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+    """Takes `state_per_rank`, or what the fork's own optimizer wrote, back; after `check_state_per_rank`.
+
+    Collective over the data-parallel ranks where the run's buckets are not those of the layout.
+    """
+    saved = _saved_by_group(optimizer, state)
+    values = {param.name: _values_of(param) for _, params in saved.values() for param in params}
+    groups = {number: options for number, (options, _) in saved.items()}
+    step = check_step_of(optimizer, state["optimizer"])
+    facts = agree(optimizer, Facts(_keys_in(optimizer, values), step, groups))
+    load_groups([optimizer.param_groups[number] for number in facts.groups], list(facts.groups.values()))
+    load_loss_scale(optimizer, state)
+    for buffer in optimizer.sharded.buffers:
+        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
+    install_state(optimizer, from_files(optimizer, values, facts), facts.step)
+
+
+def _positions_by_group(optimizer: DistributedOptimizer) -> dict[int, list[FilePosition]]:
+    """By group of the run, without those that this rank owns nothing of, in the order of the layout."""
+    kind_of = kinds(optimizer)
+    here = (each for buffer in optimizer.grad_buffers for each in positions_in(buffer.plan, kind_of))
+    in_file = {each.name: each for each in here}
+    by_group: dict[int, list[FilePosition]] = {}
+    for name in optimizer.names_as_registered():
+        if name in in_file:
+            by_group.setdefault(in_file[name].group, []).append(in_file[name])
+    return {group: sorted(by_group[group], key=lambda each: each.has_main) for group in sorted(by_group)}
+
+
+def _saved_by_group(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> _Saved:
+    """What the state holds, by group of the run; groups are found by what tells them apart.
+
+    Raises:
+        CheckpointError: it is not of this rank's shards.
+    """
+    by_group, groups = _positions_by_group(optimizer), state["optimizer"]["param_groups"]
+    matched = check_groups([optimizer.param_groups[number] for number in by_group], groups)
+    found: _Saved = {}
+    for (number, positions), group in zip(by_group.items(), matched, strict=True):
+        place = next(place for place, each in enumerate(groups) if each is group)
+        expected = [ExpectedParam(each.name, (each.shard.in_param.numel,), each.has_main) for each in positions]
+        options = {key: value for key, value in group.items() if key != "params"}
+        found[number] = (options, list(rank_params(state, place, expected, _OF_OTHER_RANKS)))
+    return found
+
+
+def _values_of(param: SavedParam) -> dict[str, Tensor]:
+    """1-D, by key: main param and moments."""
+    main = {} if param.main is None else {MAIN: param.main}
+    return main | param.moments
+
+
+def _keys_in(
+    optimizer: DistributedOptimizer, values: Mapping[str, Mapping[str, Tensor]]
+) -> dict[Kind, dict[str, torch.dtype]]:
+    """What the state holds of params of each kind; all of it is loaded in fp32."""
+    kind_of = kinds(optimizer)
+    keys: dict[Kind, dict[str, torch.dtype]] = {}
+    for name, of_param in values.items():
+        keys.setdefault(kind_of[name], {}).update(dict.fromkeys(of_param, torch.float32))
+    return keys

@@ -15,10 +15,10 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import Kept, PartGroup, record_of, the_step
+from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, record_of, the_step
 from megatron_distopt.layout import Span
 
-__all__ = ["NUM_SKIPPED", "OURS", "Part", "check_rounds", "check_step", "ours_in", "skipped_in", "whole_of"]
+__all__ = ["NUM_SKIPPED", "OURS", "FileState", "check_rounds", "check_step", "ours_in", "skipped_in", "whole_of"]
 
 #: The key of what this package puts into a fork's file, and a key in it.
 OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
@@ -31,7 +31,7 @@ _LARGEST_DRIFT = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FileState:
     """What a fork saved for one model file.
 
     Args:
@@ -44,7 +44,7 @@ class Part:
     """
 
     file: ModelFile
-    groups: tuple[PartGroup, ...]
+    groups: tuple[FileGroup, ...]
     kinds: Mapping[str, torch.dtype]
     read: Callable[[str, int], Tensor]
     kept: Kept
@@ -61,7 +61,7 @@ class Part:
 class _Home:
     """Where a param of the whole model is found: on the tensor-parallel ranks of one stage."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FileState, ...]
     numbers: tuple[int, ...]
 
     @property
@@ -98,7 +98,7 @@ def check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
         raise CheckpointError(refusal("optimizer state", got, rule, remedy))
 
 
-def whole_of(parts: Sequence[Part], resume_step: int | None, written_as: str) -> Source:
+def whole_of(parts: Sequence[FileState], resume_step: int | None, written_as: str) -> Source:
     """The state of the whole model from that of its model files.
 
     Args:
@@ -137,7 +137,7 @@ def check_step(source: Source, where: object) -> None:
         raise CheckpointError(refusal(f"update count in {where}", got, "be there for Adam", remedy))
 
 
-def _homes_of(parts: Sequence[Part]) -> dict[str, _Home]:
+def _homes_of(parts: Sequence[FileState]) -> dict[str, _Home]:
     """By name, in the order of stages."""
     homes: dict[str, _Home] = {}
     for part in parts:
@@ -154,7 +154,7 @@ def _listed(kinds: Mapping[str, torch.dtype]) -> str:
     return ", ".join(sorted(kinds)) or "main params alone"
 
 
-def _known_step(parts: Sequence[Part], resume_step: int | None) -> int | None:
+def _known_step(parts: Sequence[FileState], resume_step: int | None) -> int | None:
     where = parts[0].file.folder.parent
     known = the_step([{"step": group.step} for part in parts for group in part.groups], where)
     if known is not None and resume_step is not None and known != resume_step:
@@ -165,7 +165,7 @@ def _known_step(parts: Sequence[Part], resume_step: int | None) -> int | None:
     return known if known is not None else resume_step
 
 
-def _head(part: Part, kinds: Mapping[str, torch.dtype], written_as: str) -> Manifest:
+def _head(part: FileState, kinds: Mapping[str, torch.dtype], written_as: str) -> Manifest:
     inner = _IS_ADAM if kinds.keys() >= _ADAM else "torch_sgd" if "momentum_buffer" in kinds else "unknown"
     saved = part.kept.grad_scaler or {}
     scale = {name: float(saved[key]) for key, name in _NAMES_OF_SCALE.items() if key in saved}
@@ -174,7 +174,7 @@ def _head(part: Part, kinds: Mapping[str, torch.dtype], written_as: str) -> Mani
     return Manifest("", (), {}, (), inner, scale, part.num_skipped, about)
 
 
-def _records(part: Part, step: int | None) -> Iterator[GroupRecord]:
+def _records(part: FileState, step: int | None) -> Iterator[GroupRecord]:
     for group in part.groups:
         names = dict.fromkeys(part.file.params[number].name for number in group.members)
         yield record_of(group, tuple(names), step)
@@ -195,7 +195,7 @@ def _read(home: _Home, kind: str, info: TensorInfo) -> Tensor:
     return whole
 
 
-def _check_same(local: Tensor, whole: Tensor, kind: str, part: Part, number: int) -> None:
+def _check_same(local: Tensor, whole: Tensor, kind: str, part: FileState, number: int) -> None:
     """A param that was taken for one that all ranks hold, and is cut, would be lost but for its first part."""
     if kind != MAIN or torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole):
         return
