@@ -17,6 +17,7 @@ from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Box
 
 __all__ = ["Source", "TensorInfo", "open_checkpoint", "write_checkpoint"]
 
@@ -39,38 +40,52 @@ class Source:
     Args:
         head: param groups, loss scale and so on; without files and tensors.
         tensors: by key ("main/NAME", "exp_avg/NAME" ...), in the order in which they are best read.
-        read: reads the tensor of a key, whole, on the CPU.
+        read_box: reads a part of the tensor of a key, on the CPU and with memory of its own; little else is read
+            from the disk.
     """
 
     head: Manifest
     tensors: Mapping[str, TensorInfo]
-    read: Callable[[str], Tensor]
+    read_box: Callable[[str, Box], Tensor]
+
+    def read(self, key: str) -> Tensor:
+        """Reads the tensor of a key, whole."""
+        info = self.tensors[key]
+        if 0 in info.shape:
+            return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+        return self.read_box(key, Box.whole(info.shape))
 
 
 def open_checkpoint(folder: Path) -> Source:
     """Opens a checkpoint in this package's own format.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged; `read` raises it for damaged tensors.
+        CheckpointError: there is none, or its manifest is damaged; `read_box` raises it for damaged tensors.
     """
     manifest = read_manifest(folder)
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
-    return Source(replace(manifest, files=(), tensors={}), infos, lambda key: _read_whole(folder, manifest, key))
+    return Source(
+        replace(manifest, files=(), tensors={}), infos, lambda key, box: _read_box(folder, manifest, key, box)
+    )
 
 
-def _read_whole(folder: Path, manifest: Manifest, key: str) -> Tensor:
+def _read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
     record = manifest.tensors[key]
     dtype: torch.dtype = getattr(torch, record.dtype)
-    whole = torch.empty(record.shape, dtype=dtype)
+    found = torch.empty(box.sizes, dtype=dtype)
     for chunk in record.chunks:
+        both = chunk.box.intersect(box)
+        if both is None:
+            continue
         path = folder / manifest.files[chunk.file].name
         try:
             with TensorReader(path) as reader:
-                whole[chunk.box.as_slices()] = reader.read(key, chunk, dtype)
+                part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
+                found[both.relative_to(box.offsets).as_slices()] = part
         except OSError as error:
             remedy = "Load an earlier checkpoint; this one was damaged after it was written"
             raise CheckpointError(refusal(f"file {path}", error, "be readable", remedy)) from error
-    return whole
+    return found
 
 
 def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> Manifest:

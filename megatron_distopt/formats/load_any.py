@@ -1,10 +1,9 @@
-"""Loading whatever is there: a checkpoint of ours, or another software's state through `Source`."""
+"""Loads a checkpoint of this package, or the state that another software wrote, into a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -28,6 +27,8 @@ __all__ = ["load_any"]
 def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int | None = None) -> None:
     """Collective: reads this rank's shards from what is at a path; the params are not gathered yet.
 
+    Of another software's files each rank reads what it needs, and reads it once.
+
     Args:
         path: a checkpoint of ours, or anything that `open_any` opens; the same on all ranks.
         model: with this rank's optimizers.
@@ -48,11 +49,12 @@ def _opened(path: Path, resume_step: int | None) -> Loadable:
     source = open_any(path, resume_step=resume_step)
     check_step(source, path)
     check_groups(source.head.groups, str(path))
-    return Loadable(_as_manifest(source), str(path), partial(_tensors, source), partial(_read_once, source))
+    parts = _Parts(source)
+    return Loadable(_as_manifest(source), str(path), parts.tensors, parts.read)
 
 
 def _as_manifest(source: Source) -> Manifest:
-    """Every tensor as one chunk, which `Source.read` gives."""
+    """The manifest of the source, with every tensor as one chunk."""
     records = {
         key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
         for key, info in source.tensors.items()
@@ -60,16 +62,42 @@ def _as_manifest(source: Source) -> Manifest:
     return replace(source.head, tensors=records)
 
 
-def _read_once(source: Source, plan: LoadPlan) -> None:
-    """Damaged tensors are found before anything is changed."""
-    for _ in _tensors(source, plan):
-        pass
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """The parts of tensors that this rank needs: read before any state changes, and kept in memory until it does.
+
+    Args:
+        source: that has the tensors.
+        parts: for each key the smallest box that holds what is needed, and its elements.
+    """
+
+    source: Source
+    parts: dict[str, tuple[Box, Tensor]] = field(default_factory=dict)
+
+    def read(self, plan: LoadPlan) -> None:
+        """Reads everything that a plan needs, so that damaged files are found.
+
+        Raises:
+            CheckpointError
+        """
+        for each in plan.reads:
+            box = _around([target.in_chunk for target in each.targets])
+            values = self.source.read_box(each.key, box)
+            if tuple(values.shape) != box.sizes:
+                rule, remedy = f"have the shape {list(box.sizes)} that the file says", "Report this"
+                raise CheckpointError(refusal(f"tensor {each.key!r}", f"shape {list(values.shape)}", rule, remedy))
+            self.parts[each.key] = box, values
+
+    def tensors(self, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
+        """The reads of a plan, which needs no more than the one before, with the parts in place of whole tensors."""
+        for each in plan.reads:
+            box, values = self.parts[each.key]
+            targets = [replace(target, in_chunk=target.in_chunk.relative_to(box.offsets)) for target in each.targets]
+            yield replace(each, targets=tuple(targets)), values
 
 
-def _tensors(source: Source, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
-    for read in plan.reads:
-        tensor = source.read(read.key)
-        if tuple(tensor.shape) != read.chunk.box.sizes:
-            rule, remedy = f"have the shape {list(read.chunk.box.sizes)} that the file says", "Report this"
-            raise CheckpointError(refusal(f"tensor {read.key!r}", f"shape {list(tensor.shape)}", rule, remedy))
-        yield read, tensor
+def _around(boxes: list[Box]) -> Box:
+    """The smallest box that holds all of them."""
+    offsets = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
+    stops = map(max, zip(*(box.stops for box in boxes), strict=True))
+    return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))

@@ -13,9 +13,9 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.layout import Placement, Span
+from megatron_distopt.layout import Box, Piece, Placement, Span
 
-__all__ = ["Flat", "Located", "gather", "source_of"]
+__all__ = ["Flat", "Located", "fill", "gather", "source_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ def source_of(head: Manifest, found: Iterable[Located], where: str) -> Source:
         _check_kinds(name, parts, where)
         for kind, dtype in parts[0].flat.kinds.items():
             infos[key_of(kind, name)] = TensorInfo(shape, dtype_name(dtype))
-    return Source(head, infos, lambda key: gather(homes[name_of(key)], kind_of(key), infos[key]))
+    return Source(head, infos, lambda key, box: gather(homes[name_of(key)], kind_of(key), infos[key], box))
 
 
 def _check_kinds(name: str, parts: list[Located], where: str) -> None:
@@ -101,18 +101,36 @@ def _check_kinds(name: str, parts: list[Located], where: str) -> None:
 
 
 @torch.no_grad()
-def gather(parts: Iterable[Located], kind: str, info: TensorInfo) -> Tensor:
-    """A whole tensor.
+def gather(parts: Iterable[Located], kind: str, info: TensorInfo, box: Box) -> Tensor:
+    """A part of a tensor; stretches that lie elsewhere are not read.
 
     Args:
-        parts: of it, together all.
+        parts: of the tensor, together all.
         kind: "main", "exp_avg" ...
         info: shape and dtype of the whole.
+        box: of the whole.
     """
-    whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    found = torch.empty(box.sizes, dtype=getattr(torch, info.dtype))
     for part in parts:
-        values = part.read(kind)
-        for piece in part.placement.pieces(part.in_param):
-            stretch = values[piece.in_param.relative_to(part.in_param.start).as_slice()]
-            whole[piece.in_global.as_slices()] = stretch.view(piece.sizes)[piece.inside.as_slices()]
-    return whole
+        pieces = part.placement.pieces(part.in_param)
+        if any(piece.in_global.intersect(box) for piece in pieces):
+            fill(found, box, part.read(kind), part.in_param.start, pieces)
+    return found
+
+
+def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:
+    """Writes what lies in a box of the whole tensor.
+
+    Args:
+        found: the elements of the box.
+        box: of the whole.
+        values: a stretch of a rank's flattened param, 1-D.
+        start: of the stretch in that param.
+        pieces: of the stretch.
+    """
+    for piece in pieces:
+        both = piece.in_global.intersect(box)
+        if both is not None:
+            stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
+            inside = stretch[piece.inside.as_slices()][both.relative_to(piece.in_global.offsets).as_slices()]
+            found[both.relative_to(box.offsets).as_slices()] = inside

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats import convert
+from megatron_distopt.formats import convert, open_any
 from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.layout import Box
 from tests.support.simulated import KINDS, World, element_numbers, small_model
 
+module: Any = import_module("megatron_distopt.formats.load_any")
 MODEL = small_model(layers=2)
 ALONE = Group(None, 0, 1)
 
@@ -38,6 +45,35 @@ def test_load_when_it_is_any_format_then_every_element_is_in_its_place(torch_fil
     inner = world.ranks[0].optimizer.inner
     assert {float(state["step"]) for state in inner.state.values()} == {10.0}
     assert [group["lr"] for group in inner.param_groups] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_once(
+    torch_file: Path, dp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[tuple[str, Box]] = []
+    source = open_any(torch_file)
+
+    def read_box(key: str, box: Box) -> Tensor:
+        reads.append((key, box))
+        return source.read_box(key, box)
+
+    world = World.of(MODEL, dp=dp, filled=False)
+    names = {param.name for param in MODEL}
+    monkeypatch.setattr(module, "open_any", lambda path, resume_step: replace(source, read_box=read_box))
+    monkeypatch.setattr(module, "names_of_all", lambda model, everyone: names)
+    for rank in world.ranks:
+        reads.clear()
+        load_any(torch_file, rank.model, ALONE)
+        wanted = {(piece.placement.name, kind) for piece in owned_pieces(rank.model) for kind in KINDS}
+        assert sorted(key for key, _ in reads) == sorted(f"{kind}/{name}" for name, kind in wanted)
+        # A stretch of a flat param begins and ends within rows of the param, which are read whole.
+        owned = sum(piece.piece.in_global.numel for piece in owned_pieces(rank.model)) * len(KINDS)
+        rows = sum(2 * box.numel // box.sizes[0] for _, box in reads if box.sizes)
+        assert owned <= sum(box.numel for _, box in reads) <= owned + rows
+    for kind in KINDS:
+        whole = world.whole(kind)
+        assert all(torch.equal(whole[each.name], source.read(f"{kind}/{each.name}")) for each in MODEL)
 
 
 def test_load_when_the_step_is_said_and_known_then_refused_where_they_differ(torch_file: Path) -> None:

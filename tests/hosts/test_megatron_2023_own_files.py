@@ -311,9 +311,9 @@ def _refused(run: TrainingRun, rank: int) -> dict[str, Refused]:
 
 WRONG = {
     "no main params": "Invalid optimizer state: without shard_fp32_from_float16_groups. Must be a rank's own. ",
-    "a moment too short": "Invalid optimizer state: shards of [[",
+    "a moment too short": "Invalid optimizer state: [",
 }
-OVERLAPPED_IN_A1 = ("bf16", "fp16 that overflows", "accumulation")
+OVERLAPPED_IN_PER_RANK = ("bf16", "fp16 that overflows", "accumulation")
 
 
 def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder:
             with _training_only(fork, own.trained):
                 found[name] = _own_files(fork, own, rank, size, folder / name.replace(" ", "_"))
         pairwise.all_gather = _slowly(pairwise.all_gather)
-        found["overlapped"] = {name: _compare(fork, TWO[name]) for name in OVERLAPPED_IN_A1 if size == 2}
+        found["overlapped"] = {name: _compare(fork, TWO[name]) for name in OVERLAPPED_IN_PER_RANK if size == 2}
     return found
 
 
@@ -403,7 +403,7 @@ def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_a
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OVERLAPPED_IN_A1)
+@pytest.mark.parametrize("name", OVERLAPPED_IN_PER_RANK)
 def test_own_files_when_communication_is_hidden_then_every_bit_is_the_same(
     name: str, own_of_two: list[dict[str, Any]]
 ) -> None:

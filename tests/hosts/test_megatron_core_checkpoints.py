@@ -261,7 +261,7 @@ class _Bench:
         """What `save` wrote, read once."""
         if name not in self.sources:
             source = open_checkpoint(self.folder / name / "own")
-            self.sources[name] = dataclasses.replace(source, read=cache(source.read))
+            self.sources[name] = dataclasses.replace(source, read_box=cache(source.read_box))
         return self.sources[name]
 
     def roll_back(self, training: Any, folder: Path) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from megatron_distopt.checkpoint import MANIFEST, exchange, read_manifest
+from megatron_distopt.checkpoint import MANIFEST, read_manifest
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, kind_of, name_of, to_text
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
@@ -30,6 +30,7 @@ from megatron_distopt.cli.inspect import Param, rows
 from megatron_distopt.cli.main import FORMATS
 from megatron_distopt.cli.show import Progress, size_text
 from megatron_distopt.cli.verify import non_finite
+from megatron_distopt.formats import TARGETS
 from megatron_distopt.layout import Box
 from megatron_distopt.version import VERSION
 from tests.support.simulated import World, small_model
@@ -83,7 +84,7 @@ def rewritten(folder: Path, **changes: object) -> None:
 
 def changed(source: Source, change: Callable[[str, Tensor], Tensor]) -> Source:
     """With other values."""
-    return replace(source, read=lambda key: change(key, source.read(key)))
+    return replace(source, read_box=lambda key, box: change(key, source.read_box(key, box)))
 
 
 def at_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
@@ -543,7 +544,7 @@ def test_diff_when_everything_differs_then_largest_first_and_status_1(
     head = replace(source.head, num_skipped=1, loss_scale={"scale": 512.0, "good_steps": 0, "tolerated": 2})
     renamed = {key.replace("scale", "other") if key == "exp_avg_sq/scale" else key: key for key in source.tensors}
     infos = {key: source.tensors[old] for key, old in renamed.items()}
-    write_checkpoint(tmp_path, Source(head, infos, lambda key: source.read(renamed[key])))
+    write_checkpoint(tmp_path, Source(head, infos, lambda key, box: source.read_box(renamed[key], box)))
     status, lines, err = run(capsys, "diff", saved, tmp_path)
     conv, qkv = (open_checkpoint(whole).read(f"main/{name}") for name in ("conv.weight", QKV))
     apart = conv[0, 0, 2].item() + 16
@@ -598,7 +599,7 @@ def test_diff_when_hosts_name_params_differently_then_they_are_the_same(
     renamed = {theirs(key): key for key in source.tensors}
     groups = tuple(replace(group, names=tuple(map(theirs, group.names))) for group in source.head.groups)
     infos = {key: source.tensors[old] for key, old in renamed.items()}
-    other = Source(replace(source.head, groups=groups), infos, lambda key: source.read(renamed[key]))
+    other = Source(replace(source.head, groups=groups), infos, lambda key, box: source.read_box(renamed[key], box))
     write_checkpoint(tmp_path, other)
     assert f"main/language_model.{EMBEDDING}" in read_manifest(tmp_path).tensors
     assert run(capsys, "diff", whole, tmp_path)[0] == 0
@@ -683,7 +684,7 @@ def test_convert_when_json_then_what_was_done(whole: Path, tmp_path: Path, capsy
     assert run(capsys, "diff", whole, tmp_path / "new")[0] == 0
 
 
-def test_convert_when_it_needs_model_files_then_what_exchange_says_and_nothing_written(
+def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
     whole: Path, tmp_path: Path, capsys: Output
 ) -> None:
     status, lines, err = run(capsys, "convert", whole, tmp_path / "new", "--to", "gathered", "--dp", "4")
@@ -714,8 +715,8 @@ def test_convert_when_an_option_is_bad_then_what_to_write(words: list[str], text
     assert capsys.readouterr().err.endswith(error)
 
 
-def test_convert_when_its_formats_are_listed_then_they_are_those_of_the_exchange() -> None:
-    assert FORMATS == exchange.TARGETS
+def test_convert_when_its_formats_are_listed_then_they_are_those_that_can_be_written() -> None:
+    assert FORMATS == TARGETS
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -108,7 +108,11 @@ def _opened(folder: _Folder) -> Source:
     about = {"host": "deepspeed", "deepspeed": str(state.get("ds_version", "unknown")), "format": "universal"}
     skipped = next((load_file(each).get("skipped_steps") for each in _model_files(folder.path)), 0)
     head = head_of(tuple(_records(folder, state)), kinds, state.get("loss_scaler"), skipped, about)
-    return Source(head, infos, lambda key: folder.tensor(name_of(key), kinds[kind_of(key)]).clone())
+
+    def read(key: str) -> Tensor:
+        return folder.tensor(name_of(key), kinds[kind_of(key)])
+
+    return Source(head, infos, lambda key, box: read(key)[box.as_slices()].clone())
 
 
 def _model_files(folder: Path) -> Iterator[Path]:

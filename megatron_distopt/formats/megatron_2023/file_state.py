@@ -14,9 +14,10 @@ from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, k
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.located import fill
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, record_of, the_step
-from megatron_distopt.layout import Span
+from megatron_distopt.layout import Box, Span
 
 __all__ = ["NUM_SKIPPED", "OURS", "FileState", "check_rounds", "check_step", "ours_in", "skipped_in", "whole_of"]
 
@@ -122,7 +123,9 @@ def whole_of(parts: Sequence[FileState], resume_step: int | None, written_as: st
     }
     head = _head(parts[0], kinds, written_as)
     groups = join([replace(head, groups=tuple(_records(part, step))) for part in parts]).groups
-    return Source(replace(head, groups=groups), infos, lambda key: _read(homes[name_of(key)], kind_of(key), infos[key]))
+    return Source(
+        replace(head, groups=groups), infos, lambda key, box: _read(homes[name_of(key)], kind_of(key), infos[key], box)
+    )
 
 
 def check_step(source: Source, where: object) -> None:
@@ -181,23 +184,23 @@ def _records(part: FileState, step: int | None) -> Iterator[GroupRecord]:
 
 
 @torch.no_grad()
-def _read(home: _Home, kind: str, info: TensorInfo) -> Tensor:
-    whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+def _read(home: _Home, kind: str, info: TensorInfo, box: Box) -> Tensor:
+    """A part of a tensor; a main param is read whole, because it is compared with the model's."""
+    wanted = Box.whole(info.shape) if kind == MAIN else box
+    found = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
     for part, number in zip(home.parts, home.numbers, strict=True):
-        placement = part.file.params[number].placement
-        local = part.main(number) if kind == MAIN else part.read(kind, number)
-        if placement.dim is None and part is not home.parts[0]:
-            _check_same(local, whole, kind, part, number)
-            continue
-        for piece in placement.pieces(Span(0, local.numel())):
-            stretch = local.reshape(-1)[piece.in_param.as_slice()].view(piece.sizes)
-            whole[piece.in_global.as_slices()] = stretch[piece.inside.as_slices()]
-    return whole
+        placement, is_copy = part.file.params[number].placement, part is not home.parts[0]
+        if kind == MAIN and placement.dim is None and is_copy:
+            _check_same(part.main(number), found, part, number)
+        elif placement.dim is not None or not is_copy:
+            local = part.main(number) if kind == MAIN else part.read(kind, number)
+            fill(found, wanted, local.reshape(-1), 0, placement.pieces(Span(0, local.numel())))
+    return found if wanted == box else found[box.as_slices()].clone()
 
 
-def _check_same(local: Tensor, whole: Tensor, kind: str, part: FileState, number: int) -> None:
+def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
     """A param that was taken for one that all ranks hold, and is cut, would be lost but for its first part."""
-    if kind != MAIN or torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole):
+    if torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole):
         return
     name, rank = part.file.params[number].name, part.file.tensor[0]
     got, rule = f"another one on tensor-parallel rank {rank}", "be cut along a dimension that Megatron's names tell"

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, ours_in, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
@@ -165,7 +164,7 @@ class GatheredFile:
         if is_mixed and OURS not in self.state:
             got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
             rule = "be in an order that is known; that optimizer saves such groups permuted"
-            raise CheckpointError(refusal(self.origin.what, got, rule, remedy))
+            raise Origin(self.origin.what, remedy).refused(got, rule)
 
 
 def _table(table: object, key: object) -> Mapping[Any, Any]:

@@ -11,6 +11,7 @@ Names, shapes and order are those of the model beside them; see [Note: found by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _opened(path: Path) -> Source:
     source = source_of(Manifest("", (), {}, (), ""), whole_of(found), str(path))
     groups, scaler = _saved_groups(models[0])
     head = head_of(source.tensors, groups, scaler, _about(models[0]), str(path))
-    return Source(head, source.tensors, source.read)
+    return replace(source, head=head)
 
 
 def _located(model: CoreModel, first: CoreModel) -> Iterator[Located]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_distopt.formats.megatron_core.buckets import located_in_buckets, o
 from megatron_distopt.formats.megatron_core.head import head_of
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor, named_tensors
 from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
+from megatron_distopt.layout import Box
 
 __all__ = ["open_torch_dist", "recognises"]
 
@@ -76,7 +78,7 @@ def _opened(path: Path) -> Source:
         source = source_of(Manifest("", (), {}, (), ""), found, str(path))
         groups = _groups_in([state for _, state in objects_of(folder, "optimizer")])
         scaler = next((state for _, state in objects_of(folder, "grad_scaler")), None)
-        return Source(_head(source.tensors, groups, scaler, common, path), source.tensors, source.read)
+        return replace(source, head=_head(source.tensors, groups, scaler, common, path))
     raise _refused(path, folder)
 
 
@@ -111,7 +113,14 @@ def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, 
     states = list(_optimizer_states(common))
     scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
     head = _head(infos, _groups_in(states), scaler, common, folder.folder)
-    return Source(head, infos, lambda key: _read(found[kind_of(key)][name_of(key)], key, model, folder.folder))
+
+    def read_box(key: str, box: Box) -> Tensor:
+        name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
+        if kind_of(key) == MAIN and name in model:
+            _check_rounds(tensor, model[name].read(box), name, folder.folder)
+        return tensor
+
+    return Source(head, infos, read_box)
 
 
 def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFolder) -> None:
@@ -119,13 +128,6 @@ def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFold
     if missing:
         got, rule = f"no fp32 values of {missing[0]!r}", "hold main params beside what the optimizer keeps of them"
         raise CheckpointError(refusal(f"checkpoint {folder.folder}", got, rule, _RESAVE))
-
-
-def _read(tensor: NamedTensor, key: str, model: Mapping[str, NamedTensor], where: Path) -> Tensor:
-    found = tensor.whole()
-    if kind_of(key) == MAIN and name_of(key) in model:
-        _check_rounds(found, model[name_of(key)].whole(), name_of(key), where)
-    return found
 
 
 def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:

@@ -48,7 +48,7 @@ def open_torch_file(path: Path) -> Source:
         raise CheckpointError(refusal(f"file {path}", f"{error!r} while reading it", rule, remedy)) from None
     check_groups((*head.groups, *head.resting), f"file {path}")
     infos = {key: TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
-    return Source(head, infos, lambda key: tensors[key])
+    return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())
 
 
 def _tensor(value: object) -> Tensor:

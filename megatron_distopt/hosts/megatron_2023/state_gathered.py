@@ -213,12 +213,13 @@ def _read(optimizer: DistributedOptimizer, part: _Part) -> GatheredFile | None:
     """On the first rank of the part's group, checked; None elsewhere."""
     if part.group.rank != 0:
         return None
-    file = open_gathered(part.filename, Origin(f"optimizer file {part.filename}", _REMEDY))
+    what = f"optimizer file {part.filename}"
+    file = open_gathered(part.filename, Origin(what, _REMEDY))
     is_adam = optimizer.sharded.plan.choice.is_adam
     for buffer in part.buffers:
         moments = _tensors_of(buffer, file).keys() - {MAIN_IN_FILE}
         # Adam's are there even before the first step, so a file without them has lost them.
-        check_moments(optimizer, file.origin.what, moments, may_be_none=not is_adam)
+        check_moments(optimizer, what, moments, may_be_none=not is_adam)
         file.check_order(is_mixed=_mixes_dtypes(optimizer, buffer), remedy=_PERMUTED)
     return file
 
