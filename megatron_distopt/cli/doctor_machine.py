@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_distopt.cli.show import Finding, noted, ok, problem
-from megatron_distopt.comm.backends import available_backends, default_backend
+from megatron_distopt.comm import available_backends, default_backend
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.source.found import Need, Survey

@@ -20,8 +20,7 @@ from torch.nn import Parameter
 from megatron_distopt.buffers import ShardedBuffer, allocate_grads, move_into_buffer
 from megatron_distopt.cli.plan_choice import Choice, PlannedBuffer, StageParam, StagePlan, layout_of, plan_stage
 from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
-from megatron_distopt.comm import Group
-from megatron_distopt.comm.fake import fake_group, fake_world
+from megatron_distopt.comm import Group, fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (

@@ -1,7 +1,6 @@
-"""Start-up checks over ranks: a difference is named before training instead of hanging in it.
+"""Checks over ranks: a difference between them is named instead of hanging in a collective.
 
-Everything here costs a few small exchanges once. Contents travel as objects between ranks of one job, never from a
-file.
+Each costs a few small exchanges of objects, which ranks of one job send each other; none is read from a file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Field", "compare", "exchange", "exchange_together", "meet", "raise_t
 
 T = TypeVar("T")
 
-#: Travels with every value, so that a rank that is in some other exchange is recognised.
+#: Sent with every value, so that a rank which is in some other exchange is recognised.
 _TAG = "megatron_distopt"
 
 
@@ -76,7 +75,7 @@ def meet(everyone: Group) -> None:
 
 
 def exchange(value: T, group: Group) -> list[T]:
-    """Collective: everybody's value, by rank of the group.
+    """Collective: returns every rank's value, by rank of the group.
 
     Raises:
         RanksDisagreeError: another rank is in an exchange that is not ours: the package is off or missing there.
@@ -97,7 +96,7 @@ def exchange(value: T, group: Group) -> list[T]:
 def raise_together(check: Callable[[], T], group: Group, what: str = "start-up") -> T:
     """Collective: runs `check` on every rank and goes on only if it passed on all of them.
 
-    One rank that raised while the others went into a collective would leave them hanging in it. That is so for every
+    One rank that raised while the others went into a collective would leave them hanging in it. That holds for every
     exception, not only for those of the package.
 
     Args:
@@ -115,9 +114,9 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
 
 
 def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
-    """Collective: what `check` returned on every rank, by rank of the group, if it passed on all of them.
+    """Collective: returns what `check` returned on every rank, by rank of the group, if it passed on all of them.
 
-    Args: as of `raise_together`; what `check` returns travels.
+    Args: as of `raise_together`; what `check` returns is sent to all ranks.
 
     Raises: as of `raise_together`.
     """

@@ -1,16 +1,17 @@
 """The collectives, each in place: a shard is a view of its bucket.
 
-[Note: whose collective] A backend's own, but for tensors on the CPU over gloo, whose own are slow: those go from pair
-to pair (pairwise.py). They do so at every size, so that a gradient is added up in the same order in every bucket.
+[Note: carrier of a collective] A backend's own collectives are used, except for tensors on the CPU over gloo, whose own
+are slow: those go between pairs of ranks (pairwise.py). They do so at every size, so that a gradient is added up in the
+same order in every bucket.
 
 [Note: average in the collective] Where grads are divided before they are added up, NCCL multiplies by the reciprocal as
 it reads them, which saves the pass over the buffer. For a power of two that is the division, to the bit; for any other
-number it would round twice, so we divide.
+number it would round twice, so the bucket is divided first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.comm.pending import BetweenPairs, Done, Pending, begin_in_thread, in_turn
-from megatron_distopt.comm.wire import begin_sum, sum_over_pairs
+from megatron_distopt.errors import ConfigError, refusal
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,15 +37,16 @@ __all__ = [
     "all_gather",
     "begin_all_gather",
     "begin_reduce_scatter",
-    "broadcast",
     "carrier_of",
     "coalesced",
     "described",
     "gather_to_first",
     "reduce_scatter",
     "scatter_from_first",
+    "share_initial",
     "shares_memory",
     "sum_over",
+    "try_collectives",
 ]
 
 
@@ -52,6 +54,8 @@ _PAIRWISE_OVER = "gloo"
 #: Backends on which each launch costs the CPU and the device something.
 _COALESCING = ("nccl",)
 _AVERAGING = ("nccl",)
+#: torch's backend of ranks that do not exist: its collectives send nothing.
+_FAKE = "fake"
 
 
 @dataclass(frozen=True)
@@ -59,37 +63,19 @@ class Reduction:
     """How grads are added up.
 
     Args:
-        divide_by: before they are added up; a pass over the buffer, or see [Note: average in the collective]. An fp16
-            sum of n gradients overflows at an n times smaller loss scale than their average.
-        wire: what fp32 grads are rounded to on their way, see wire.py; None for as they are.
+        divide_by: number by which grads are divided before they are added up: a pass over the buffer, or see [Note:
+            average in the collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their
+            average.
+        reduce_dtype: in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for
+            their own dtype.
     """
 
     divide_by: int = 1
-    wire: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
-#: Nothing is done to grads before they are added up.
+#: Grads are added up as they are.
 AS_THEY_ARE = Reduction()
-
-
-def is_pairwise(tensor: Tensor, group: Group) -> bool:
-    """See [Note: whose collective]; the same on all ranks."""
-    return carrier_of(tensor.device, group) == _PAIRWISE_OVER
-
-
-def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
-    """How buckets on a device travel in a group, for a person; after the first of them did."""
-    carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
-    short = "" if how.wire is None else f", grads in {dtype_name(how.wire)}" + is_shared * " as messages"
-    if carrier != _PAIRWISE_OVER:
-        return carrier + short
-    return f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
-
-
-def shares_memory(device: torch.device, group: Group) -> bool:
-    """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
-    is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
-    return is_pairwise_there and pairwise.shares_memory(group)
 
 
 def carrier_of(device: torch.device, group: Group) -> str:
@@ -99,46 +85,69 @@ def carrier_of(device: torch.device, group: Group) -> str:
     return by_device.get(device.type, config)
 
 
+def _is_pairwise(tensor: Tensor, group: Group) -> bool:
+    """Whether a tensor goes between pairs of ranks, see [Note: carrier of a collective]; the same on all ranks."""
+    return carrier_of(tensor.device, group) == _PAIRWISE_OVER
+
+
+def shares_memory(device: torch.device, group: Group) -> bool:
+    """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
+    is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
+    return is_pairwise_there and pairwise.shares_memory(group)
+
+
+def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
+    """Describes how buckets on a device are communicated in a group; after the group's first collective."""
+    carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
+    short = ""
+    if how.reduce_dtype is not None:
+        short = f", grads in {dtype_name(how.reduce_dtype)}" + is_shared * " as messages"
+    if carrier != _PAIRWISE_OVER:
+        return carrier + short
+    return f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
+
+
 def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> None:
-    """Collective: adds up `bucket` over the group; this rank's part lands in `shard`.
+    """Collective: adds up `bucket` over the group; this rank's part is written into `shard`.
 
     Args:
-        bucket: 1-D; outside `shard` it holds nothing of meaning afterwards.
+        bucket: 1-D; outside `shard` its values have no meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
+        group: of the ranks that take part.
         how: see `Reduction`.
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
         return
-    if is_pairwise(bucket, group):
-        in_turn(_sum_by_pairs(how.wire), bucket, shard, group)
-    elif how.wire is not None:
-        begin_sum(bucket, shard, group, how.wire).wait()
+    if _is_pairwise(bucket, group):
+        in_turn(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
+    elif how.reduce_dtype is not None:
+        pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype).wait()
     else:
         _reduce_scatter(shard, bucket, op=op, group=group.handle)
 
 
 def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> Pending:
-    """Collective: `reduce_scatter` beside what the caller does next; in the order in which they are begun.
+    """Collective: begins `reduce_scatter`; collectives of a group run in the order in which they are begun.
 
-    Args: as of `reduce_scatter`; nobody touches `bucket` until it is waited for.
+    Args: as of `reduce_scatter`; `bucket` must not be touched until the returned collective has been waited for.
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
         return Done()
-    if is_pairwise(bucket, group):
-        return begin_in_thread(_sum_by_pairs(how.wire), bucket, shard, group)
-    if how.wire is not None:
-        return begin_sum(bucket, shard, group, how.wire)
+    if _is_pairwise(bucket, group):
+        return begin_in_thread(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
+    if how.reduce_dtype is not None:
+        return pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
     work: Pending = _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=True)
     return work
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
-    """Of the collective, before which the bucket is divided where it does not average by itself."""
+    """The operation of the collective; divides the bucket where the collective does not average by itself."""
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
-    if how.wire is None and _averages(bucket, group, how.divide_by):
+    if how.reduce_dtype is None and _averages(bucket, group, how.divide_by):
         return dist.ReduceOp.AVG
     bucket.div_(how.divide_by)
     return dist.ReduceOp.SUM
@@ -150,21 +159,8 @@ def _averages(bucket: Tensor, group: Group, divide_by: int) -> bool:
     return is_exact and carrier_of(bucket.device, group) in _AVERAGING
 
 
-def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
-    """Collective: `all_gather` beside what the caller does next; in the order in which they are begun.
-
-    Args: as of `all_gather`; nobody touches `bucket` until it is waited for.
-    """
-    if group.size == 1:
-        return Done()
-    if is_pairwise(bucket, group):
-        return begin_in_thread(pairwise.all_gather, bucket, shard, group)
-    work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
-    return work
-
-
-def _sum_by_pairs(wire: torch.dtype | None) -> BetweenPairs:
-    return pairwise.reduce_scatter if wire is None else partial(sum_over_pairs, dtype=wire)
+def _sum_between_pairs(reduce_dtype: torch.dtype | None) -> BetweenPairs:
+    return pairwise.reduce_scatter if reduce_dtype is None else partial(pairwise.sum_rounded, dtype=reduce_dtype)
 
 
 def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -173,21 +169,35 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     Args:
         bucket: 1-D.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
+        group: of the ranks that take part.
     """
     if group.size == 1:
         return
-    if is_pairwise(bucket, group):
+    if _is_pairwise(bucket, group):
         in_turn(pairwise.all_gather, bucket, shard, group)
     else:
         _all_gather(bucket, shard, group=group.handle)
 
 
+def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
+    """Collective: begins `all_gather`; collectives of a group run in the order in which they are begun.
+
+    Args: as of `all_gather`; `bucket` must not be touched until the returned collective has been waited for.
+    """
+    if group.size == 1:
+        return Done()
+    if _is_pairwise(bucket, group):
+        return begin_in_thread(pairwise.all_gather, bucket, shard, group)
+    work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
+    return work
+
+
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
-    """Collectives of one kind that are called meanwhile are one launch, where the backend gains from that.
+    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that.
 
     Args:
-        tensor: one of those that travel.
+        tensor: one of those that are communicated.
         group: as of the collectives.
     """
     if group.size > 1 and carrier_of(tensor.device, group) in _COALESCING:
@@ -197,18 +207,34 @@ def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
         yield
 
 
-def broadcast(tensor: Tensor, group: Group) -> None:
-    """Collective: every rank gets the values of the group's rank 0."""
-    if group.size > 1:
-        first = 0 if group.handle is None else dist.get_global_rank(group.handle, 0)
-        dist.broadcast(tensor, src=first, group=group.handle)
+def share_initial(tensors: Iterable[Tensor], group: Group, device: torch.device) -> None:
+    """Collective: gives every rank the values that the group's rank 0 has in these tensors.
+
+    Args:
+        tensors: of any strides, dtypes and devices; as many, as large and of the same dtypes on every rank.
+        group: whose rank 0 counts.
+        device: one that the group's backend carries.
+    """
+    for tensor in (each for each in tensors if group.size > 1 and each.numel()):
+        # As bytes, because not every backend carries every dtype.
+        packed = tensor.detach().to(device).contiguous()
+        dist.broadcast(packed.view(-1).view(torch.uint8), src=group.global_rank(0), group=group.handle)
+        if packed.data_ptr() != tensor.data_ptr():
+            _copy_distinct(tensor, packed)
+
+
+def _copy_distinct(tensor: Tensor, values: Tensor) -> None:
+    """Copies without repetition: torch does not write to an expanded tensor, which has fewer elements than it shows."""
+    shown = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    tensor.detach()[shown].copy_(values[shown])
 
 
 def gather_to_first(part: Tensor, group: Group) -> Tensor | None:
-    """Collective: all ranks' parts one after the other on the group's rank 0, None elsewhere.
+    """Collective: returns all ranks' parts one after the other on the group's rank 0, None elsewhere.
 
     Args:
         part: 1-D, as long on every rank, on a device that the group's backend carries.
+        group: of the ranks that take part.
     """
     if group.size == 1:
         return part
@@ -224,6 +250,7 @@ def scatter_from_first(whole: Tensor | None, part: Tensor, group: Group) -> None
     Args:
         whole: 1-D [group.size * part.numel] on the group's rank 0, None elsewhere.
         part: 1-D; filled.
+        group: of the ranks that take part.
     """
     if whole is not None and group.size == 1:
         part.copy_(whole)
@@ -241,3 +268,35 @@ def sum_over(tensor: Tensor, group: Group) -> None:
     if group.size > 1:
         with named_losses():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)
+
+
+def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+    """Collective: tries a reduce-scatter and an all-gather of one number a rank, before training needs them.
+
+    Args:
+        device: of the tensors that training communicates.
+        group: of the ranks that take part.
+        how: grads will be added up.
+
+    Raises:
+        ConfigError: the backend does not have one of them, or gives a wrong result.
+    """
+    if group.size == 1 or device.type == "meta" or carrier_of(device, group) == _FAKE:
+        return
+    numbers = torch.full((group.size,), float(how.divide_by), device=device)
+    shard = numbers[group.rank : group.rank + 1]
+    try:
+        reduce_scatter(numbers, shard, group, how)
+        all_gather(numbers, shard, group)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _missing(device, group, reason) from error
+    if numbers.tolist() != [group.size] * group.size:
+        raise _missing(device, group, f"ones of {group.size} ranks add up to {numbers.tolist()}")
+
+
+def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
+    got = f"{carrier_of(device, group)} on {device.type} ({reason})"
+    rule = "carry a reduce-scatter and an all-gather of the model's tensors"
+    remedy = "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another backend"
+    return ConfigError(refusal("backend", got, rule, remedy))

@@ -1,22 +1,60 @@
-"""Process groups, as the rest of the package sees them."""
+"""Process groups as the rest of the package sees them, messages between two of their ranks, and fake groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError, refusal
 
-__all__ = ["Group", "ProcessGroup", "is_initialized", "named_losses"]
+__all__ = [
+    "Group",
+    "ProcessGroup",
+    "available_backends",
+    "default_backend",
+    "fake_group",
+    "fake_world",
+    "is_initialized",
+    "named_losses",
+    "others",
+    "receive",
+    "send",
+    "swap",
+    "wait",
+]
+
+_PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+#: Registers torch's fake backend when it is imported.
+_FAKE_MODULE = "torch.testing._internal.distributed.fake_pg"
 
 
 def is_initialized() -> bool:
     """Whether torch.distributed can communicate."""
     return dist.is_available() and dist.is_initialized()
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names for `init_process_group`: torch's own that were compiled in, and those that other packages registered."""
+    if not dist.is_available():
+        return ()
+    compiled = [name for name in _PROBED_BACKENDS if getattr(dist, f"is_{name}_available", bool)()]
+    registered = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake", *_PROBED_BACKENDS)]
+    return (*compiled, *registered)
+
+
+def default_backend(device_type: str) -> str | None:
+    """The backend that torch uses by default for tensors of a device; None where it names none."""
+    if not dist.is_available():
+        return None
+    by_device: dict[str, str] = getattr(dist.Backend, "default_device_backend_map", {})
+    return by_device.get(device_type)
 
 
 @dataclass(frozen=True)
@@ -46,7 +84,7 @@ class Group:
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
     def global_rank(self, rank: int) -> int:
-        """What the launcher calls a rank of this group; every message that names a rank means that one."""
+        """The launcher's number for a rank of this group; every message that names a rank uses that number."""
         return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
 
     @property
@@ -54,7 +92,7 @@ class Group:
         """torch's group, also where `handle` stands for all ranks.
 
         Raises:
-            InvariantError: torch.distributed is over.
+            InvariantError: torch.distributed has ended.
         """
         handle = self.handle or dist.group.WORLD
         if handle is None:
@@ -63,16 +101,108 @@ class Group:
 
     @property
     def backend(self) -> str:
-        """ "gloo", "nccl" or what else carries the group."""
+        """The name of the backend, such as "gloo" or "nccl"."""
         return str(dist.get_backend(self.handle))
 
 
 @contextmanager
 def named_losses() -> Iterator[None]:
-    """Meanwhile a backend's own error, about a rank that ended or did not come, is one of ours."""
+    """Turns a backend's error about a rank that ended or did not come into one of ours.
+
+    Raises:
+        RanksDisagreeError
+    """
     try:
         yield
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         rule, remedy = "be called by every rank of its group", "Look for the rank whose error is the first one"
         raise RanksDisagreeError(refusal("collective", f"lost ({reason})", rule, remedy)) from error
+
+
+# --- messages: matched by sender and tag, and independent of the collectives around them
+
+
+def others(group: Group) -> list[int]:
+    """The other ranks, downwards from the one before this rank, around the ring."""
+    return [(group.rank - distance) % group.size for distance in range(1, group.size)]
+
+
+def receive(into: Tensor, rank: int, tag: int, group: Group) -> dist.Work:
+    """Begins to receive from a rank of the group."""
+    return _begun(dist.irecv(into, group.global_rank(rank), group.handle, tag))
+
+
+def send(tensor: Tensor, rank: int, tag: int, group: Group) -> dist.Work:
+    """Begins to send to a rank of the group."""
+    return _begun(dist.isend(tensor, group.global_rank(rank), group.handle, tag))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    if work is None:  # torch's way to say that this process is not in the group
+        rule = "hold every rank that communicates in it"
+        raise InvariantError(refusal("process group", "without this rank", rule, "Report this"))
+    return work
+
+
+def wait(works: Sequence[dist.Work]) -> None:
+    """Waits until all have ended.
+
+    Raises:
+        RanksDisagreeError: another rank ended, or did not come within the group's time limit.
+    """
+    with named_losses():
+        for work in works:
+            work.wait()
+
+
+def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:
+    """Collective: returns every rank's tensor, by rank; all of the same shape."""
+    parts = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
+    received = [receive(parts[rank], rank, tag, group) for rank in others(group)]
+    sent = [send(mine, rank, tag, group) for rank in others(group)]
+    wait(received)
+    wait(sent)
+    return parts
+
+
+# --- torch's fake process group: its collectives return at once without having sent anything, so a rank can be built
+# here as one of thousands, and what it computes means nothing
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[Group]:
+    """Makes this process one rank of many, of which no other one exists, and ends that afterwards.
+
+    Args:
+        rank: that this process takes.
+        size: number of ranks.
+
+    Yields:
+        All ranks.
+
+    Raises:
+        ConfigError: torch.distributed is initialised already.
+
+    >>> with fake_world(1234, 4096) as everybody:
+    ...     everybody.rank, everybody.size, fake_group(range(1232, 1240, 2)).rank
+    (1234, 4096, 1)
+    """
+    if is_initialized():
+        rule = "be absent: torch has one for all ranks, and a real one must not be replaced"
+        remedy = "Run it in a process of its own, or call torch.distributed.destroy_process_group first"
+        raise ConfigError(refusal("process group", f"{dist.get_backend()} of {dist.get_world_size()}", rule, remedy))
+    dist.init_process_group("fake", rank=rank, world_size=size, store=import_module(_FAKE_MODULE).FakeStore())
+    try:
+        yield Group.of()
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_group(ranks: Sequence[int]) -> Group:
+    """A group of some ranks of a fake world, among them this one; the others need not be asked.
+
+    Args:
+        ranks: their numbers in the world, ascending.
+    """
+    return Group.of(dist.new_group(list(ranks)))

@@ -1,12 +1,16 @@
-"""Reduce-scatter and all-gather from pair to pair of ranks, for backends whose own are slow.
+"""Reduce-scatter and all-gather between pairs of ranks, for backends whose own are slow, and sums in a reduce dtype.
 
 gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` reach a quarter of what the same link carries
-(`benchmarks/collectives.py`). Here every rank hands every other rank its part at once, and adds up what it gets:
+(`benchmarks/collectives.py`). Here every rank hands every other rank its part at once, and adds up what it receives:
 through memory that they share on one machine, as messages where they are on several.
 
 [Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its own part last, each
-sum rounded to the dtype: the same in every run, by either way, whatever arrives first, and bit for bit what gloo's own
-ring gives.
+sum rounded to the dtype. The result is the same in every run and by either way, whatever arrives first, and bit for bit
+what gloo's own ring gives.
+
+[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes. They are added up in
+fp32 in the same order. A rank's own part is not sent, so it is not rounded. The result differs from an fp32
+reduce-scatter by one rounding of each other summand, and not by one at every addition.
 """
 
 from __future__ import annotations
@@ -19,28 +23,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.messages import others, receive, send, wait
+from megatron_distopt.comm.groups import Group, others, receive, send, wait
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, lane_of
 from megatron_distopt.layout import Span
 
 __all__ = [
     "SCRATCH_NBYTES",
+    "RoundedSum",
     "all_gather",
-    "chunks_of",
+    "begin_rounded_sum",
     "gather_by_messages",
     "reduce_scatter",
     "shares_memory",
     "sum_by_messages",
+    "sum_rounded",
 ]
 
-#: Memory for messages that arrive, of which one half is added up while the other one is filled; given back afterwards.
+#: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
 SCRATCH_NBYTES = 16 << 20
 _NUM_HALVES = 2
 #: Of a sum of more than two parts, so that it stays in the cache until the last one is added.
 _BLOCK_NBYTES = 128 << 10
-#: Apart from each other, and from messages of others in the same group, which have small tags.
-_SUM_TAG, _GATHER_TAG = 1 << 28, 1 << 29
+#: These differ from each other, and from the small tags of other messages in the same group.
+_ROUNDED_TAG, _SUM_TAG, _GATHER_TAG = 1 << 27, 1 << 28, 1 << 29
 
 
 def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -67,14 +72,14 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
 
 
 def shares_memory(group: Group) -> bool:
-    """Whether the group's ranks do; collective where none of the two was called before."""
+    """Whether the group's ranks share memory; collective where neither of the two collectives was called before."""
     return lane_of(group, SUM) is not None
 
 
 def _sum_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
-    """A half has a row for every other rank: first the one of the rank after its own."""
+    """Writes a row for every other rank into a half of the segment, beginning with the rank after this one."""
     shares, ranks = bucket.view(group.size, -1), others(group)
-    for chunk in chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
+    for chunk in _chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
         own = shard[chunk]
         rows = _rows(lane.begin(), own, len(ranks))
         for rank in ranks:
@@ -86,7 +91,7 @@ def _sum_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None
 
 def _gather_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
     shares = bucket.view(group.size, -1)
-    for chunk in chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
+    for chunk in _chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
         own = shard[chunk]
         _rows(lane.begin(), own, 1)[0].copy_(own)
         lane.publish()
@@ -122,7 +127,7 @@ class _Chunk:
 def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     """Collective: `reduce_scatter` wherever the ranks are."""
     shares, ranks = bucket.view(group.size, -1), others(group)
-    chunks = list(chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
+    chunks = list(_chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
     halves = min(_NUM_HALVES, len(chunks))
     scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
     under_way: deque[_Chunk] = deque()
@@ -148,18 +153,84 @@ def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     wait(sent)
 
 
-def chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
-    """Of a shard, so that `nbytes` hold one of them."""
+def _chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
+    """Cuts a shard into chunks, so that `nbytes` hold one of them.
+
+    Args:
+        numel: of the shard.
+        nbytes_each: that an element takes.
+        nbytes: that a chunk may take.
+    """
     step = max(nbytes // nbytes_each, 1)
     for start in range(0, numel, step):
         yield Span(start, min(start + step, numel)).as_slice()
 
 
+@torch.no_grad()
+def sum_rounded(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> None:
+    """Collective: `collectives.reduce_scatter` by messages in a reduce dtype, see [Note: sum in a reduce dtype].
+
+    Args:
+        bucket, shard: fp32, as there.
+        dtype: in which values are sent.
+    """
+    shares, ranks = bucket.view(group.size, -1), others(group)
+    nbytes_each = 2 * group.size * dtype.itemsize  # of what is sent and what is received
+    for number, chunk in enumerate(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES)):
+        sent, received = shares[:, chunk].to(dtype), shares.new_empty(shares[:, chunk].shape, dtype=dtype)
+        works = [receive(received[rank], rank, _ROUNDED_TAG + number, group) for rank in ranks]
+        works += [send(sent[rank], rank, _ROUNDED_TAG + number, group) for rank in ranks]
+        wait(works)
+        _add_up([received[rank] for rank in ranks], shard[chunk])
+
+
+class RoundedSum:
+    """A sum in a reduce dtype whose parts are being sent by the backend.
+
+    Args:
+        work: the exchange of the parts.
+        received: [ranks, elements], where the parts arrive.
+        shard: this rank's own part, to which they are added.
+        group: of the ranks.
+    """
+
+    def __init__(self, work: dist.Work, received: Tensor, shard: Tensor, group: Group) -> None:
+        self._work, self._received, self._shard, self._group = work, received, shard, group
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Waits until the sum is in the shard."""
+        self._work.wait()
+        _keep_for_current_stream(self._received)
+        _add_up([self._received[rank] for rank in others(self._group)], self._shard)
+
+
+def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> RoundedSum:
+    """Collective: begins `sum_rounded` by the backend's own exchange.
+
+    It takes twice the bucket in `dtype` as scratch memory until it is waited for.
+    """
+    sent = bucket.view(group.size, -1).to(dtype)
+    received = torch.empty_like(sent)
+    work: dist.Work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
+    return RoundedSum(work, received, shard, group)
+
+
+def _keep_for_current_stream(tensor: Tensor) -> None:
+    """Tells the allocator that the stream which waits reads a tensor that was allocated on the stream which began.
+
+    Otherwise the allocator would reuse the memory as soon as the first stream is done with it.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(getattr(torch, tensor.device.type).current_stream(tensor.device))
+
+
 def _add_up(parts: Sequence[Tensor], own: Tensor) -> None:
-    """See [Note: order of the sum]. `parts` are not changed."""
-    numel = own.numel() if len(parts) == 1 else max(_BLOCK_NBYTES // own.element_size(), 1)
+    """Adds parts to this rank's own in the dtype of its own, see [Note: order of the sum]; `parts` are not changed."""
+    in_blocks = len(parts) > 1 and own.device.type == "cpu"
+    numel = max(_BLOCK_NBYTES // own.element_size(), 1) if in_blocks else own.numel()
     for first, *middle, last in zip(*(torch.split(each, numel) for each in (*parts, own)), strict=True):
-        total = first
-        for place, part in enumerate(middle):
-            total = torch.add(total, part) if place == 0 else total.add_(part)
+        total = first.to(last.dtype)
+        for part in middle:
+            total = torch.add(total, part) if total is first else total.add_(part)
         torch.add(total, last, out=last)

@@ -1,15 +1,16 @@
-"""Collectives that are under way, and the threads that carry out those from pair to pair.
+"""Collectives that are under way, and the threads that carry out those between pairs of ranks.
 
-[Note: a thread for each group] One, so that a group's collectives keep their order; not one for all groups, so that
-ranks which begin those of two groups in different orders do not wait for each other crosswise. Never gloo's own in it:
-those match each other by order alone, and the caller goes on with some of its own.
+[Note: a thread for each group] A group has one thread, so that its collectives keep their order. All groups together
+have several, so that ranks which begin those of two groups in different orders do not wait for each other crosswise.
+gloo's own collectives never run in such a thread: they match each other by order alone, and the caller goes on with
+others.
 
 [Note: the end of the process] Python joins such threads before it ends, however long they take, and one that waits for
 another rank takes as long as the group's time limit: a rank that failed would stay for half an hour, and its launcher
 would not learn of it. So `_end`, which Python calls before that, waits for what is under way: a minute, within which
-ranks that end together are there, or seconds where the program raised. Then waits in shared memory are given up
-(`is_ending`). A wait inside of gloo cannot be: the process runs its other handlers, and ends with status 1. No thread
-of ours is left when the interpreter is taken down, where one that asks for its lock would abort the process.
+ranks that end together arrive, or seconds where the program raised. Then waits in shared memory are given up
+(`is_ending`). A wait inside gloo cannot be given up: the process runs its other handlers, and ends with status 1. No
+thread of ours is left when the interpreter is taken down, where one that asks for its lock would abort the process.
 tests/comm/test_end.py.
 """
 
@@ -36,14 +37,14 @@ __all__ = ["BetweenPairs", "Done", "Pending", "begin_in_thread", "in_turn", "is_
 
 _log = logging.getLogger("megatron_distopt")
 
-#: What is done with (bucket, shard, group).
+#: A collective; called with (bucket, shard, group).
 BetweenPairs = Callable[[Tensor, Tensor, Group], None]
 
 _threads: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
 _lock = Lock()
 _ending = Event()
-#: How long the end of the process waits for other ranks, after an exception of the program and without one; and then
-#: for waits in shared memory to be given up.
+#: How long the end of the process waits for other ranks: after an exception of the program, without one, and after
+#: waits in shared memory were given up.
 _SECONDS_AFTER_AN_EXCEPTION, _SECONDS_AT_END, _SECONDS_TO_GIVE_UP = 5.0, 60.0, 5.0
 
 
@@ -51,11 +52,15 @@ class Pending(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> object:
-        """Until what it writes is there; raises what went wrong in it. A float is the seconds that it took."""
+        """Waits until its result is there, and raises what went wrong in it.
+
+        Returns:
+            The seconds that it took, as a float; anything else where they are unknown.
+        """
 
 
 class _InThread:
-    """One that a thread of this process carries out.
+    """A collective that a thread of this process carries out.
 
     Args:
         future: gives the seconds that it took.
@@ -69,14 +74,14 @@ class _InThread:
 
 
 class Done:
-    """One that there was no need for."""
+    """A collective of one rank, for which there is nothing to do."""
 
     def wait(self) -> float:
         return 0.0
 
 
 def begin_in_thread(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> Pending:
-    """Beside what the caller does next."""
+    """Begins a collective in the thread of the group."""
     with _lock:
         thread = _threads.get(group.own_handle) or _new_thread()
         _threads[group.own_handle] = thread
@@ -84,7 +89,7 @@ def begin_in_thread(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Gro
 
 
 def in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Behind what is under way in the group, whose messages have the same tags."""
+    """Runs a collective after those that are under way in the group, because their messages have the same tags."""
     thread = _threads.get(group.own_handle)
     if thread is None:
         act(bucket, shard, group)
@@ -93,13 +98,13 @@ def in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> N
 
 
 def settle() -> None:
-    """Waits for what is under way in all groups; what went wrong in it is raised where it is waited for."""
+    """Waits for what is under way in all groups; an error in it is raised where that collective is waited for."""
     for thread in list(_threads.values()):
         thread.submit(int).result()
 
 
 def is_ending() -> bool:
-    """Whether this process ends, and no longer waits for other ranks: see [Note: the end of the process]."""
+    """Whether this process ends and no longer waits for other ranks, see [Note: the end of the process]."""
     return _ending.is_set()
 
 

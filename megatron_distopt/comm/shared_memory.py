@@ -1,16 +1,16 @@
 """Memory that the ranks of a group on one machine share, for collectives in place of messages.
 
 [Note: shared memory] A message on one machine is copied twice by the kernel and wakes three threads, so with small
-buckets, or with more ranks than cores, it gains little over gloo's own collectives. A group's first collective finds
-out whether every rank can map a segment of every other one; if one cannot, all take messages. A segment is anonymous
-(memfd), found by process and file descriptor, known by a secret, and gone with its process. Ranks in different network
-namespaces count as on different machines: who separates them wants to see a network between them.
+buckets, or with more ranks than cores, messages gain little over gloo's own collectives. A group's first collective
+finds out whether every rank can map a segment of every other one; if one cannot, all take messages. A segment is
+anonymous (memfd), found by process and file descriptor, recognised by a secret, and freed with its process. Ranks in
+different network namespaces count as on different machines, so that a network between them can be simulated.
 
-Each chunk is a *turn*: write it, say so, read those of all others. The two halves alternate: whoever says that its
-turn is written has read the one before, so once everybody's is there, the half of the turn before is free. What is said
-is a number in the segment, stored after the data; on x86 other processors see stores in that order, and elsewhere there
-are messages. A rank that waits looks, yields, sleeps ever longer up to a millisecond, and raises once the peer's
-process has ended or the group's timeout is over.
+Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two halves alternate.
+A rank that has published a turn has read the turn before, so once all ranks have published, the half of the turn before
+is free. A turn is published as a number in the segment, stored after the data; on x86 other processors see stores in
+that order, and elsewhere there are messages. A rank that waits looks, yields, sleeps ever longer up to a millisecond,
+and raises once the peer's process has ended or the group's timeout is over.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm.groups import Group, ProcessGroup
-from megatron_distopt.comm.messages import swap
+from megatron_distopt.comm.groups import Group, ProcessGroup, swap
 from megatron_distopt.comm.pending import is_ending, settle
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
@@ -43,9 +42,9 @@ SHARED_NBYTES = 4 << 20
 _NUM_HALVES = 2
 #: Numbers of the collectives.
 SUM, GATHER = 0, 1
-#: Apart from messages of others in the same group, which have small tags.
+#: Differs from the small tags of other messages in the same group.
 _MEET_TAG = 1 << 30
-#: Words of a segment: its secret, and the turns that are written of each collective, a cache line each.
+#: Words of a segment: its secret, and the published turn of each collective, each in a cache line of its own.
 _WORDS, _LINE = 512, 8
 _NAME = "megatron_distopt"
 #: Processors on which stores are seen in their order.
@@ -54,14 +53,14 @@ _ORDERED = ("x86_64", "AMD64")
 _LOOKS, _LEAST_SLEEP, _MOST_SLEEP, _PATIENCE = 100, 3e-5, 1e-3, 0.1
 
 
-#: By group, where somebody said it; elsewhere it is allowed.
+#: By group; allowed where the group is missing.
 _is_allowed: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def allow_shared_memory(group: Group, is_allowed: bool) -> None:
-    """From now on; where one rank of the group does not, none of them does.
+    """Allows or forbids shared memory from now on; where one rank of the group forbids it, none of them uses it.
 
-    To be called by all of its ranks between the same two collectives: those before go the way in which they were begun.
+    To be called by all of its ranks between the same two collectives. Those that were begun before end as they began.
     """
     if group.size > 1:
         settle()
@@ -75,12 +74,12 @@ def may_share_memory() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """What one rank shares, as this process has it mapped.
+    """The memory that one rank shares, as it is mapped in this process.
 
     Args:
         memory: all of it.
-        words: of 8 bytes, the beginning.
-        process: that it is of, as a file descriptor that can be read once that has ended.
+        words: its beginning, in words of 8 bytes.
+        process: a file descriptor of the process that shares it, readable once that process has ended.
     """
 
     memory: mmap.mmap
@@ -89,10 +88,14 @@ class _Segment:
 
     @classmethod
     def mapped(cls, descriptor: int, process: int) -> _Segment:
-        """From two file descriptors, of which the first is needed no more.
+        """Maps a segment.
+
+        Args:
+            descriptor: of the memory; may be closed afterwards.
+            process: of the process; closed with the segment, or where mapping fails.
 
         Raises:
-            OSError, ValueError, MemoryError: there is no address space for it; the second is closed.
+            OSError, ValueError, MemoryError: there is no address space for it.
         """
         try:
             memory = mmap.mmap(descriptor, 0)
@@ -108,13 +111,13 @@ class _Segment:
         return (len(self.memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
 
     def half(self, collective: int, number: int) -> Tensor:
-        """1-D, uint8."""
+        """A half of the memory of a collective, 1-D, uint8."""
         nbytes = self.half_nbytes
         offset = 8 * _WORDS + (_NUM_HALVES * collective + number) * nbytes
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def has_ended(self) -> bool:
-        """The process."""
+        """Whether the process that shares it has ended."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(0))
@@ -139,16 +142,16 @@ class Lane:
         self.half_nbytes = segments[0].half_nbytes
 
     def begin(self) -> Tensor:
-        """This rank's half, uint8. The turn before has to be read of all ranks, see [Note: shared memory]."""
+        """Begins a turn and returns this rank's half, uint8. The turn before must have been read from all ranks."""
         self._turn += 1
         return self._half_of(self._rank)
 
     def publish(self) -> None:
-        """The half may be read."""
+        """Lets the other ranks read the half."""
         self._segments[self._rank].words[self._written] = self._turn
 
     def read(self, rank: int) -> Tensor:
-        """Another rank's half, once it is published."""
+        """Waits until another rank has published its half, and returns it."""
         self._wait(rank)
         return self._half_of(rank)
 
@@ -172,7 +175,7 @@ class Lane:
         return self._segments[rank].words[self._written] >= self._turn
 
     def _check(self, rank: int, waited: float) -> None:
-        """What a rank said before it ended counts."""
+        """Raises if a rank will not publish the turn. A turn that it published before it ended counts."""
         has_ended = self._segments[rank].has_ended()
         if not self._is_there(rank) and (has_ended or waited > self._timeout or is_ending()):
             raise RanksDisagreeError(_lost(self._names[rank], has_ended, waited))
@@ -185,7 +188,7 @@ def _lost(rank: int, has_ended: bool, seconds: float) -> str:
 
 
 def _timeout_of(group: Group) -> float:
-    """Seconds, as given to init_process_group or new_group."""
+    """The timeout that was given to init_process_group or new_group, in seconds."""
     backend = group.own_handle._get_backend(torch.device("cpu"))
     options = getattr(backend, "options", None)
     return getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
@@ -193,24 +196,27 @@ def _timeout_of(group: Group) -> float:
 
 @dataclass(eq=False)
 class _Meeting:
-    """Of a group's ranks, once.
+    """Whether the ranks of a group share memory, found out once.
 
     Args:
-        lock: the thread that comes first meets the other ranks.
-        lanes: by collective; empty where they cannot share memory, None before they have met.
+        lock: held by the thread that finds it out.
+        lanes: by collective; empty where they cannot share memory, None before that is known.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     lanes: Sequence[Lane] | None = None
 
 
-#: By group, and whether this rank allowed it then.
+#: By group, and by whether this rank allowed shared memory.
 _meetings: WeakKeyDictionary[ProcessGroup, dict[bool, _Meeting]] = WeakKeyDictionary()
 _meetings_lock = threading.Lock()
 
 
 def lane_of(group: Group, collective: int) -> Lane | None:
-    """Collective for the group's first time, and its first one after a permission: None for messages."""
+    """The lane of a collective; None where the ranks send messages.
+
+    Collective where the group asks for the first time, or for the first time after `allow_shared_memory`.
+    """
     with _meetings_lock:
         is_allowed = _is_allowed.get(group.own_handle, True)
         meeting = _meetings.setdefault(group.own_handle, {}).setdefault(is_allowed, _Meeting())
@@ -222,7 +228,7 @@ def lane_of(group: Group, collective: int) -> Lane | None:
 
 
 def _meet(group: Group, is_allowed: bool) -> list[_Segment]:
-    """Collective: the segments of all ranks; none, on all ranks alike, where one rank cannot map one of them."""
+    """Collective: maps the segments of all ranks; returns none, on all ranks, where one rank cannot map one."""
     secret = secrets.randbits(62)
     own = _new_segment(secret) if is_allowed else -1
     try:
@@ -236,15 +242,15 @@ def _meet(group: Group, is_allowed: bool) -> list[_Segment]:
 
 
 def _numbers(*values: int) -> Tensor:
-    """On the CPU, whatever the user's default device is."""
+    """A tensor on the CPU, also where the user has another default device."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _new_segment(secret: int) -> int:
-    """A file descriptor; -1 where this system has no such thing, or no room for it.
+    """Makes a segment and returns its file descriptor; -1 where this system has no such thing, or no room for it.
 
-    A limit on file sizes (`ulimit -f`) holds for memory of this kind, too. Python ignores the signal SIGXFSZ that comes
-    with it and raises; a program that gave the signal its default action back is ended by it.
+    A limit on file sizes (`ulimit -f`) also limits this memory. Python ignores the signal SIGXFSZ that comes with it
+    and raises; a program that has restored the default action of the signal is ended by it.
     """
     if not may_share_memory():
         return -1
@@ -266,18 +272,18 @@ def _segment_nbytes() -> int:
 
 
 def _found(said: Sequence[Tensor]) -> list[_Segment]:
-    """Of all ranks, or fewer."""
+    """Maps the segments of all ranks; returns none where one of them cannot be mapped."""
     try:
         return [_found_one(*map(int, each)) for each in said]
-    except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer, and messages do as well
+    except Exception:  # noqa: BLE001 - the other ranks wait for an answer, and messages work in every case
         return []
 
 
 def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Segment:
-    """A rank's segment.
+    """Maps the segment of a rank.
 
     Raises:
-        OSError, LookupError: the rank is on another machine, or as good as.
+        OSError, LookupError: the rank is on another machine, or counts as that.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     if descriptor < 0 or network < 0 or network != _network() or f"/memfd:{_NAME}" not in os.readlink(path):
@@ -295,7 +301,7 @@ def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Seg
 
 
 def _network() -> int:
-    """The number of this process's network namespace; -1 where nobody says it, and then no memory is shared."""
+    """The number of this process's network namespace; -1 where it is unknown, and then no memory is shared."""
     try:
         return os.stat("/proc/self/ns/net").st_ino if may_share_memory() else -1
     except OSError:

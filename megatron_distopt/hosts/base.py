@@ -1,4 +1,7 @@
-"""What every host does before it builds the sharded optimizer: name the params, check them, compare ranks."""
+"""What every host does before it builds the sharded optimizer: name the params, check them, compare ranks.
+
+Also here: the host's timers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +20,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
+from megatron_distopt.comm import Field, Group, compare, exchange, profiled, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
@@ -26,6 +30,7 @@ from megatron_distopt.version import VERSION
 __all__ = [
     "StartUp",
     "as_torch_groups",
+    "check_bucket_size",
     "check_dtypes",
     "check_groups_are_used",
     "compare_ranks",
@@ -34,7 +39,9 @@ __all__ = [
     "named_trainable",
     "names_by_param",
     "plan_groups",
+    "reduce_dtype_of",
     "spec_of",
+    "timed",
     "unserved_options",
     "with_hosts_own",
 ]
@@ -107,6 +114,39 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     if has_fp16 and config.loss_scale is None:
         remedy = "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
+
+
+def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:
+    """Checks that every rank can own an element of a bucket.
+
+    Args:
+        config: merged.
+        num_ranks: that share each bucket.
+        write: an example of a good one.
+
+    Raises:
+        ConfigError
+    """
+    if config.bucket_size is not None and config.bucket_size < num_ranks:
+        got, rule = f"{config.bucket_size} elements", f"have one for each of the {num_ranks} data-parallel ranks"
+        raise ConfigError(refusal("bucket_size", got, rule, f"Write {write}, or leave it out"))
+
+
+def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The dtype in which grads are communicated; None for their own.
+
+    Raises:
+        ConfigError: grads that are kept in 16 bits would be rounded.
+    """
+    if config.reduce_dtype is None:
+        return None
+    short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
+    if short:
+        got, rule = f"{config.reduce_dtype} for grads kept in {dtype_name(short[0])}", "have fp32 grads to round"
+        remedy = "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True"
+        raise ConfigError(refusal("reduce_dtype", got, rule, remedy))
+    reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
+    return reduce_dtype
 
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -279,3 +319,23 @@ def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_emp
 
 def _options_of(group: ParamGroup) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
+
+
+@contextmanager
+def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
+    """Times what runs meanwhile with a timer of the host, and names it in a profiler.
+
+    Args:
+        timers: of the host; None where it has none.
+        name: that the host's log expects.
+        barrier: whether ranks wait for each other before.
+    """
+    with profiled(name):
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=1).start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timers(name).stop()

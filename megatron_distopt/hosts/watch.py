@@ -1,32 +1,48 @@
-"""Which params' memory an operation reads or writes, whoever calls it: for code of a host that nobody has announced."""
+"""What happens to the memory of params and gradients, whichever code does it: a host's, the user's or torch's.
+
+`Watch` sees the operators that touch some tensors, `tell_of_grads` the gradients that a host adds up outside of
+`param.grad`. `AccessWatch` is the debug mode: an access to memory that a collective is using is an error at that line.
+"""
 
 from __future__ import annotations
 
+import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Watch", "addresses_of", "in_one_memory", "sharing_memory"]
+from megatron_distopt.comm import Communicator
+from megatron_distopt.errors import AccessError, refusal
 
-#: Operators that write to all tensors that they get, whatever their schema says.
+__all__ = ["AccessWatch", "Watch", "addresses_of", "in_one_memory", "sharing_memory", "tell_of_grads"]
+
+#: The namespace of operators that write to all tensors that they are given, whatever their schema says.
 _COLLECTIVES = "c10d"
+#: Folders whose frames are not the user's code.
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+#: The hook of each param that tells of its gradient; not an attribute of the param, because a model may be pickled.
+_hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """While entered, says the name of each watched tensor before an operation of torch's touches it.
+    """While entered, gives the name of each watched tensor to a function before an operator of torch touches it.
 
     Kernels that other packages call without torch's dispatcher are not seen.
 
     Args:
         tensors: watched, by name; views of one another's memory only where they overlap.
-        seen: is called with a name, perhaps several times; what it raises ends the operation.
-        writes_only: reading is not touching.
+        seen: called with a name, perhaps several times; what it raises ends the operation.
+        writes_only: whether reading does not count.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], seen: Callable[[str], None], *, writes_only: bool) -> None:
@@ -38,7 +54,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Looks at what goes in."""
+        """Looks at the inputs of an operator, and runs it."""
         for tensor in _tensors_of(func, args, kwargs or {}, self._writes_only):
             for name in self._names_in(tensor):
                 self._seen(name)
@@ -57,31 +73,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         return names
 
 
-def addresses_of(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte to behind the last one."""
-    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + extent * tensor.element_size()
-
-
-def sharing_memory(extents: Iterable[tuple[int, int, str]]) -> tuple[str, str] | None:
-    """The names of the first two that overlap, in the order of their addresses.
-
-    Args:
-        extents: first byte, behind the last byte, name.
-    """
-    for (_, stop, first), (start, _, second) in pairwise(sorted(extents)):
-        if start < stop:
-            return first, second
-    return None
-
-
-def in_one_memory(named: Mapping[str, Parameter]) -> tuple[str, str] | None:
-    """The names of two Parameters over the same memory; None where each has its own."""
-    filled = {name: param for name, param in named.items() if param.numel() and not param.is_meta}
-    return sharing_memory((*addresses_of(param), name) for name, param in filled.items())
-
-
 def _tensors_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_only: bool) -> Iterator[Tensor]:
     if not writes_only or func.namespace == _COLLECTIVES:
         yield from _flat((args, tuple(kwargs.values())))
@@ -97,3 +88,99 @@ def _flat(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _flat(value)
+
+
+def addresses_of(tensor: Tensor) -> tuple[int, int]:
+    """The address of the first byte, and the one after the last byte."""
+    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + extent * tensor.element_size()
+
+
+def sharing_memory(extents: Iterable[tuple[int, int, str]]) -> tuple[str, str] | None:
+    """The names of the first two that overlap, in the order of their addresses; None where all are apart.
+
+    Args:
+        extents: the address of the first byte, the one after the last byte, the name.
+    """
+    for (_, stop, first), (start, _, second) in pairwise(sorted(extents)):
+        if start < stop:
+            return first, second
+    return None
+
+
+def in_one_memory(named: Mapping[str, Parameter]) -> tuple[str, str] | None:
+    """The names of two Parameters over the same memory; None where each has its own."""
+    filled = {name: param for name, param in named.items() if param.numel() and not param.is_meta}
+    return sharing_memory((*addresses_of(param), name) for name, param in filled.items())
+
+
+def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:
+    """Announces every gradient after the host has added it to its buffer, in a hook on the same node of autograd.
+
+    Args:
+        named: the params.
+        arrived: called with the name of a param.
+
+    Returns:
+        The nodes: the hooks live as long as these.
+    """
+    nodes: list[object] = []
+    for name, param in named.items():
+        with torch.enable_grad():
+            node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # The host keeps the node, so the hook of an optimizer that was built before would stay.
+        if (before := _hooks.get(param)) is not None:
+            before.remove()
+        _hooks[param] = node.register_hook(partial(_tell, arrived, name))
+        nodes.append(node)
+    return nodes
+
+
+def _tell(arrived: Callable[[str], None], name: str, *_: object) -> None:
+    arrived(name)
+
+
+class AccessWatch:
+    """Watches every operator of this thread until `end`.
+
+    Args:
+        params: by name.
+        grads: by name, as they lie in the grad buffers.
+        communicator: that gathers and reduces them.
+
+    Raises:
+        AccessError: from the operator that reads a param which is being gathered, or writes to a gradient which is
+            being reduced.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._watches = [
+            Watch(params, self._param_is_read, writes_only=False),
+            Watch(grads, self._grad_is_written, writes_only=True),
+        ]
+        for watch in self._watches:
+            watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Ends watching."""
+        while self._watches:
+            self._watches.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _param_is_read(self, name: str) -> None:
+        if self._communicator.is_gathering(name):
+            got, rule = f"read at {_line()} while it is being gathered", "be waited for first"
+            raise AccessError(refusal(f"param {name!r}", got, rule, "Call optimizer.finish_param_gather() before"))
+
+    def _grad_is_written(self, name: str) -> None:
+        if self._communicator.is_reducing(name):
+            got, rule = f"written to at {_line()} while its bucket is being reduced", "be complete when backward ends"
+            remedy = "Write overlap_grad_reduce=False, or change it before backward ends"
+            raise AccessError(refusal(f"grad of param {name!r}", got, rule, remedy))
+
+
+def _line() -> str:
+    """The line of the user's code that is running."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OURS)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Field, Group, compare, exchange, raise_together, sum_over
-from megatron_distopt.comm.collectives import all_gather, broadcast, reduce_scatter
+from megatron_distopt.comm import Field, Group, compare, exchange, raise_together, share_initial, sum_over
+from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.errors import ConfigError, RanksDisagreeError
 from tests.support.spawn import run_ranks
 
@@ -89,7 +89,7 @@ def _on_group(group: Group, start: float) -> dict[str, Any]:
     part.fill_(start)
     all_gather(gathered, part, group)
     sent = torch.full((3,), start)
-    broadcast(sent, group)
+    share_initial([sent], group, sent.device)
     summed = torch.tensor([start, 1.0])
     sum_over(summed, group)
     return {

@@ -60,8 +60,8 @@ def _overflows(group: Group, divide_by: int) -> bool:
     return not bool(shard.isfinite().all())
 
 
-def _averaged(group: Group, divide_by: int, wire: torch.dtype | None = None) -> dict[str, Any]:
-    """Over a backend that averages: what it was asked for, and what came out, at once and beside computation."""
+def _averaged(group: Group, divide_by: int, reduce_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Over a backend that averages: what it was asked for, and what came out, at once and overlapped."""
     found: dict[str, Any] = {"ops": [], "out": []}
     own = collectives._reduce_scatter
 
@@ -78,7 +78,7 @@ def _averaged(group: Group, divide_by: int, wire: torch.dtype | None = None) -> 
         for act in (collectives.reduce_scatter, collectives.begin_reduce_scatter):
             bucket = (torch.arange(group.size * PART) * 0.3 + group.rank).float()
             shard = bucket.view(group.size, -1)[group.rank]
-            if (pending := act(bucket, shard, group, Reduction(divide_by, wire))) is not None:
+            if (pending := act(bucket, shard, group, Reduction(divide_by, reduce_dtype))) is not None:
                 pending.wait()
             found["out"].append(shard.tolist())
     return found

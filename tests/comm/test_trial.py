@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import collectives, pairwise, try_collectives
-from megatron_distopt.comm.fake import fake_world
+from megatron_distopt.comm import collectives, fake_world, pairwise, try_collectives
 from megatron_distopt.errors import DistOptError
 from tests.support.spawn import run_ranks
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_distopt.comm import GradOverlap, pairwise
+from megatron_distopt.comm import Communicator, pairwise
 from tests.support.mini_fork import MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
 
@@ -98,17 +98,18 @@ class Found:
 
 @contextlib.contextmanager
 def _noting_early(early: list[int]) -> Iterator[None]:
-    original = GradOverlap.finish
+    original = Communicator.finish_grads
 
-    def finish(self: GradOverlap) -> Any:
-        early.append(self.num_begun)
+    def finish(self: Communicator) -> Any:
+        if self.overlaps_grads:
+            early.append(self.num_reducing)
         return original(self)
 
-    GradOverlap.finish = finish  # type: ignore[method-assign]
+    Communicator.finish_grads = finish  # type: ignore[method-assign]
     try:
         yield
     finally:
-        GradOverlap.finish = original  # type: ignore[method-assign]
+        Communicator.finish_grads = original  # type: ignore[method-assign]
 
 
 def _slowly(gather: Callable[..., None]) -> Callable[..., None]:

@@ -334,7 +334,7 @@ def _of_overlap(at: Attempts) -> Cases:
         "bad overlap": lambda: at.train("--distopt-overlap-grad-reduce", "always"),
         "params read outside of forward": lambda: beside("log_params_norm", True),
         "params averaged outside of forward": lambda: beside("vision_pretraining_type", "dino"),
-        "wire on one rank": lambda: at.train("--distopt-reduce-dtype", "bfloat16" if at.rank == 1 else "none"),
+        "reduce dtype on one rank": lambda: at.train("--distopt-reduce-dtype", "bfloat16" if at.rank == 1 else "none"),
         "no microbatch count": lambda: without_count("--distopt-overlap-grad-reduce"),
         "no microbatch count, by itself": without_count,
     }
@@ -518,15 +518,16 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "params read outside of forward": (
         "ConfigError",
-        "Invalid overlap_param_gather: set beside --log-params-norm. Must be off where the fork reads params outside "
-        "of a forward pass. Drop --distopt-overlap-param-gather, or --log-params-norm.",
+        "Invalid overlap_param_gather: set together with --log-params-norm. Must be off where the fork reads params "
+        "outside of a forward pass. Drop --distopt-overlap-param-gather, or --log-params-norm.",
     ),
     "params averaged outside of forward": (
         "ConfigError",
-        "Invalid overlap_param_gather: set beside --vision-pretraining-type dino. Must be off where the fork reads "
-        "params outside of a forward pass. Drop --distopt-overlap-param-gather, or --vision-pretraining-type dino.",
+        "Invalid overlap_param_gather: set together with --vision-pretraining-type dino. Must be off where the fork "
+        "reads params outside of a forward pass. Drop --distopt-overlap-param-gather, or --vision-pretraining-type "
+        "dino.",
     ),
-    "wire on one rank": (
+    "reduce dtype on one rank": (
         "RanksDisagreeError",
         "Invalid options: rank 1 has reduce_dtype='bfloat16' as number 27 where rank 0 has reduce_dtype=None. Must be "
         "the same on all 2 ranks. Start rank(s) 1 with the code and options of the others.",
@@ -534,7 +535,7 @@ WANTED: dict[str, tuple[str, str]] = {
     "no microbatch count": (
         "ConfigError",
         "Invalid number of microbatches: unknown: the fork has no get_num_microbatches. Must be known where grads are "
-        "reduced beside backward. Write --distopt-overlap-grad-reduce no, or give the fork that function.",
+        "overlapped with backward. Write --distopt-overlap-grad-reduce no, or give the fork that function.",
     ),
     "use_fsdp": (
         "ConfigError",

@@ -395,5 +395,5 @@ def test_megatron_deepspeed_when_communication_runs_beside_computation_then_ever
     run = OVERLAPPED[name]
     after, beside = (train(replace(run, words=(*run.words, *words))) for words in (_AFTER, _BESIDE))
     assert (after.losses, after.norms, after.scales) == (beside.losses, beside.norms, beside.scales)
-    assert "overlap    grads beside backward, params beside the next forward" in beside.output
+    assert "overlap    grads overlapped with backward, params overlapped with the next forward" in beside.output
     assert "communication of step 5: reduce-scatter" in beside.output

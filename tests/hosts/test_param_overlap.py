@@ -226,8 +226,8 @@ def _not_last(optimizer: Any, is_last: bool) -> Any:
 
 
 def _num_pending(optimizer: Any) -> int:
-    overlap = getattr(optimizer._model.gather, "_overlap", None)
-    return 0 if overlap is None else overlap.num_pending
+    num_gathering: int = optimizer._model.communicator.num_gathering
+    return num_gathering
 
 
 def _slowly(gather: Callable[..., None]) -> Callable[..., None]:

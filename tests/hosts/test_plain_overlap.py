@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.overlap import behind_the_hosts_hook
+from megatron_distopt.hosts.watch import tell_of_grads
 from tests.support.spawn import run_ranks
 
 RANKS, STEPS, WIDTH, LAYERS = 3, 5, 16, 4
@@ -140,8 +140,8 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
 
 
 def _num_begun(optimizer: Any) -> int:
-    overlap = optimizer._model.grads._overlap
-    return 0 if overlap is None else overlap.num_begun
+    num_reducing: int = optimizer._model.communicator.num_reducing
+    return num_reducing
 
 
 def _late() -> str:
@@ -318,7 +318,7 @@ def test_param_when_its_hosts_hook_is_followed_then_it_tells_once_and_can_be_pic
     param, told = Parameter(torch.ones(2)), list[str]()
     with torch.enable_grad():
         kept = param.expand_as(param).grad_fn
-    nodes = [behind_the_hosts_hook({"a": param}, told.append) for _ in range(2)]
+    nodes = [tell_of_grads({"a": param}, told.append) for _ in range(2)]
     param.sum().backward()
     assert (len(nodes), told, kept is None) == (2, ["a"], False)
     assert torch.equal(pickle.loads(pickle.dumps(param)), param)

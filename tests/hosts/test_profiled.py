@@ -10,9 +10,8 @@ import torch
 from torch.profiler import profile
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import CommTime, Marker, mark_with
-from megatron_distopt.comm.ranges import _markers
-from megatron_distopt.hosts.comm_log import CommLog
+from megatron_distopt.comm import CommLog, CommTime, Marker, mark_with
+from megatron_distopt.comm.timing import _markers
 from tests.support.spawn import run_ranks
 
 RANKS, BUCKETS = 2, 2
@@ -57,7 +56,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     marked: list[str] = []
     mark_with(Marker(lambda name: marked.append(f"+{name}"), lambda: marked.append("-")))
-    found = {"at once": _ranges(overlap=False), "beside": _ranges(overlap=True)}
+    found = {"at once": _ranges(overlap=False), "overlapped": _ranges(overlap=True)}
     _markers.clear()
     return {**found, "lines": lines.lines, "marked": marked}
 
@@ -76,13 +75,13 @@ def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(found: 
         assert each["at once"] == sorted([*collectives, *PHASES])
 
 
-def test_profile_when_communication_runs_beside_then_beginning_and_waiting_have_names(
+def test_profile_when_communication_is_overlapped_then_beginning_and_waiting_have_names(
     found: list[dict[str, Any]],
 ) -> None:
     both = [f"{kind} {number}" for kind in ("all-gather", "reduce-scatter") for number in range(BUCKETS)]
     wanted = [f"{what} {each}" for what in ("begin", "wait for") for each in both]
     for each in found:
-        assert each["beside"] == sorted([*wanted, *PHASES])
+        assert each["overlapped"] == sorted([*wanted, *PHASES])
 
 
 def test_markers_when_there_are_any_then_they_are_told_too(found: list[dict[str, Any]]) -> None:

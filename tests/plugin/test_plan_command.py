@@ -36,8 +36,7 @@ from megatron_distopt.cli.plan_choice import (
 )
 from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_mapping
 from megatron_distopt.cli.plan_timeline import Assumed, TimelineLane, times_of
-from megatron_distopt.comm import Group, shared_memory
-from megatron_distopt.comm.fake import fake_world
+from megatron_distopt.comm import Group, fake_world, shared_memory
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL
 from megatron_distopt.hosts.torch.plan import Request, decide
 from megatron_distopt.layout import default_bucket_size

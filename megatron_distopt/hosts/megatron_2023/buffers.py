@@ -1,10 +1,10 @@
-"""The grad buffers of the fork's DistributedDataParallel, in our words.
+"""The grad buffers of the fork's DistributedDataParallel as layouts, and the param buffers next to them.
 
-The fork keeps one grad buffer for each grad dtype of a chunk and lets the params be. We keep its grad buffers, each as
-one bucket, and give the params real param buffers. Three things do not fit into the fork's buffer and get one of their
-own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer whose padding
-fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each
-of which has padding (overlap.py). The fork's index map stays, and says in which order its files have the params.
+The fork keeps one grad buffer for each grad dtype of a chunk and leaves the params where they are. Its grad buffers are
+kept, each as one bucket, and the params move into param buffers. Three things do not fit into the fork's buffer and get
+one of their own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer
+whose padding fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into
+buckets, each of which has padding (overlap.py). The fork's index map stays; its files have the params in that order.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Named = Mapping[str, Parameter]
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """What becomes of one grad buffer of the fork, or of the experts in it.
+    """The plan for one grad buffer of the fork, or for the experts in it.
 
     Args:
         chunk: number of the model chunk.
         dtype: of the grads; the fork's key.
-        group: over which it is sharded.
+        group: the ranks over which it is sharded.
         layout: of the grads.
         params: that are updated from it, by name.
-        in_file: where the fork's files have each param; its own place in the fork's buffer.
-        file_numel: elements there, without padding.
-        is_ours: the fork's DistributedDataParallel will not know the tensor, so it will not zero it.
+        in_file: the place of each param in the fork's files, which is its place in the fork's buffer.
+        file_numel: elements in the files, without padding.
+        is_ours: whether the tensor is unknown to the fork's DistributedDataParallel, which will not zero it.
     """
 
     chunk: int
@@ -55,7 +55,7 @@ class BufferPlan:
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether the run has the split of the files; the same on all ranks of the group."""
+        """Whether the run is split as the files are; the same on all ranks of the group."""
         layout = self.layout
         is_padded_alike = 0 <= layout.numel - self.file_numel < layout.num_shards
         in_order = all(slot.in_buffer == self.in_file[slot.name] for slot in layout.slots)
@@ -63,7 +63,7 @@ class BufferPlan:
 
     @cached_property
     def file_layout(self) -> BufferLayout:
-        """Of the buffer as the files have it: one bucket in the fork's order, with its padding."""
+        """The layout of the buffer in the files: one bucket in the fork's order, with its padding."""
         if self.is_in_place:
             return self.layout
         slots = [ParamSlot(name, 0, span) for name, span in self.in_file.items()]
@@ -133,7 +133,7 @@ def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Para
 
 
 def _adopted(spans: Mapping[str, Span], memory: Any, group: Group) -> BufferLayout:
-    """The fork's padding, or our own where the fork's does not divide into the group's shards."""
+    """Adopts the fork's layout, with another padding where the fork's does not divide into the group's shards."""
     slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
     fits = memory.numel_padded % group.size == 0
     numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
@@ -162,12 +162,12 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
 
 
 def main_grads(params: Named) -> dict[str, Tensor]:
-    """Where the fork adds the gradient of each."""
+    """The tensors to which the fork adds the gradients, by name."""
     return {name: param.main_grad for name, param in params.items()}  # type: ignore[attr-defined]
 
 
 def _let_go(plan: BufferPlan, memory: Any) -> None:
-    """Nothing is in it yet, and two of them at once would be the most memory that a run ever needs."""
+    """Frees the fork's buffer, which is still empty: both at once would be the most memory that a run ever needs."""
     for param in plan.params.values():
         param.main_grad = None  # type: ignore[attr-defined]
     memory.data = memory.data.new_empty(0)

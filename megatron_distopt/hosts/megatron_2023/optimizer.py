@@ -33,7 +33,7 @@ from megatron_distopt.comm import (
 )
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import StartUp, compare_ranks
+from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParams, not_copied
 from megatron_distopt.hosts.megatron_2023.buffers import main_grads, take_over
 from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
@@ -43,7 +43,6 @@ from megatron_distopt.hosts.megatron_2023.ranges import ranges_of
 from megatron_distopt.hosts.megatron_2023.start import Request, Start, decide
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.timing import timed
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
     Complaint,

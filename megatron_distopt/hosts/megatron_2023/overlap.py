@@ -1,4 +1,7 @@
-"""Whether communication runs beside computation in this fork, and over which buckets; its own DDP has neither."""
+"""Which communication is overlapped in this fork, and in which buckets.
+
+The fork's own DistributedDataParallel has neither overlap nor buckets.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 from megatron_distopt.comm import Group, shares_memory
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.base import check_bucket_size
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
-from megatron_distopt.hosts.overlap import check_bucket
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 
 __all__ = ["NO_OVERLAP", "OverlapPlan", "in_buckets", "num_microbatches_of", "plan_overlap"]
@@ -27,10 +30,10 @@ class OverlapPlan:
     """What was decided.
 
     Args:
-        grads: buckets are reduced beside backward.
-        params: buckets are gathered beside the next forward pass.
-        bucket_size: elements of a bucket, by the size of a buffer; None for one bucket a buffer.
-        why_not: the reason why grads are not, for the start-up block.
+        grads: whether their reduction is overlapped with backward.
+        params: whether their gather is overlapped with the next forward pass.
+        bucket_size: from the elements of a buffer to those of a bucket; None for one bucket a buffer.
+        why_not: the reason why grads are not overlapped, for the start-up block.
     """
 
     grads: bool
@@ -39,8 +42,8 @@ class OverlapPlan:
     why_not: str = ""
 
     def __str__(self) -> str:
-        grads = "beside backward" if self.grads else f"after backward ({self.why_not})"
-        return f"grads {grads}, params {'beside' if self.params else 'before'} the next forward"
+        grads = "overlapped with backward" if self.grads else f"after backward ({self.why_not})"
+        return f"grads {grads}, params {'overlapped with' if self.params else 'before'} the next forward"
 
 
 NO_OVERLAP = OverlapPlan(grads=False, params=False, bucket_size=None)
@@ -58,19 +61,19 @@ def num_microbatches_of() -> Callable[[], int] | None:
 def plan_overlap(
     config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
 ) -> OverlapPlan:
-    """What the options and this fork allow.
+    """Decides by the options and by what this fork allows.
 
     Args:
         config: merged.
-        data: over which dense params are sharded.
+        data: the ranks over which dense params are sharded.
         buffers: each of one bucket, as the fork has them.
         device: of all params.
         args: of the fork.
 
     Raises:
-        ConfigError: what was asked for by name cannot be had.
+        ConfigError: an option asks for what this fork does not allow.
     """
-    check_bucket(config, data.size, "--distopt-bucket-size 40000000")
+    check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
     _check_readers(config, args)
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
@@ -80,7 +83,7 @@ def plan_overlap(
 
 
 def _check_readers(config: DistOptConfig, args: object) -> None:
-    """Code of a fork's training loop that reads params outside of a forward pass."""
+    """Refuses flags of the fork under which its training loop reads params outside of a forward pass."""
     readers = {
         "--log-params-norm": bool(getattr(args, "log_params_norm", False)),
         "--vision-pretraining-type dino": getattr(args, "vision_pretraining_type", None) == "dino",
@@ -89,17 +92,17 @@ def _check_readers(config: DistOptConfig, args: object) -> None:
         if config.overlap_param_gather and is_set:
             rule = "be off where the fork reads params outside of a forward pass"
             remedy = f"Drop --distopt-overlap-param-gather, or {flag}"
-            raise ConfigError(refusal("overlap_param_gather", f"set beside {flag}", rule, remedy))
+            raise ConfigError(refusal("overlap_param_gather", f"set together with {flag}", rule, remedy))
 
 
 def _why_not(
     config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
 ) -> str:
-    """Why it is not safe, or of no use, to reduce grads beside backward; nothing where it is."""
+    """The reason why overlapping grads with backward is not safe or gains nothing; empty where it does gain."""
     if num_microbatches_of() is None:
         if config.overlap_grad_reduce:
             got = "unknown: the fork has no get_num_microbatches"
-            rule = "be known where grads are reduced beside backward"
+            rule = "be known where grads are overlapped with backward"
             remedy = "Write --distopt-overlap-grad-reduce no, or give the fork that function"
             raise ConfigError(refusal("number of microbatches", got, rule, remedy))
         return "the number of microbatches is unknown"
@@ -109,7 +112,7 @@ def _why_not(
         "one data-parallel rank": data.size == 1,
         "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
         "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),
-        # What the processors copy while they compute is not hidden, and costs more than afterwards.
+        # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
         "its ranks share memory": shares_memory(device, data),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
@@ -120,11 +123,11 @@ def _bucket_size(config: DistOptConfig, data: Group) -> Callable[[int], int]:
 
 
 def in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
-    """The same params in the fork's order, which is roughly that of backward, cut into buckets.
+    """Cuts a buffer into buckets; params keep the fork's order, which is roughly that of backward.
 
     Args:
         plan: of one bucket.
-        overlap: how large.
+        overlap: says how large the buckets are.
         late: params to whose gradients the fork adds after backward; they get buckets of their own, at the end.
     """
     if overlap.bucket_size is None or plan.is_ours:

@@ -1,4 +1,4 @@
-"""Everything that is decided before the first byte is moved: what this rank can see by itself."""
+"""Everything that this rank decides by itself, before the first byte is moved."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
-from megatron_distopt.hosts.base import names_by_param, plan_groups
+from megatron_distopt.hosts.base import names_by_param, plan_groups, reduce_dtype_of
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
 from megatron_distopt.hosts.megatron_2023.overlap import NO_OVERLAP, OverlapPlan, in_buckets, plan_overlap
-from megatron_distopt.hosts.overlap import wire_of
 from megatron_distopt.optimizer import StepPlan
 
 __all__ = ["Request", "Start", "decide"]
@@ -56,11 +55,11 @@ class Start:
     Args:
         named: params that are updated, by name.
         buffers: in the order in which every rank reduces them.
-        data: over which dense params are sharded.
+        data: the ranks over which dense params are sharded.
         device: of all params.
         plan: of the step.
-        how: grads are added up. Every rank divides its fp16 grads before; others are averaged in the step.
-        overlap: what runs beside computation, and in which buckets.
+        how: see `Reduction`. fp16 grads are divided before they are added up; others are averaged in the step.
+        overlap: which communication is overlapped, and in which buckets.
     """
 
     named: Mapping[str, Parameter]
@@ -72,10 +71,10 @@ class Start:
     overlap: OverlapPlan = NO_OVERLAP
 
     def overlapping(self) -> Start:
-        """The same with what runs beside computation; once the ranks of `data` have met.
+        """The same with the decision about overlap; after the ranks of `data` have communicated once.
 
         Raises:
-            ConfigError: what was asked for by name cannot be had.
+            ConfigError: an option asks for what this fork does not allow.
         """
         overlap = plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
@@ -119,7 +118,7 @@ def decide(request: Request, everyone: Group) -> Start:
         average_over=data.size // divide_by,
         counted=lambda name: _is_counted(named[name]),
     )
-    how = Reduction(divide_by, wire_of(config, [buffer.dtype for buffer in buffers]))
+    how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
     return Start(named, buffers, data, device, plan, how)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.timing import timed
+from megatron_distopt.hosts.base import timed
 from megatron_distopt.optimizer import (
     Complaint,
     ShardedOptimizer,

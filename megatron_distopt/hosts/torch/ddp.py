@@ -1,13 +1,13 @@
-"""Params that torch's DistributedDataParallel (DDP) has, too: frameworks wrap a model in it without being asked.
+"""Params that torch's DistributedDataParallel (DDP) has as well: frameworks wrap a model in it without being asked.
 
 [Note: gradients under DDP] DDP averages `param.grad` over all ranks before backward ends, so it is the gradient of
 the model, which clipping by torch or by a framework may read and change. It stays torch's own tensor, in the param's
-dtype as DDP demands, and the step copies it into the grad buffer and reduces it like any other: the average of equal
-values is the same value, and what a user changed on all ranks alike stays changed. That costs a reduce-scatter and
-memory for the gradients twice more: a model that is not wrapped is trained in less memory and time.
+dtype as DDP demands, and the step copies it into the grad buffer and reduces it like any other gradient: the average
+of equal values is the same value, and a change that a user made on all ranks alike is kept. That costs a reduce-scatter
+and the memory of the gradients twice more: a model that is not wrapped is trained in less memory and time.
 
-DDP averages only what a forward pass through it has prepared, outside of its `no_sync()`. Of any other
-backward torch's own optimizer would take each rank's own gradients, and the ranks would part: refused on all of them.
+DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any other backward torch's
+own optimizer would use each rank's own gradients, and the params of the ranks would differ: refused on all of them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _PREPARES = "_distopt_prepares"
 
 
 class _Known:
-    """All DistributedDataParallel of this process."""
+    """All instances of DistributedDataParallel of this process."""
 
     def __init__(self) -> None:
         self.models: WeakSet[DistributedDataParallel] = WeakSet()
-        #: Grows with each of them.
+        #: Number of instances so far.
         self.count = 0
         self._is_watching = False
 
     def watch(self) -> None:
-        """Finds those that are there, and from then on each as it is made."""
+        """Finds the instances that exist, and from then on each one as it is made."""
         if self._is_watching:
             return
         self._is_watching = True
@@ -61,7 +61,7 @@ class _Known:
 
 
 def _before_forward(model: Module, _: Any) -> None:
-    """Compiled along with the model where that is compiled, so it sets an attribute and does nothing else."""
+    """Notes that averaging is prepared. It is compiled along with the model, so it only sets an attribute."""
     if torch.is_grad_enabled():
         setattr(model, _PREPARES, model.require_backward_grad_sync)
 
@@ -78,10 +78,10 @@ class DDPWatch:
 
     def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps
-        #: By the id of a param, all that have it: one that was dropped may be there until Python collects it.
+        #: By the id of a param, all instances that have it: one that was dropped may exist until Python collects it.
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
-        #: What backward has added to since the last step, see `_models_of`.
+        #: The same for the params to whose gradients backward has added since the last step.
         self._used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         _known.watch()
 
@@ -89,29 +89,32 @@ class DDPWatch:
         """Whether DDP averages the gradient of a param."""
         if self._count != _known.count:
             self._look()
-        models = self._models_of.get(id(param), ())
-        return any(model() is not None for model in models)
+        models = self._models_of.get(id(param))
+        return models is not None and any(model() is not None for model in models)
 
     def arrived(self, param: Parameter) -> None:
-        """Backward has added to the gradient of a param that DDP has."""
+        """Notes that backward has added to the gradient of a param that DDP has."""
         self._used[id(param)] = self._models_of[id(param)]
 
     def _look(self) -> None:
-        """At the first backward after one was made. A param that was frozen then is none of its params for ever."""
+        """Finds the params of all instances, at the first backward after one was made.
+
+        A param that was frozen when DDP was made is never one of its params.
+        """
         self._count, self._models_of = _known.count, {}
         for model in _known.models:
             for param in _params_of(model):
                 self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
 
     def complaints(self) -> Iterator[DistOptError]:
-        """Before a step: what this rank has to say about the backward passes that it is made of."""
+        """What was wrong with the backward passes since the last step; asked before a step."""
         if not all(_is_any_prepared(models) for models in self._used.values()):
             yield _not_averaged()
         elif self._used and self._overlaps:
             yield _averaged_twice()
 
     def end_round(self) -> None:
-        """The next backward needs a forward pass of its own."""
+        """Forgets what was prepared: the next backward needs a forward pass of its own."""
         for models in self._used.values():
             for model in (each() for each in models):
                 if model is not None:

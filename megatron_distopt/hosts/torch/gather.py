@@ -1,14 +1,14 @@
-"""Params whose all-gather is overlapped with whatever comes after the step: who reads one waits for it.
+"""The all-gather of params after a step. Where it is overlapped, a read of a param waits for the param.
 
 [Note: pending params] Params are read by modules, but also by a method that calls no module (`model.loss(x)`), by an
-exponential moving average, by `state_dict()`. So while a param's bucket is on its way the Parameter has another
-class, one with a `__torch_function__`: every operator of torch's that Python code calls with it waits first. Kernels
-that other packages bind without torch's operators do not come there; they are called by modules, which wait for their
-own params in front of `forward`. On a device a wait makes the current stream wait, and not the CPU, so the class
-stays until the gather has ended: every stream that reads the param waits for itself.
+exponential moving average, by `state_dict()`. So while a param is being gathered, the Parameter has another class, one
+with a `__torch_function__`: every operator of torch that Python code calls with it waits first. Kernels that other
+packages bind without torch's operators are not seen there; they are called by modules, which wait for their own params
+before `forward`. On a device a wait makes the current stream wait, and not the CPU, so the class stays until the gather
+has ended: every stream that reads the param waits for itself.
 
 [Note: compiled models] torch.compile reads params in code that it generates. Its guards see that the class of a param
-is another one, and compile anew; at the beginning of that all gathers are waited for, and from then on in `step()`.
+has changed, and compile again; when that begins, all gathers are waited for, and from then on in `step()`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_distopt.buffers import ShardedBuffer, getters
-from megatron_distopt.comm import CommTime, Group, ParamOverlap, gather_params
+from megatron_distopt.buffers import getters
+from megatron_distopt.comm import CommTime, Communicator
 
-__all__ = ["OverlappedGather"]
+__all__ = ["ParamGather"]
 
 
-#: What says nothing about the values.
+#: Operators that read nothing of the values.
 _DESCRIBING = {
     vars(torch._C.TensorBase)["grad"].__set__,
     *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "_version"),
@@ -38,10 +38,10 @@ _DESCRIBING = {
     torch.Tensor.register_post_accumulate_grad_hook,
 }
 
-#: By param, whose gather it waits for.
-_pending: dict[int, ref[OverlappedGather]] = {}
-#: Of this process, for torch.compile.
-_gathers: WeakSet[OverlappedGather] = WeakSet()
+#: By the id of a param that is pending, the gather that it waits for.
+_pending: dict[int, ref[ParamGather]] = {}
+#: All of this process that overlap, for torch.compile.
+_gathers: WeakSet[ParamGather] = WeakSet()
 
 
 class _PendingMixin:
@@ -56,7 +56,7 @@ class _PendingMixin:
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Its class would be copied, too, where nobody takes it back."""
+        """Copies the param as what it is otherwise: the class of a copy would never be restored."""
         param = _settled(self)
         return memo.setdefault(id(param), type(param)(param.detach().clone(), param.requires_grad))
 
@@ -78,7 +78,7 @@ def _wait_for(values: Iterable[Any]) -> None:
 
 
 def _settled(param: Any) -> Parameter:
-    """The param once its values are there, as what it is otherwise."""
+    """Waits until the values of a param are there and its class is restored."""
     gather = _pending[id(param)]() if id(param) in _pending else None
     if gather is not None:
         gather.finish()
@@ -95,34 +95,29 @@ def _pending_class(usual: type[Parameter]) -> type[Parameter]:
     return _pending_classes[usual]
 
 
-class OverlappedGather:
-    """Gathers params while the program goes on.
+class ParamGather:
+    """Gathers the params of a model after a step; where that is overlapped, whoever reads one waits for it.
 
     Args:
-        data: over which they are sharded.
+        communicator: of the model.
         chunks: of the model; their modules wait for their own params.
     """
 
-    def __init__(self, data: Group, chunks: Sequence[Module]) -> None:
-        self._data, self._chunks = data, chunks
-        self._buffers: list[ShardedBuffer] = []
+    def __init__(self, communicator: Communicator, chunks: Sequence[Module]) -> None:
+        self._communicator, self._chunks = communicator, chunks
         self._names: dict[Parameter, str] = {}
         self._handles: list[RemovableHandle] = []
+        #: The class of each param that is pending.
         self._usual: dict[Parameter, type[Parameter]] = {}
-        self._is_compiled = self._has_waited = False
-        self._overlap = ParamOverlap([], data)
-        _gathers.add(self)
+        self._is_compiled = False
+        if communicator.overlaps_params:
+            _gathers.add(self)
 
-    def add(self, named: Mapping[str, Parameter], buffers: Sequence[ShardedBuffer]) -> None:
-        """Takes over further params. Between two steps, on all ranks alike.
-
-        Args:
-            named: that lie in `buffers`.
-            buffers: of this rank.
-        """
-        self._buffers += buffers
+    def add(self, named: Mapping[str, Parameter]) -> None:
+        """Takes over further params, which the communicator gathers. Between two steps, on all ranks alike."""
         self._names |= {param: name for name, param in named.items()}
-        self._overlap = ParamOverlap(self._buffers, self._data)
+        if not self._communicator.overlaps_params:
+            return
         for handle in self._handles:
             handle.remove()
         modules = {module: None for chunk in self._chunks for module in chunk.modules()}
@@ -135,42 +130,38 @@ class OverlappedGather:
             yield module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True)
 
     def release(self) -> None:
-        """The params are torch's again."""
+        """Ends this: the params are torch's again."""
         self.finish()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def gather(self) -> None:
-        """Collective: begins to gather what the owners have updated."""
+        """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
+        self.finish()
+        self._communicator.gather()
+        if not self._communicator.overlaps_params:
+            return
         _watch_compiler()
-        self._overlap.begin(after_forward=self._has_waited)
-        self._has_waited = False
         for param in self._names:
             self._usual[param] = type(param)
             _pending[id(param)] = ref(self)
             param.__class__ = _pending_class(type(param))
-        if self._is_compiled or self._data.size == 1:
+        if self._is_compiled or self._communicator.group.size == 1:
             self.finish()
 
     def gather_now(self) -> None:
-        """Collective: gathers it and waits."""
+        """Collective: gathers without overlap."""
         self.finish()
-        for buffer in self._buffers:
-            gather_params(buffer, self._data)
+        self._communicator.gather_now()
 
     def wait_for(self, param: Parameter) -> None:
-        """Until a param may be read on the current stream."""
-        self._has_waited = True
-        self._overlap.wait_for(self._overlap.numbers_of([self._names[param]]))
-        self._restore([each for each in self._usual if not self._overlap.is_under_way(self._names[each])])
-
-    def is_under_way(self, name: str) -> bool:
-        """Whether a param's gather has not been waited for."""
-        return self._overlap.is_under_way(name)
+        """Waits until a param may be read on the current stream."""
+        self._communicator.param_needed(self._names[param])
+        self._restore([each for each in self._usual if not self._communicator.is_gathering(self._names[each])])
 
     def is_pending(self, param: Parameter) -> bool:
-        """Whether the param may not be there yet."""
+        """Whether the values of a param may not be there yet."""
         return param in self._usual
 
     def _restore(self, params: Iterable[Parameter]) -> None:
@@ -179,10 +170,14 @@ class OverlappedGather:
             _pending.pop(id(param), None)
 
     def finish(self) -> CommTime:
-        """Until all params are there; the time of the last gather."""
-        self._overlap.finish()
+        """Waits until all params are there.
+
+        Returns:
+            The time of the last gather.
+        """
+        time = self._communicator.finish_params()
         self._restore(list(self._usual))
-        return self._overlap.time
+        return time
 
     def compiler_starts(self) -> None:
         """See [Note: compiled models]."""
@@ -192,14 +187,14 @@ class OverlappedGather:
 
 
 class _BeforeForward:
-    """Waits for a module's own params; a copy of the module waits for the same, which is no harm.
+    """Waits for a module's own params before its forward pass; a copy of the module waits for the same params.
 
     Args:
-        gather: that they come with.
+        gather: of the params.
         params: of the module.
     """
 
-    def __init__(self, gather: OverlappedGather | None, params: Sequence[Parameter]) -> None:
+    def __init__(self, gather: ParamGather | None, params: Sequence[Parameter]) -> None:
         self._gather, self._params = None if gather is None else ref(gather), params
 
     def __call__(self, *_: Any) -> None:
@@ -218,7 +213,7 @@ class _BeforeForward:
 
 
 def _watch_compiler() -> None:
-    """torch's compiler takes seconds to import, so it is watched once somebody else has imported it."""
+    """Watches torch's compiler once the program has imported it, because the import takes seconds."""
     compiler = sys.modules.get("torch._dynamo.callback")
     handler = getattr(compiler, "callback_handler", None)
     if handler is not None and _compiler_starts not in handler.start_callbacks:

@@ -1,35 +1,25 @@
 """The gradients of a model from backward to the step: where they are, what they mean, and how they are reduced.
 
 [Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its own shards hold the
-sum over ranks, and the rest of the buffer nothing of meaning. After the step `param.grad` stays, as in torch, until
-somebody clears it. If nobody does, the next backward adds to that gradient, as in torch: before it does, what is not
-owned is zeroed, and the sum is brought back to what the rank has to contribute for it (`_reopen`). The same holds for
-a backward behind `clip_grad_norm_` or `full_grad`.
+sum over ranks, and the rest of the buffer has no meaning. After the step `param.grad` stays, as in torch, until it is
+cleared. If it is not, the next backward adds to that gradient, as in torch: before it does, the elements that this rank
+does not own are zeroed, and the sum is turned back into what the rank has to contribute for it (`_reopen`). The same
+holds for a backward after `clip_grad_norm_` or `full_grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
-from megatron_distopt.comm import (
-    CommTime,
-    GradOverlap,
-    Group,
-    Reduction,
-    check_alone,
-    reduce_grads,
-    sum_over,
-    waited_since,
-)
+from megatron_distopt.comm import CommTime, Communicator, sum_over
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
 from megatron_distopt.hosts.torch.census import mark_of
 from megatron_distopt.hosts.torch.ddp import DDPWatch
@@ -43,7 +33,7 @@ class Phase(Enum):
 
     #: This rank's contributions.
     LOCAL = "local"
-    #: In this rank's shards the sum over ranks, of which a step is to be made.
+    #: In this rank's shards the sum over ranks, which the next step uses.
     REDUCED = "reduced"
     #: The same, and the step was made.
     STEPPED = "stepped"
@@ -53,53 +43,48 @@ class Grads:
     """The grad buffers of one model on this rank.
 
     Args:
-        data: over which they are sharded.
-        how: see `Reduction`.
-        overlaps: whether buckets are reduced while backward still computes others.
+        communicator: of the model; reduces the buffers.
         needs_scaling: whether every backward has to begin at what `scaled` returned.
     """
 
-    def __init__(self, data: Group, how: Reduction, *, overlaps: bool, needs_scaling: bool) -> None:
-        self._data, self._how, self._overlaps = data, how, overlaps
-        self._needs_scaling = needs_scaling
+    def __init__(self, communicator: Communicator, *, needs_scaling: bool) -> None:
+        self._communicator, self._needs_scaling = communicator, needs_scaling
+        self._data = communicator.group
         self._buffers: list[ShardedBuffer] = []
-        self._overlap: GradOverlap | None = None
-        self._ddp = DDPWatch(overlaps=overlaps)
+        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         self._handles: list[RemovableHandle] = []
         self._owned: dict[str, Span] = {}
-        self._is_paused = self._is_scaled = self._has_arrived = False
-        #: Whether the gradients of this round were asked for before the step; the same on all ranks.
+        self._is_scaled = self._has_arrived = False
+        #: Whether the gradients of this round were read before the step; the same on all ranks.
         self._was_reduced = False
-        #: Gradients of the round before that this one began with, and a mark of those that stayed; see `mark_of`.
+        #: Gradients of the round before with which this one began, and a mark of those that stayed; see `mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
-        #: Of these, those that have been zeroed since they were summed.
+        #: Gradients of the round before that have been zeroed since they were summed.
         self._zeroed: set[str] = set()
         #: In the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
-        #: What the sums have to be divided by to be torch's `param.grad`, by buffer; not in the phase LOCAL.
+        #: By buffer, the number that divides the sums to give torch's `param.grad`; not in the phase LOCAL.
         self._divisors: list[float | Tensor] = []
         #: Rounds of gradients so far: each ends with a step, or by being cleared.
         self.num_rounds = 0
-        #: Called where gradients are cleared whose buckets were under way; collective as that is.
+        #: Called after gradients were cleared whose buckets were under way; collective, as that is.
         self.on_drop: Callable[[], None] = lambda: None
-        #: What went wrong on this rank and is to be raised on all.
+        #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params. Between two steps, on all ranks alike.
+        """Takes over further params, whose buffers the communicator has. Between two steps, on all ranks alike.
 
         Args:
-            buffers: of all of them.
+            buffers: of the params.
             slots: in the order of the buffers.
         """
         self._buffers += buffers
         self.slots += slots
         for buffer in buffers:
             self._owned |= {shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)}
-        if self._overlaps:
-            self._overlap = GradOverlap(self._buffers, self._data, how=self._how)
         for slot in slots:
             was_frozen = not slot.param.requires_grad
             slot.param.requires_grad_(True)  # torch takes hooks of no other param, and keeps them when it is frozen
@@ -107,25 +92,20 @@ class Grads:
             self._handles.append(slot.param.register_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             slot.param.requires_grad_(not was_frozen)
-        if self.phase is Phase.REDUCED:  # the others of this step are
+        if self.phase is Phase.REDUCED:  # the other gradients of this step are
             self._reduce_added(buffers, slots)
 
     def _reduce_added(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
         for slot in slots:
             slot.take()
-        for buffer in buffers:
-            reduce_grads(buffer, self._data, self._how)
+        self._communicator.reduce_now(buffers)
         self._divisors += [self._divisors[0]] * len(buffers)
 
     def release(self) -> None:
-        """The params are torch's again; their gradients go nowhere from now on."""
+        """Ends this: the params are torch's again, and their gradients are not reduced any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def is_under_way(self, name: str) -> bool:
-        """Whether the bucket of a gradient is being reduced."""
-        return self._overlap is not None and self._overlap.is_begun(name)
 
     def zeroing(self, name: str) -> None:
         """A gradient is about to be zeroed in place, as `model.zero_grad(set_to_none=False)` does.
@@ -133,13 +113,12 @@ class Grads:
         Raises:
             LayoutError: its bucket is under way.
         """
-        if self._overlap is not None:
-            self._overlap.check_open(name)
+        self._communicator.check_open(name)
         if self.phase is not Phase.LOCAL:
             self._zeroed.add(name)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The same loss, whose backward is known to be scaled."""
+        """Returns the loss, whose backward is from now on known to be scaled."""
         if loss.requires_grad:
             loss.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
         return loss
@@ -159,10 +138,10 @@ class Grads:
             raise ConfigError(refusal("gradient", got, rule, remedy))
         if self.phase is not Phase.LOCAL:
             self._reopen()
-        if self._overlap is not None and self._overlap.is_begun(slot.name):
+        if self._communicator.is_reducing(slot.name):
             if not slot.is_missing:
-                self._overlap.check_open(slot.name)
-            self._drop_round()  # it was cleared without our knowledge: model.zero_grad(), param.grad = None
+                self._communicator.check_open(slot.name)
+            self._drop_round()  # it was cleared by other calls than ours: model.zero_grad(), param.grad = None
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
         """autograd has added to `param.grad`."""
@@ -174,11 +153,9 @@ class Grads:
         if slot.param.grad is not slot.shown:
             self._kept.discard(slot.name)
         slot.take()
-        if self._is_paused:
-            return
-        self._has_arrived = True
-        if self._overlap is not None:
-            self._overlap.arrived(slot.name)
+        if not self._communicator.is_paused:
+            self._has_arrived = True
+            self._communicator.grad_arrived(slot.name)
 
     @torch.no_grad()
     def _reopen(self) -> None:
@@ -205,22 +182,17 @@ class Grads:
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward meanwhile adds to grads of which more are to come in this step."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward adds to gradients of which more are to come in this step."""
+        return self._communicator.no_sync()
 
     @torch.no_grad()
     def reduce(self, divisor: float, *, for_step: bool = False) -> CommTime:
         """Collective: every rank has the sums of its shards afterwards.
 
         Args:
-            divisor: what they have to be divided by.
-            for_step: whether the step follows at once, and nobody changes gradients before it.
+            divisor: by which the sums have to be divided.
+            for_step: whether the step follows at once, so that no gradient changes before it.
         """
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
@@ -229,7 +201,7 @@ class Grads:
 
     @torch.no_grad()
     def reduce_ahead(self, divisor: float) -> None:
-        """Collective: the same before the step is made, for whoever asks for gradients.
+        """Collective: reduces gradients before the step, for calls that read them.
 
         Args:
             divisor: as of `reduce`.
@@ -251,7 +223,7 @@ class Grads:
         self.complaints += self._ddp.complaints()
         for slot in self.slots:
             self._contribute(slot, for_step=for_step)
-        time = self._reduce_all()
+        time = self._communicator.finish_grads()
         self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
         self._zeroed.clear()
         return time
@@ -259,7 +231,7 @@ class Grads:
     def _is_local_somewhere(self) -> bool:
         """Collective: whether any rank has contributions that are not reduced.
 
-        All have to have cleared the same gradients since: a sum cannot be made anew without one of them.
+        All ranks must have cleared the same gradients since then: a sum cannot be made anew without one of them.
         """
         kept = mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
@@ -272,11 +244,11 @@ class Grads:
 
     @property
     def divisor(self) -> float | Tensor:
-        """What the sums have to be divided by, once they are reduced."""
+        """The number by which the sums have to be divided, once they are reduced."""
         return self._divisors[0]
 
     def clip(self, divisor: float) -> None:
-        """The sums are to be divided by this as well; at once on one rank, where they can be read."""
+        """Divides the sums: at once on one rank, where they can be read, else by a larger divisor in the step."""
         if self._data.size == 1:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
@@ -284,25 +256,16 @@ class Grads:
         self._divisors = [each * divisor for each in self._divisors]
 
     def _check_reduced(self) -> None:
-        """After clip_grad_norm_ or full_grad a gradient may be cleared, but no other one taken."""
+        """After clip_grad_norm_ or full_grad a gradient may be cleared, but not assigned."""
         for slot in self.slots:
             if slot.is_missing:
                 slot.view.zero_()
             elif slot.param.grad is not slot.shown:
                 self.complaints.append(_assigned(slot.name))
 
-    def _reduce_all(self) -> CommTime:
-        if self._overlap is not None:
-            return self._overlap.finish()
-        check_alone(self._data, None)
-        start = perf_counter()
-        for buffer in self._buffers:
-            reduce_grads(buffer, self._data, self._how)
-        return waited_since(start, self._buffers)
-
     def _contribute(self, slot: GradSlot, *, for_step: bool) -> None:
-        """What nobody gave is zero; what somebody put there is taken, unless it comes too late."""
-        if self._overlap is not None and self._overlap.is_begun(slot.name):
+        """Makes a missing gradient zero, and takes one that the user assigned, unless its bucket is under way."""
+        if self._communicator.is_reducing(slot.name):
             if slot.param.grad is not slot.shown:
                 self.complaints.append(_changed(slot.name))
         elif slot.is_missing:
@@ -328,27 +291,27 @@ class Grads:
         return mark_of([slot.name in kept and slot.param.grad is slot.shown for slot in self.slots]) if kept else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
-        """After all ranks know which params have a gradient: it is there on every one of them.
+        """Gives a param a gradient on every rank where it has one on any rank.
 
         Args:
-            is_active: by slot.
+            is_active: by slot, whether any rank has a gradient.
         """
         for slot, active in zip(self.slots, is_active, strict=True):
             if active and slot.is_missing:
                 slot.show()
 
     def updated(self, divisor: float | Tensor, *, in_place: bool) -> None:
-        """The optimizer has divided the sums.
+        """Notes that the optimizer has divided the sums.
 
         Args:
-            divisor: by which.
-            in_place: whether fp32 sums hold the quotient now; of 16-bit ones a copy was divided.
+            divisor: by which they were divided.
+            in_place: whether fp32 sums hold the quotient now; of 16-bit sums a copy was divided.
         """
         is_divided = [in_place and buffer.grad.dtype == torch.float32 for buffer in self._buffers]
         self._divisors = [1.0 if divided else divisor for divided in is_divided]
 
     def end_round(self) -> None:
-        """A step was made of the gradients, or was skipped."""
+        """Ends the round with a step, or with one that was skipped."""
         self.num_rounds += 1
         self.phase, self._was_reduced = Phase.STEPPED, False
         self._forget_backward()
@@ -367,7 +330,7 @@ class Grads:
         return whole.view(slot.view.shape)
 
     def clear(self, *, set_to_none: bool = True) -> None:
-        """Collective where buckets are under way: there are no gradients, or zeros, afterwards."""
+        """Drops the gradients, or zeroes them; collective where buckets are under way."""
         if self._has_arrived:
             self._drop_round()
         for slot in self.slots:
@@ -380,8 +343,8 @@ class Grads:
         self._kept.clear()
 
     def _drop_round(self) -> None:
-        if self._overlap is not None and self._overlap.has_arrived:
-            self._overlap.finish()
+        if self._communicator.has_arrived:
+            self._communicator.finish_grads()
             self.on_drop()
         self.num_rounds += 1
         self._forget_backward()

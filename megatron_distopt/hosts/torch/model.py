@@ -1,10 +1,9 @@
-"""A model on this rank: its params, grads and optimizer state, where they are and how more of them are taken over."""
+"""A model on this rank: its params, grads and optimizer state, and how further params are taken over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -12,39 +11,28 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, allocate_grads, dtype_name, move_into_buffer
 from megatron_distopt.checkpoint.whole_model import without_wrappers
-from megatron_distopt.comm import (
-    CommTime,
-    Field,
-    Group,
-    compare,
-    exchange,
-    gather_params,
-    raise_together,
-    share_initial,
-    sum_over,
-    waited_since,
-)
+from megatron_distopt.comm import Communicator, Field, Group, compare, exchange, raise_together, share_initial, sum_over
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.hosts.access import AccessWatch
 from megatron_distopt.hosts.base import named_params, spec_of
-from megatron_distopt.hosts.torch.gather import OverlappedGather
+from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.hosts.torch.plan import ParamSet, Plan, check_trained, group_names, plan_sets
+from megatron_distopt.hosts.watch import AccessWatch
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import ShardedOptimizer, StepPlan
 
-__all__ = ["Gather", "Ranks", "ShardedModel", "compare_models"]
+__all__ = ["Ranks", "ShardedModel", "compare_models"]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part.
+    """The groups of ranks that take part.
 
     Args:
         data: ranks that hold the same params.
-        stats: all that hold a part of the model, over which gradient statistics are added up.
+        stats: all ranks that hold a part of the model; gradient statistics are added up over them.
     """
 
     data: Group
@@ -54,40 +42,6 @@ class Ranks:
     def are_one(self) -> bool:
         """Whether every rank holds the whole model."""
         return self.data.size == self.stats.size
-
-
-class Gather:
-    """Gathers params at once.
-
-    Args:
-        data: over which they are sharded.
-    """
-
-    def __init__(self, data: Group) -> None:
-        self._data, self._buffers = data, list[ShardedBuffer]()
-        self._time = CommTime(0.0, 0.0)
-
-    def add(self, named: Mapping[str, Parameter], buffers: Sequence[ShardedBuffer]) -> None:
-        """Takes over further params; see `OverlappedGather.add`."""
-        self._buffers += buffers
-
-    def release(self) -> None:
-        """Nothing to do."""
-
-    def gather(self) -> None:
-        """Collective: gathers what the owners have updated."""
-        self.gather_now()
-
-    def gather_now(self) -> None:
-        """Collective: the same."""
-        start = perf_counter()
-        for buffer in self._buffers:
-            gather_params(buffer, self._data)
-        self._time = waited_since(start, self._buffers)
-
-    def finish(self) -> CommTime:
-        """The time of the last gather."""
-        return self._time
 
 
 def compare_models(named: Mapping[str, Parameter], chunks: Sequence[Module], data: Group) -> None:
@@ -113,11 +67,11 @@ class ShardedModel:
     """The params, grads and optimizer state of a model on this rank.
 
     Args:
-        plan: what was decided.
-        step_plan: about the step.
+        plan: of the params and their buffers.
+        step_plan: of the step.
         chunks: of the model.
-        ranks: who takes part; all of them agree on the plan.
-        placement: from a name and its param to where this rank's part lies in the whole model.
+        ranks: see `Ranks`; all of them agree on the plan.
+        placement: from a name and its param to the place of this rank's part in the whole model.
         broadcast_buffers: whether module buffers that training changes follow the first rank.
     """
 
@@ -136,18 +90,16 @@ class ShardedModel:
         self.placements: dict[str, Placement] = {}
         self._members: list[list[int]] = []
         self.learn_members()
-        needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
-        self.grads = Grads(
+        self.communicator = Communicator(
             ranks.data,
             plan.how,
-            overlaps=bool(plan.config.overlap_grad_reduce) and ranks.data.size > 1,
-            needs_scaling=needs_scaling,
+            overlap_grads=bool(plan.config.overlap_grad_reduce) and ranks.data.size > 1,
+            overlap_params=plan.config.overlap_param_gather,
         )
+        needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
+        self.grads = Grads(self.communicator, needs_scaling=needs_scaling)
         self.params = Params(chunks)
-        gather: Gather | OverlappedGather = Gather(ranks.data)
-        if plan.config.overlap_param_gather:
-            gather = OverlappedGather(ranks.data, chunks)
-        self.gather = gather
+        self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)
         trained = {slot.param for slot in slots}
         outside = [param.data for param in plan.named.values() if param not in trained]
@@ -176,20 +128,19 @@ class ShardedModel:
         for each, buffer in zip(sets, buffers, strict=True):
             self.params.add(each.named, buffer.param)
             self.placements |= {name: self._placement(name, param) for name, param in each.named.items()}
+        self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
-        self.gather.add({name: param for each in sets for name, param in each.named.items()}, buffers)
+        self.gather.add({name: param for each in sets for name, param in each.named.items()})
 
     def _watch_accesses(self) -> None:
-        """With `debug`: see `AccessWatch`."""
+        """Watches accesses to memory that a collective is using, with `debug`."""
         if not self.config.debug:
             return
         if self._access is not None:
             self._access.end()
-        gather = self.gather
-        is_pending = gather.is_under_way if isinstance(gather, OverlappedGather) else _never
         params = {slot.name: slot.param.detach() for slot in self.grads.slots}
         grads = {slot.name: slot.view for slot in self.grads.slots}
-        self._access = AccessWatch(params, is_pending, grads, self.grads.is_under_way)
+        self._access = AccessWatch(params, grads, self.communicator)
 
     @property
     def may_grow(self) -> bool:
@@ -197,7 +148,7 @@ class ShardedModel:
         return sum(len(group["params"]) for group in self._torch_groups) > len(self.grads.slots)
 
     def check_members(self) -> None:
-        """Whether the groups have the params that they had.
+        """Checks that the groups have the params that they had.
 
         Raises:
             LayoutError
@@ -208,7 +159,7 @@ class ShardedModel:
             raise LayoutError(refusal("param_groups", got, rule, remedy))
 
     def learn_members(self) -> None:
-        """The groups have the right params now."""
+        """Notes that the groups have the right params now."""
         self._members = [list(map(id, group["params"])) for group in self._torch_groups]
 
     @property
@@ -224,7 +175,7 @@ class ShardedModel:
         return {number: tuple(name_of[param] for param in params) for number, params in found.items() if params}
 
     def newcomers(self) -> dict[str, Parameter]:
-        """Params in a group that were frozen or empty when they were looked at last, and have a gradient now."""
+        """Params in a group that have no state and a gradient: they were frozen or empty before."""
         return self._named({param for param in self._waiting() if param.grad is not None}) if self.may_grow else {}
 
     def _waiting(self) -> set[Parameter]:
@@ -233,11 +184,11 @@ class ShardedModel:
         return {param for group in self._torch_groups for param in group["params"]} - known
 
     def _named(self, params: Set[Parameter]) -> dict[str, Parameter]:
-        """In the order of the model, which is walked through only where there are any: this is asked in every step."""
+        """Params by name, in the order of the model, which is walked only if there are any: every step asks this."""
         return {name: param for name, param in named_params(self.chunks).items() if param in params} if params else {}
 
     def admit(self) -> None:
-        """Collective: newcomers of any rank train from now on."""
+        """Collective: takes over the newcomers of any rank, which train from now on."""
         if not self.may_grow:
             return
         number = torch.tensor([float(len(self.newcomers()))], device=self.device)
@@ -246,10 +197,10 @@ class ShardedModel:
             self.grow(self.newcomers())
 
     def grow_to(self, saved: Iterable[str]) -> None:
-        """Collective: a frozen param whose state is going to be loaded has one, for when it is unfrozen.
+        """Collective: gives frozen params a state that is about to be loaded, for when they are unfrozen.
 
         Args:
-            saved: names of params that have one.
+            saved: names of params that have a state.
         """
         names = {without_wrappers(name) for name in saved}
         waiting = self._named(self._waiting())
@@ -279,7 +230,7 @@ class ShardedModel:
         self._watch_accesses()
 
     def follow(self, changed: frozenset[str]) -> None:
-        """Main params follow model params that the user has changed."""
+        """Updates main params from model params that the user has changed."""
         for flat in self.sharded.flat_params if changed else ():
             for shard in flat.plan.shards:
                 if shard.name in changed:
@@ -287,14 +238,9 @@ class ShardedModel:
         self.params.forget()
 
     def release(self) -> None:
-        """The params are torch's again."""
+        """Ends this: the params are torch's again."""
         if self._access is not None:
             self._access.end()
         self.gather.release()
         self.grads.release()
         self.params.release()
-
-
-def _never(name: str) -> bool:
-    """Nothing is pending."""
-    return False

@@ -18,8 +18,14 @@ from megatron_distopt.buffers import check_grad_dtype
 from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.base import as_torch_groups, check_dtypes, named_params, spec_of
-from megatron_distopt.hosts.overlap import check_bucket, wire_of
+from megatron_distopt.hosts.base import (
+    as_torch_groups,
+    check_bucket_size,
+    check_dtypes,
+    named_params,
+    reduce_dtype_of,
+    spec_of,
+)
 from megatron_distopt.hosts.watch import in_one_memory
 from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.optimizer import (
@@ -100,11 +106,11 @@ def decide(request: Request, data: Group) -> Plan:
     _check_memory(named)
     device = check_devices({param.device for param in trained.values()}, find_accelerator(config.accelerator))
     _check_backend(data, device)
-    check_bucket(config, data.size, "bucket_size=40_000_000")
+    check_bucket_size(config, data.size, "bucket_size=40_000_000")
     own = request.optimizer
     choice = choose_inner(config, device.type) if own is None else _adopted(own, config, device.type)
     sets = plan_sets(trained, config, data.size)
-    how = Reduction(wire=wire_of(config, [each.grad_dtype for each in sets]))
+    how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
     return Plan(config, named, torch_groups, groups, sets, choice, device, how)
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange, profiled, raise_together, sum_over
+from megatron_distopt.comm import CommLog, Group, exchange, profiled, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
-from megatron_distopt.hosts.comm_log import CommLog
 from megatron_distopt.hosts.torch.census import COMMON_NUMEL, HEAD_NUMEL, Census, CensusSums, active_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer import (

@@ -1,4 +1,4 @@
-"""fp32 grads that travel in 16 bits: one rounding of each summand but the rank's own, sums in fp32, either way."""
+"""fp32 grads communicated in 16 bits: one rounding of each summand but the rank's own, and sums in fp32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group, Reduction, described, wire
+from megatron_distopt.comm import Group, Reduction, described, pairwise
 from megatron_distopt.comm.collectives import begin_reduce_scatter, reduce_scatter
-from megatron_distopt.comm.wire import begin_sum
 from megatron_distopt.errors import ConfigError
 from tests.support.spawn import run_ranks
 
@@ -38,20 +37,20 @@ def _wanted(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     group, found = Group.of(), {}
-    wire.SCRATCH_NBYTES = CHUNK * 2 * RANKS * 2  # what is sent and what arrives, of two bytes each
+    pairwise.SCRATCH_NBYTES = CHUNK * 2 * RANKS * 2  # what is sent and what arrives, of two bytes each
     for name, dtype in DTYPES.items():
         for kind, numel in NUMELS.items():
-            for way in ("at once", "beside", "backend's own"):
+            for way in ("at once", "overlapped", "backend's own"):
                 bucket = _values(rank, numel)
                 shard = bucket.view(RANKS, -1)[rank]
                 if way == "at once":
-                    reduce_scatter(bucket, shard, group, Reduction(wire=dtype))
-                elif way == "beside":
-                    begin_reduce_scatter(bucket, shard, group, Reduction(wire=dtype)).wait()
+                    reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype))
+                elif way == "overlapped":
+                    begin_reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype)).wait()
                 else:
-                    begin_sum(bucket, shard, group, dtype).wait()
+                    pairwise.begin_rounded_sum(bucket, shard, group, dtype).wait()
                 found[f"{name} {kind} {way}"] = torch.equal(shard, _wanted(rank, numel, dtype))
-    ways = [described(torch.device("cpu"), group, how) for how in (Reduction(), Reduction(wire=torch.bfloat16))]
+    ways = [described(torch.device("cpu"), group, how) for how in (Reduction(), Reduction(reduce_dtype=torch.bfloat16))]
     found["described"] = ways
     found["trained"] = [_train(rank, dtype, overlap) for dtype in (None, "bfloat16") for overlap in (False, True)]
     return found
@@ -64,10 +63,10 @@ def test_sum_when_waited_for_on_another_stream_then_what_arrived_is_kept_for_tha
     events: list[object] = []
     device = SimpleNamespace(type="imaginary", index=0)
     monkeypatch.setattr(torch, "imaginary", SimpleNamespace(current_stream=lambda of: (of, "stream")), raising=False)
-    monkeypatch.setattr(wire, "_add_up", lambda received, own, group: events.append("added up"))
+    monkeypatch.setattr(pairwise, "_add_up", lambda parts, own: events.append("added up"))
     work: Any = SimpleNamespace(wait=lambda: events.append("arrived"))
     received: Any = SimpleNamespace(device=device, record_stream=events.append)
-    wire.Summing(work, received, torch.zeros(1), Group(None, 0, 1)).wait()
+    pairwise.RoundedSum(work, received, torch.zeros(1), Group(None, 0, 1)).wait()
     assert events == ["arrived", (device, "stream"), "added up"]
 
 
@@ -90,28 +89,28 @@ def found() -> list[dict[str, Any]]:
     return run_ranks(_collect, RANKS)
 
 
-@pytest.mark.parametrize("way", ["at once", "beside", "backend's own"])
+@pytest.mark.parametrize("way", ["at once", "overlapped", "backend's own"])
 @pytest.mark.parametrize("kind", NUMELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_when_it_travels_in_16_bits_then_it_is_that_of_rounded_summands(
+def test_sum_when_it_is_communicated_in_16_bits_then_it_is_that_of_rounded_summands(
     found: list[dict[str, Any]], dtype: str, kind: str, way: str
 ) -> None:
     assert [each[f"{dtype} {kind} {way}"] for each in found] == [True] * RANKS
 
 
-def test_training_when_grads_travel_in_16_bits_then_overlap_changes_nothing_and_the_rounding_something(
+def test_training_when_grads_are_communicated_in_16_bits_then_overlap_changes_nothing_and_the_rounding_something(
     found: list[dict[str, Any]],
 ) -> None:
     for each in found:
-        plain, plain_beside, short, short_beside = each["trained"]
-        assert all(torch.equal(*pair) for pair in zip(plain, plain_beside, strict=True))
-        assert all(torch.equal(*pair) for pair in zip(short, short_beside, strict=True))
+        plain, plain_overlapped, short, short_overlapped = each["trained"]
+        assert all(torch.equal(*pair) for pair in zip(plain, plain_overlapped, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(short, short_overlapped, strict=True))
         assert not all(torch.equal(*pair) for pair in zip(plain, short, strict=True))
         # Three updates of 0.01 an element, which rounding to 8 bits can turn around where a gradient is small.
         assert all((one - other).abs().max() < 0.06 for one, other in zip(plain, short, strict=True))
 
 
-def test_described_when_grads_travel_in_16_bits_then_it_says_that_they_do_not_share_memory(
+def test_described_when_grads_are_communicated_in_16_bits_then_it_says_that_they_do_not_share_memory(
     found: list[dict[str, Any]],
 ) -> None:
     shared = "gloo, from pair to pair in shared memory"
@@ -125,7 +124,7 @@ def _refusal(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_wire_when_grads_have_16_bits_already_then_refused() -> None:
+def test_reduce_dtype_when_grads_have_16_bits_already_then_refused() -> None:
     assert run_ranks(_refusal, 1) == [
         "Invalid reduce_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
         "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True."

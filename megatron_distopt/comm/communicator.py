@@ -1,0 +1,336 @@
+"""The communicator of a model: grads are reduce-scattered to their owners, updated params are all-gathered from them.
+
+Both are either eager, that is, launched when the host asks for the result, or overlapped: with backward as gradients
+arrive, and with forward until a param is about to be read. The order of launches is decided in launches.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from threading import RLock
+from time import perf_counter
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm.collectives import (
+    AS_THEY_ARE,
+    Pending,
+    Reduction,
+    all_gather,
+    begin_all_gather,
+    begin_reduce_scatter,
+    coalesced,
+    reduce_scatter,
+)
+from megatron_distopt.comm.groups import Group, ProcessGroup
+from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
+from megatron_distopt.comm.timing import CommTime, profiled, waited_since
+from megatron_distopt.errors import LayoutError, refusal
+
+__all__ = ["Communicator", "gather_params", "reduce_grads"]
+
+#: By group, the communicator that launched the last overlapped bucket of grads in it.
+_last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = WeakKeyDictionary()
+
+
+def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+    """Collective: reduce-scatters every bucket of the grad buffer, in order.
+
+    Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
+    (optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient is not made smaller
+    before it is added up.
+
+    Args:
+        buffer: its grads are reduced.
+        group: of the ranks that take part.
+        how: see `Reduction`.
+    """
+    with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
+        for number, (whole, shard) in enumerate(buffer.reduces()):
+            with profiled(f"reduce-scatter {number}"):
+                reduce_scatter(whole, shard, group, how)
+
+
+def gather_params(buffer: ShardedBuffer, group: Group) -> None:
+    """Collective: all-gathers every bucket of the param buffer, in order.
+
+    `param.data` is a view of that buffer, so afterwards the module has the new values; only a minority dtype is copied,
+    see buffers/compact.py.
+    """
+    with coalesced(buffer.param, group):
+        for number, (whole, shard) in enumerate(buffer.gathers()):
+            with profiled(f"all-gather {number}"):
+                all_gather(whole, shard, group)
+    buffer.publish()
+
+
+class Communicator:
+    """Reduces the grads of a model and gathers its params over the ranks that share them.
+
+    A host announces every gradient (`grad_arrived`) and every read of a param (`param_needed`), and asks for the end of
+    both (`finish_grads`, `finish_params`). Where nothing is overlapped the announcements have no effect.
+
+    Args:
+        group: the data-parallel ranks.
+        how: grads are added up.
+        overlap_grads: whether buckets of grads are reduced while backward computes others.
+        overlap_params: whether buckets of params are gathered while the next forward pass computes with others.
+        num_microbatches: of the step that begins; called once a step. None for one in every step.
+
+    Attributes:
+        group, overlaps_grads, overlaps_params: as given.
+        is_paused: whether backward adds to gradients of which more are to come in this step, see `no_sync`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        how: Reduction = AS_THEY_ARE,
+        *,
+        overlap_grads: bool = False,
+        overlap_params: bool = False,
+        num_microbatches: Callable[[], int] | None = None,
+    ) -> None:
+        self.group, self._how = group, how
+        self.overlaps_grads, self.overlaps_params = overlap_grads, overlap_params
+        self.is_paused = False
+        self._grad_buffers: list[ShardedBuffer] = []
+        self._param_buffers: list[ShardedBuffer] = []
+        self._grads = Launches("reduce-scatter", partial(begin_reduce_scatter, group=group, how=how), group)
+        self._params = Launches("all-gather", partial(begin_all_gather, group=group), group)
+        self._arrivals = Arrivals(num_microbatches or _one)
+        #: A gradient that no autograd kernel returns (it was added up elsewhere) may be announced by another thread.
+        self._lock = RLock()
+        #: Gathers of this step in the order in which they were waited for, and whether a read of a param waited.
+        self._met: list[int] = []
+        self._is_met_by_reads = False
+        self._param_time = CommTime(0.0, 0.0)
+        if overlap_grads and group.size > 1:
+            # A communicator that was abandoned in the middle of a step is forgotten, on all ranks alike.
+            _last_launcher.pop(group.own_handle, None)
+
+    def add(
+        self, grads: Sequence[ShardedBuffer], params: Sequence[ShardedBuffer], frozen: frozenset[str] = frozenset()
+    ) -> None:
+        """Takes over further buffers, on all ranks alike; waits for params that are being gathered.
+
+        Args:
+            grads: whose grads are reduced, in the order in which every rank has them.
+            params: whose params are gathered. A grad buffer of params of two dtypes has two param buffers.
+            frozen: params in them that never have a gradient.
+        """
+        self.finish_params()
+        self._met, self._is_met_by_reads = [], False
+        self._grad_buffers += grads
+        self._param_buffers += params
+        transfers = [transfer for buffer in grads for transfer in transfers_of_grads(buffer, frozen)]
+        self._grads.add(transfers)
+        self._arrivals.add([transfer.names for transfer in transfers])
+        # A buffer lies in the order of backward, so forward begins at its end.
+        gathers = [transfer for buffer in params for transfer in transfers_of_params(buffer)]
+        self._params.add(gathers, backwards=True)
+
+    # --- grads
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient arrived since the last `finish_grads`; always False where grads are not overlapped."""
+        return self._arrivals.has_any
+
+    @property
+    def num_reducing(self) -> int:
+        """Buckets of grads that are under way."""
+        return len(self._grads.under_way)
+
+    def is_reducing(self, name: str) -> bool:
+        """Whether the bucket of a gradient is under way."""
+        return self._grads.is_under_way(name)
+
+    def check_open(self, name: str) -> None:
+        """Checks that a gradient may still be changed.
+
+        Raises:
+            LayoutError: its bucket is under way.
+        """
+        if self._grads.is_under_way(name):
+            raise _arrived_too_late(name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward adds to gradients of which more are to come in this step."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def grad_arrived(self, name: str) -> None:
+        """Announces that a gradient was added to its buffer, and launches the buckets that are complete.
+
+        Raises:
+            LayoutError: its bucket is under way already, or another communicator has buckets under way in the group.
+        """
+        if not self.overlaps_grads:
+            return
+        with self._lock:
+            self.check_open(name)
+            if not self.is_paused and self._arrivals.count(name, self._grads.number_of[name]):
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launches the complete buckets whose turn has come."""
+        for number in self._grads.order[len(self._grads.under_way) :]:
+            if not self._arrivals.is_complete(number):
+                return
+            self._launch(number)
+
+    def _launch(self, number: int) -> None:
+        if self.group.size > 1:
+            self._check_alone()
+            _last_launcher[self.group.own_handle] = ref(self)
+        self._grads.launch(number)
+
+    def _check_alone(self) -> None:
+        """Refuses to reduce while another communicator has buckets under way in the group.
+
+        Ranks that began buckets of two optimizers in different orders would add up one with the other.
+        """
+        last = _last_launcher.get(self.group.own_handle, lambda: None)()
+        if last is not None and last is not self and last.num_reducing:
+            raise _shared_group()
+
+    def defer(self, name: str) -> None:
+        """A gradient is changed after backward: from now on its bucket is launched by `finish_grads`.
+
+        Raises:
+            LayoutError: its bucket is under way already.
+        """
+        if self._grads.is_under_way(name):
+            raise _changed_too_late(name)
+        self._arrivals.defer(name)
+
+    def finish_grads(self) -> CommTime:
+        """Collective: afterwards every rank has the sums of its shards. Learns for the next step."""
+        if not self.overlaps_grads:
+            return self.reduce_now(self._grad_buffers)
+        for number in self._grads.order[len(self._grads.under_way) :]:
+            self._launch(number)
+        time = self._grads.wait(list(self._grads.under_way))
+        self._grads.under_way.clear()
+        self._grads.agree(self._arrivals.end_step())
+        return time
+
+    def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> CommTime:
+        """Collective: reduces grads without overlap; none of these buckets is under way.
+
+        Raises:
+            LayoutError: another communicator has buckets under way in the group.
+        """
+        if self.group.size > 1:
+            self._check_alone()
+        start = perf_counter()
+        for buffer in buffers:
+            reduce_grads(buffer, self.group, self._how)
+        return waited_since(start, buffers)
+
+    # --- params
+
+    @property
+    def num_gathering(self) -> int:
+        """Buckets of params that are under way."""
+        return len(self._params.under_way)
+
+    def is_gathering(self, name: str) -> bool:
+        """Whether the gather of a param has not ended, or not been waited for."""
+        return self._params.is_under_way(name)
+
+    def gather(self) -> None:
+        """Collective: gathers what the owners have updated; where params are overlapped, it is only begun."""
+        if not self.overlaps_params:
+            self.gather_now()
+            return
+        self.finish_params()
+        self._params.agree(self._met if self._met and self._is_met_by_reads else None)
+        self._met, self._is_met_by_reads, self._param_time = [], False, CommTime(0.0, 0.0)
+        for number in self._params.order:
+            self._params.launch(number)
+
+    def gather_now(self) -> None:
+        """Collective: gathers without overlap."""
+        self.finish_params()
+        start = perf_counter()
+        for buffer in self._param_buffers:
+            gather_params(buffer, self.group)
+        self._param_time = waited_since(start, self._param_buffers)
+
+    def param_needed(self, name: str) -> None:
+        """Waits until a param may be read on the current stream."""
+        self._is_met_by_reads = True
+        self._wait_for([self._params.number_of[name]])
+
+    def _wait_for(self, numbers: Iterable[int]) -> None:
+        """Waits for buckets that are under way.
+
+        On a device the current stream waits, and not the CPU. So a bucket stays listed until its gather has ended: a
+        read of it on another stream waits as well.
+        """
+        under_way, order = self._params.under_way, self._params.order
+        for number in sorted(under_way.keys() & numbers, key=order.index):
+            pending = under_way[number]
+            self._param_time += self._params.wait([number])
+            if number not in self._met:
+                self._met.append(number)
+                self._publish(number)
+            if _has_ended(pending):
+                # Only now: what went wrong in it is raised at every wait. Publishing may have waited for it, too.
+                under_way.pop(number, None)
+
+    def _publish(self, number: int) -> None:
+        """Copies what is packed once all gathers of the buffer were waited for."""
+        transfers = self._params.transfers
+        buffer = transfers[number].buffer
+        if all(other in self._met for other in self._params.under_way if transfers[other].buffer is buffer):
+            buffer.publish()
+
+    def finish_params(self) -> CommTime:
+        """Waits until all params are there, on a device for the current stream.
+
+        Returns:
+            The time of the last gather.
+        """
+        self._wait_for(tuple(self._params.under_way))
+        self._params.under_way.clear()
+        return self._param_time
+
+
+def _one() -> int:
+    return 1
+
+
+def _has_ended(pending: Pending) -> bool:
+    """A collective that cannot tell has ended when it was waited for."""
+    is_completed = getattr(pending, "is_completed", None)
+    return is_completed is None or bool(is_completed())
+
+
+def _arrived_too_late(name: str) -> LayoutError:
+    got, rule = "arrived after its bucket was reduced", "arrive as often in every microbatch as in the first step"
+    remedy = "Call all but the last backward of a step inside no_sync(), or write overlap_grad_reduce=False"
+    return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
+
+
+def _changed_too_late(name: str) -> LayoutError:
+    got, rule = "changed after backward, when its bucket was under way", "be complete when backward ends"
+    remedy = "Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False"
+    return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
+
+
+def _shared_group() -> LayoutError:
+    got = "shared by two optimizers with buckets under way"
+    rule = "be used by one optimizer that overlaps grads with backward"
+    remedy = (
+        "Give the second one process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False for both"
+    )
+    return LayoutError(refusal("data-parallel group", got, rule, remedy))
