@@ -95,7 +95,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 patch.setattr(shared_memory, "SHARED_NBYTES", nbytes)
                 _cases(rank, numel, f"{way}, {name}", found)
     found["kept"] = len(shared_memory._meetings)
-    found["beside"] = _beside(Group.of(), rank)
+    found["overlapped"] = _overlapped(Group.of(), rank)
     found["carrier"] = carrier_of(torch.device("cpu"), Group.of())
     found["chosen"] = [
         _reduced(Group.of(), MEMBERS[4], numel, torch.float32, collectives.reduce_scatter) for numel in (1, 999)
@@ -203,8 +203,8 @@ def _forbidden(*about: int) -> Any:
     raise PermissionError(about)
 
 
-def _beside(group: Group, rank: int) -> bool:
-    """Several under way at once, with a collective of somebody else between them."""
+def _overlapped(group: Group, rank: int) -> bool:
+    """Several under way at once, with a collective of the caller between them."""
     numels = (100_000, 3, 70_000, 8)
     buckets = [[_bucket(each, size * RANKS, torch.float32) for each in range(RANKS)] for size in numels]
     pending = []
@@ -303,7 +303,7 @@ def test_segment_when_it_is_made_then_it_has_what_is_promised_and_a_page() -> No
 
 
 def test_begin_when_several_are_under_way_then_each_is_right(found: list[dict[str, Any]]) -> None:
-    assert [each["beside"] for each in found] == [True] * RANKS
+    assert [each["overlapped"] for each in found] == [True] * RANKS
 
 
 def test_choice_when_gloo_carries_a_bucket_then_it_is_added_up_in_order(found: list[dict[str, Any]]) -> None:

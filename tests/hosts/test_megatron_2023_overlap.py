@@ -1,7 +1,7 @@
-"""Communication beside computation in a fork of 2023: the same bits as without, in the same buckets.
+"""Communication overlapped with computation in a fork of 2023: the same bits as without, in the same buckets.
 
 Every training runs with grads reduced after backward and params gathered before forward, and again with one or both
-beside it. Gathers in the background are slow, so that whoever does not wait has old values.
+beside it. Gathers in the background are slow, so that a read that does not wait sees old values.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Found:
     """Of one case on one rank.
 
     Args:
-        same: by what ran beside computation, whether all bits, losses and norms are those of none of it.
+        same: by what was overlapped, whether all bits, losses and norms are those of none of it.
         early: by step, buckets that were under way when backward had ended.
         buckets: of the first buffer.
         late: params in buckets of their own at the end of it.

@@ -1,4 +1,4 @@
-"""Params that are gathered while forward runs: nobody ever computes with, saves or reads old ones.
+"""Params gathered while forward runs: no code ever computes with, saves or reads old values.
 
 One spawn of three ranks runs every training twice, with `overlap_param_gather` and without. Every gather is made slow,
 so that whoever does not wait for one has old values and ends up with other bits.
@@ -64,7 +64,7 @@ class Case:
         norm: dtype of the norm's params.
         between: what happens between two steps.
         microbatches: of each step.
-        grads: whether grads are reduced beside backward, too.
+        grads: whether grads are overlapped with backward as well.
     """
 
     order: Callable[[int, int], list[int]]
@@ -112,7 +112,7 @@ CASES = {
     "bf16": Case(_usual, dtype=BF16, norm=BF16),
     "two dtypes": Case(_usual, dtype=BF16, norm=torch.float32),
     "several microbatches": Case(_usual, microbatches=3),
-    "beside grads": Case(_changing, grads=True, microbatches=2),
+    "grads as well": Case(_changing, grads=True, microbatches=2),
     "evaluation": Case(_usual, between="eval"),
     "evaluation of another path": Case(lambda step, rank: [0], between="eval"),
     "state_dict": Case(_usual, between="state_dict"),
@@ -138,13 +138,13 @@ class Result:
         params: at the end.
         seen: between the steps.
         pending: by step, how many gathers were under way behind it.
-        beside: by forward pass, the same when the embedding was read.
+        in_forward: by forward pass, the same when the embedding was read.
     """
 
     params: list[Tensor]
     seen: list[Tensor]
     pending: list[int]
-    beside: list[int]
+    in_forward: list[int]
 
 
 def _between(what: str, model: Net, optimizer: Any) -> list[Tensor]:
@@ -206,8 +206,8 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         overlap_param_gather=overlap,
     )
     optimizer = distribute(model, config)
-    seen, pending, beside = [], [], []
-    model.embedding.register_forward_hook(lambda *_: beside.append(_num_pending(optimizer)))
+    seen, pending, in_forward = [], [], []
+    model.embedding.register_forward_hook(lambda *_: in_forward.append(_num_pending(optimizer)))
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in range(case.microbatches):
@@ -218,7 +218,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         optimizer.step()
         pending.append(_num_pending(optimizer))
         seen += _between(case.between, model, optimizer)
-    return Result([param.detach().clone() for param in model.parameters()], seen, pending, beside)
+    return Result([param.detach().clone() for param in model.parameters()], seen, pending, in_forward)
 
 
 def _not_last(optimizer: Any, is_last: bool) -> Any:
@@ -231,7 +231,7 @@ def _num_pending(optimizer: Any) -> int:
 
 
 def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
-    """What nobody waits for yet is in no hurry; a gather at once is as it is."""
+    """Delays gathers in the background; an eager gather is not delayed."""
 
     def slow(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -271,7 +271,7 @@ def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
     for name, case in CASES.items():
         with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
         pairs = [*zip(with_it.params, without.params, strict=True), *zip(with_it.seen, without.seen, strict=True)]
-        found[name] = all(torch.equal(*pair) for pair in pairs), with_it.pending, len(with_it.seen), with_it.beside
+        found[name] = all(torch.equal(*pair) for pair in pairs), with_it.pending, len(with_it.seen), with_it.in_forward
     found["resumed"] = _resumed(rank, folder)
     return found
 
@@ -282,7 +282,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_params_when_gathered_beside_forward_then_nobody_sees_old_ones(name: str, found: list[dict[str, Any]]) -> None:
+def test_params_when_overlapped_with_forward_then_no_read_sees_old_values(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     assert [each[name][0] for each in found] == [True] * RANKS
 
 

@@ -1,4 +1,4 @@
-"""Buckets that are reduced beside backward: the same bits as without, whatever gradients come, and in which order.
+"""Grads overlapped with backward: the same bits as without overlap, whatever gradients arrive, and in which order.
 
 One spawn of three ranks runs every training twice, with `overlap_grad_reduce` and without.
 """

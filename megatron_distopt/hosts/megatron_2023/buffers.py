@@ -4,7 +4,7 @@ The fork keeps one grad buffer for each grad dtype of a chunk and leaves the par
 kept, each as one bucket, and the params move into param buffers. Three things do not fit into the fork's buffer and get
 one of their own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer
 whose padding fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into
-buckets, each of which has padding (overlap.py). The fork's index map stays; its files have the params in that order.
+buckets, each of which has padding (start.py). The fork's index map stays; its files have the params in that order.
 """
 
 from __future__ import annotations

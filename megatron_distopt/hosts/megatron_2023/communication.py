@@ -9,8 +9,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.comm import CommLog, CommTime, Communicator, Group, gather_params, reduce_grads
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer, main_grads
-from megatron_distopt.hosts.megatron_2023.overlap import num_microbatches_of
-from megatron_distopt.hosts.megatron_2023.start import Start
+from megatron_distopt.hosts.megatron_2023.start import Start, num_microbatches_of
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import AccessWatch, Watch, tell_of_grads
 

@@ -1,11 +1,15 @@
-"""Everything that this rank decides by itself, before the first byte is moved."""
+"""Everything that this rank decides by itself, before the first byte is moved; also which communication is overlapped.
+
+The fork's own DistributedDataParallel has neither overlap nor buckets.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,18 +19,22 @@ from megatron.model.module import param_is_not_shared
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.comm import Group, Reduction
+from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
-from megatron_distopt.hosts.base import names_by_param, plan_groups, reduce_dtype_of
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.base import check_bucket_size, names_by_param, plan_groups, reduce_dtype_of
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
-from megatron_distopt.hosts.megatron_2023.overlap import NO_OVERLAP, OverlapPlan, in_buckets, plan_overlap
+from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer import StepPlan
 
-__all__ = ["Request", "Start", "decide"]
+__all__ = ["OverlapPlan", "Request", "Start", "decide", "num_microbatches_of"]
+
+#: Where a fork keeps the number of microbatches of a step.
+_COUNT, _COUNTED_IN = "get_num_microbatches", ("megatron", "megatron.global_vars")
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,30 @@ class Request:
 
 
 @dataclass(frozen=True)
+class OverlapPlan:
+    """Which communication is overlapped, and in which buckets.
+
+    Args:
+        grads: whether their reduction is overlapped with backward.
+        params: whether their gather is overlapped with the next forward pass.
+        bucket_size: from the elements of a buffer to those of a bucket; None for one bucket a buffer.
+        why_not: the reason why grads are not overlapped, for the start-up block.
+    """
+
+    grads: bool
+    params: bool
+    bucket_size: Callable[[int], int] | None
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        grads = "overlapped with backward" if self.grads else f"after backward ({self.why_not})"
+        return f"grads {grads}, params {'overlapped with' if self.params else 'before'} the next forward"
+
+
+_NO_OVERLAP = OverlapPlan(grads=False, params=False, bucket_size=None)
+
+
+@dataclass(frozen=True)
 class Start:
     """What was decided.
 
@@ -68,7 +100,7 @@ class Start:
     device: torch.device
     plan: StepPlan
     how: Reduction
-    overlap: OverlapPlan = NO_OVERLAP
+    overlap: OverlapPlan = _NO_OVERLAP
 
     def overlapping(self) -> Start:
         """The same with the decision about overlap; after the ranks of `data` have communicated once.
@@ -76,7 +108,7 @@ class Start:
         Raises:
             ConfigError: an option asks for what this fork does not allow.
         """
-        overlap = plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
+        overlap = _plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
 
     def in_buckets(self, late: Collection[str]) -> Start:
@@ -85,7 +117,7 @@ class Start:
         Args:
             late: params to whose gradients the fork adds after backward.
         """
-        buffers = tuple(in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
+        buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
 
 
@@ -125,3 +157,98 @@ def decide(request: Request, everyone: Group) -> Start:
 def _is_counted(param: Parameter) -> bool:
     """See [Note: counted once] in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
     return bool(param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))
+
+
+def num_microbatches_of() -> Callable[[], int] | None:
+    """The fork's function for the number of microbatches of a step; None where it has none."""
+    for name in _COUNTED_IN:
+        found: Callable[[], int] | None = getattr(import_module(name), _COUNT, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _plan_overlap(
+    config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
+) -> OverlapPlan:
+    """Decides by the options and by what this fork allows.
+
+    Args:
+        config: merged.
+        data: the ranks over which dense params are sharded.
+        buffers: each of one bucket, as the fork has them.
+        device: of all params.
+        args: of the fork.
+
+    Raises:
+        ConfigError: an option asks for what this fork does not allow.
+    """
+    check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
+    _check_readers(config, args)
+    why_not = _why_not(config, data, buffers, device, args)
+    grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
+    params = config.overlap_param_gather and data.size > 1
+    has_buckets = grads or params or config.bucket_size is not None
+    return OverlapPlan(grads, params, _bucket_size(config, data) if has_buckets else None, why_not)
+
+
+def _check_readers(config: DistOptConfig, args: object) -> None:
+    """Refuses flags of the fork under which its training loop reads params outside of a forward pass."""
+    readers = {
+        "--log-params-norm": bool(getattr(args, "log_params_norm", False)),
+        "--vision-pretraining-type dino": getattr(args, "vision_pretraining_type", None) == "dino",
+    }
+    for flag, is_set in readers.items():
+        if config.overlap_param_gather and is_set:
+            rule = "be off where the fork reads params outside of a forward pass"
+            remedy = f"Drop --distopt-overlap-param-gather, or {flag}"
+            raise ConfigError(refusal("overlap_param_gather", f"set together with {flag}", rule, remedy))
+
+
+def _why_not(
+    config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
+) -> str:
+    """The reason why overlapping grads with backward is not safe or gains nothing; empty where it does gain."""
+    if num_microbatches_of() is None:
+        if config.overlap_grad_reduce:
+            got = "unknown: the fork has no get_num_microbatches"
+            rule = "be known where grads are overlapped with backward"
+            remedy = "Write --distopt-overlap-grad-reduce no, or give the fork that function"
+            raise ConfigError(refusal("number of microbatches", got, rule, remedy))
+        return "the number of microbatches is unknown"
+    numel_of, dense = _bucket_size(config, data), [each.layout.numel for each in buffers if not each.is_ours]
+    reasons = {
+        "asked for": config.overlap_grad_reduce is False,
+        "one data-parallel rank": data.size == 1,
+        "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
+        "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),
+        # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
+        "its ranks share memory": shares_memory(device, data),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _bucket_size(config: DistOptConfig, data: Group) -> Callable[[int], int]:
+    return lambda numel: config.bucket_size or default_bucket_size(numel, data.size)
+
+
+def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
+    """Cuts a buffer into buckets; params keep the fork's order, which is roughly that of backward.
+
+    Args:
+        plan: of one bucket.
+        overlap: says how large the buckets are.
+        late: params to whose gradients the fork adds after backward; they get buckets of their own, at the end.
+    """
+    if overlap.bucket_size is None or plan.is_ours:
+        return plan
+    # Experts have a place in the fork's buffer and a buffer of their own.
+    slots = [slot for slot in plan.layout.slots if slot.name in plan.params]
+    specs = [ParamSpec(slot.name, slot.in_buffer.numel) for slot in slots]
+    layout = lay_out(
+        [spec for spec in specs if spec.name not in late],
+        last=[spec for spec in specs if spec.name in late],
+        num_shards=plan.group.size,
+        bucket_size=overlap.bucket_size(plan.layout.numel),
+    )
+    return dataclasses.replace(plan, layout=layout)
