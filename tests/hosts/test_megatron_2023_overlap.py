@@ -1,7 +1,7 @@
 """Communication overlapped with computation in a fork of 2023: the same bits as without, in the same buckets.
 
 Every training runs with grads reduced after backward and params gathered before forward, and again with one or both
-beside it. Gathers in the background are slow, so that a read that does not wait sees old values.
+overlapped. Gathers in the background are slow, so that a read that does not wait sees old values.
 """
 
 from __future__ import annotations

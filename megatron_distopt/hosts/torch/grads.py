@@ -10,7 +10,6 @@ holds for a backward after `clip_grad_norm_` or `full_grad`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 
@@ -181,10 +180,6 @@ class Grads:
                 flat[owned.stop :].zero_()
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward adds to gradients of which more are to come in this step."""
-        return self._communicator.no_sync()
 
     @torch.no_grad()
     def reduce(self, divisor: float, *, for_step: bool = False) -> CommTime:

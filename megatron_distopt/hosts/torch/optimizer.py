@@ -285,7 +285,7 @@ class TorchDistributedOptimizer(Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With `overlap_grad_reduce` all but the last backward of a step belong inside: buckets wait for the last."""
-        return self._model.grads.no_sync()
+        return self._model.communicator.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is scaled."""
