@@ -219,6 +219,23 @@ def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[st
     return text, [param.detach().clone() for model in models for param in model.parameters()]
 
 
+def _unfrozen(rank: int, *, overlap: bool) -> list[Tensor]:
+    """A layer begins to train in a step in which buckets of the others are under way before the step."""
+    torch.manual_seed(0)
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    config = DistOptConfig(adam="torch_foreach", bucket_size=BUCKET, overlap_grad_reduce=overlap)
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), config)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            model.layers[1].requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.full((4, WIDTH), 1.0 + rank + step), _usual(0, 0), "").backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
 def _collect(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
@@ -226,6 +243,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
         same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
         found[name] = same, with_it.early
     found |= {"late": _late(), "dropped": _dropped(rank), "reversed no_sync": _reversed_no_sync()}
+    found["unfrozen"] = [_unfrozen(rank, overlap=overlap) for overlap in (True, False)]
     found["two in two groups"] = [_two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)]
     found["two in one group"], _ = _two_optimizers(0, apart=False)
     return found
@@ -291,6 +309,13 @@ def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: lis
 
 def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
     assert [each["dropped"] for each in found] == [True] * RANKS
+
+
+def test_overlap_when_a_layer_is_unfrozen_while_buckets_are_under_way_then_every_bit_is_the_same(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in found:
+        assert all(torch.equal(*pair) for pair in zip(*each["unfrozen"], strict=True))
 
 
 def test_overlap_when_a_backward_inside_no_sync_comes_last_then_it_is_refused(found: list[dict[str, Any]]) -> None:
