@@ -147,11 +147,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     for name in ("setup.py", "pyproject.toml", "README.md", "megatron_distopt/version.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    code = "import setuptools.build_meta as build; print(build.prepare_metadata_for_build_wheel('wheel'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=True
-    )
-    written = folder / "wheel" / done.stdout.splitlines()[-1] / "METADATA"
+    code = "import setuptools.build_meta as build; build.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, timeout=120, check=True)
+    [written] = folder.glob("*.dist-info/METADATA")
     return Parser().parsestr(written.read_text(encoding="utf-8"))
 
 
