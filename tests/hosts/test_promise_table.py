@@ -1,4 +1,4 @@
-"""The table "What happens when ..." of docs/hosts.md: every line has cases, and they say what its cells say."""
+"""The table "User actions and their effect" of docs/hosts.md: every line has cases, and they say what its cells say."""
 
 from __future__ import annotations
 
