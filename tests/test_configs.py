@@ -209,7 +209,7 @@ def test_launch_files_when_listed_then_all_are_tested_and_in_the_readme() -> Non
     names = {path.stem for path in FOLDER.glob("*.sh")}
     assert names == {*CORE, *(launch.name for launch in FORK)}
     readme = (FOLDER / "README.md").read_text()
-    assert {name for name in names if f"| `{name}.sh` |" not in readme} == set()
+    assert {name for name in names if f"| [`{name}.sh`]({name}.sh) |" not in readme} == set()
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)

@@ -23,7 +23,8 @@ from scripts.reference import with_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "patches")),
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
