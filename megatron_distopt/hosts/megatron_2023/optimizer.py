@@ -276,7 +276,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; the others are zeroed here.
 
-        Collective where grads are reduced beside backward, backward ran and no step followed.
+        Collective where grads are overlapped with backward, backward ran and no step followed.
         """
         for param in self.start.named.values():
             if set_to_none:
