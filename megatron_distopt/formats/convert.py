@@ -64,9 +64,9 @@ def convert(
 ) -> Converted:
     """Writes the optimizer state of one format in another.
 
-    Where model files lie beside the state, `dst` is a new iteration folder with them, for the same tensor- and
-    pipeline-parallel sizes; their random states, schedulers and arguments stay as they are. Without them, or with a
-    `dst` that ends in ".distopt", only the state is written.
+    Where there are model files in the same iteration, `dst` is a new iteration folder with them, for the same
+    tensor- and pipeline-parallel sizes; their random states, schedulers and arguments stay as they are. Without them,
+    or with a `dst` that ends in ".distopt", only the state is written.
 
     Args:
         src: see `open_any`.

@@ -41,7 +41,7 @@ _READ_ONLY: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], Source]], 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A checkpoint with the model files that lie beside its optimizer state, if any."""
+    """A checkpoint, with the model files of the same iteration, if any."""
 
     source: Source
     found: str

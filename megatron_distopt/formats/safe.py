@@ -64,7 +64,7 @@ class NamedMember:
 
     def __post_init__(self) -> None:
         if not isinstance(self.of, EnumClass) or not isinstance(self.name, str):
-            raise ValueError("it asks for an attribute of what is no enum")
+            raise ValueError("it asks for an attribute of something that is no enum")
 
     def __reduce__(self) -> tuple[Any, tuple[EnumClass, str]]:
         return getattr, (self.of, self.name)
@@ -80,7 +80,7 @@ _ENUMS = (
 
 
 def _allowed() -> Iterator[tuple[Any, str]]:
-    """What a file may name beside tensors, with the names; each only makes a value."""
+    """What a file may name in addition to tensors, with the names; each only makes a value."""
     yield argparse.Namespace, "argparse.Namespace"  # the arguments of the run
     yield from ((each, f"{each.module}.{each.name}") for each in _ENUMS)
     yield NamedMember, "builtins.getattr"
@@ -156,7 +156,7 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
 
 
 class _Writer:
-    """For `torch.save`, which says of a full disk that a position was not expected."""
+    """Keeps the error of the disk, which `torch.save` replaces by one about a position in the file."""
 
     def __init__(self) -> None:
         self.file: BinaryIO = io.BytesIO()

@@ -403,7 +403,7 @@ def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_get
     source = Fork().write(tmp_path / "iter")
     with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
         state["args"].asked = _Attribute()
-    with pytest.raises(CheckpointError, match="it asks for an attribute of what is no enum"):
+    with pytest.raises(CheckpointError, match="it asks for an attribute of something that is no enum"):
         convert(source, tmp_path / "plain", "plain")
 
 

@@ -28,7 +28,7 @@ def convert_with_deepspeed(folder: Path) -> str:
 
 
 def folder_of(path: Path, latest: str) -> Path:
-    """Of one step, where the folder of all steps is given.
+    """The folder of one step, also where that of all steps is given.
 
     Args:
         path: of either.
@@ -40,7 +40,7 @@ def folder_of(path: Path, latest: str) -> Path:
 
 
 def step_of(state: Mapping[str, Any], group: Mapping[str, Any], common: Any = None) -> int | None:
-    """Updates so far; torch's classes count beside the moments, others in the param group."""
+    """Updates so far; torch's classes count in the state of each param, others in the param group."""
     found = next((each["step"] for each in (state, group) if each.get("step") is not None), common)
     return None if found is None else int(as_number(found))
 
@@ -51,7 +51,7 @@ def group_record(names: Iterable[str], options: Mapping[str, Any], step: int | N
 
 
 def loss_scale_of(scaler: Any) -> dict[str, float]:
-    """Of DeepSpeed's object; empty for one that never changes."""
+    """The loss scale of DeepSpeed's scaler; empty for a constant one."""
     if not attribute(scaler, "dynamic"):
         return {}
     good = int(attribute(scaler, "cur_iter")) - int(attribute(scaler, "last_overflow_iter")) - 1
@@ -63,7 +63,7 @@ def loss_scale_of(scaler: Any) -> dict[str, float]:
 def head_of(
     groups: Sequence[GroupRecord], kinds: Iterable[str], scaler: Any, skipped: Any, about: Mapping[str, str | int]
 ) -> Manifest:
-    """All but the tensors.
+    """The manifest without tensors.
 
     Args:
         groups: of all files.
@@ -111,7 +111,7 @@ def placement_of(
 
 
 def _patterns_in(entry: Any) -> list[str]:
-    """Of the simple entries a list of patterns, of the others wherever they keep them."""
+    """The patterns of an entry, which is a list of them or a mapping that holds one."""
     if isinstance(entry, Mapping):
         return [str(key) for key in entry.get("params", entry.get("patterns", ()))]
     return [text for each in entry or () for text in ([each] if isinstance(each, str) else _patterns_in(each))]

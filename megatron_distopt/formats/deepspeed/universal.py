@@ -42,7 +42,7 @@ class _Folder:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of all params."""
+        """Names of all params."""
         zero = self.path / _ZERO
         return tuple(sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob(f"{_FP32}.pt")))
 
@@ -57,7 +57,7 @@ class _Folder:
         return tuple(found.values())
 
     def kinds_of(self, name: str) -> list[str]:
-        """What is kept of a param; "fp32" first."""
+        """Kinds of tensors that are kept for a param, "fp32" first."""
         files = (self.path / _ZERO / name).glob("*.pt")
         return sorted((path.stem for path in files if path.stem != _STEP), key=lambda kind: (kind != _FP32, kind))
 
@@ -128,7 +128,7 @@ def _infos(folder: _Folder) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]:
-    """What has no moments has never been updated, and is in no group."""
+    """The param groups. A param without moments has never been updated, and is in no group."""
     updated = {name for name in folder.names if len(folder.kinds_of(name)) > 1}
     options: Sequence[Mapping[str, Any]] = state.get("param_groups") or ()
     groups = [[name for name in group if name in updated] for group in folder.groups]

@@ -102,7 +102,7 @@ class _ModelRank:
 
     @property
     def names(self) -> list[str]:
-        """Of all params."""
+        """Names of all params."""
         return [name for group in self.groups for name in group.shapes]
 
 
@@ -213,7 +213,7 @@ def _fragments(state: Mapping[str, Any], number: int) -> Mapping[str, Span] | No
 
 
 def _check_order(model: Mapping[str, Any], folder: Path) -> None:
-    """Where the files do not say where params are, these were not put one after the other."""
+    """Refuses files that do not say where params are and do not have them one after the other."""
     config = model.get("ds_config")
     options = config.get("zero_optimization") if isinstance(config, Mapping) else None
     if isinstance(options, Mapping) and options.get("round_robin_gradients"):

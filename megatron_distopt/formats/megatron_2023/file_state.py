@@ -132,7 +132,7 @@ def check_step(source: Source, where: object) -> None:
     """Whether a run can go on from it; to look at, a file that lost its update count is as good as any.
 
     Raises:
-        CheckpointError: the state is Adam's, and nobody knows how many updates it has seen.
+        CheckpointError: the state is Adam's, and its update count is unknown.
     """
     if source.head.inner == _IS_ADAM and any(group.step is None for group in source.head.groups):
         got = "none: torch's Adam keeps it where this file layout does not save it"
@@ -141,7 +141,7 @@ def check_step(source: Source, where: object) -> None:
 
 
 def _homes_of(parts: Sequence[FileState]) -> dict[str, _Home]:
-    """By name, in the order of stages."""
+    """Where each param is found, by name, in the order of stages."""
     homes: dict[str, _Home] = {}
     for part in parts:
         for number in sorted(number for group in part.groups for number in group.members):

@@ -14,7 +14,7 @@ file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scal
 
 The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
 (NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read. Params of experts are not in the
-fork's layout; each group of ranks that hold the same experts has a file of theirs beside it.
+fork's layout; each group of ranks that hold the same experts has a file of theirs in the same folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_distopt.layout import BufferLayout
 __all__ = [
     "MAIN_IN_FILE",
     "GatheredFile",
-    "experts_beside",
+    "experts_filename",
     "gathered_state",
     "head_gathered",
     "is_gathered",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _GATHERED = "distrib_optim.pt"
-#: The file's key of main params, beside those of moments.
+#: The file's key of main params, as opposed to those of moments.
 MAIN_IN_FILE = "param"
 _FORMAT = 1
 #: What the fork's own optimizer asks for even before the first update.
@@ -92,14 +92,14 @@ def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
     return sorted(kept) or list(_ADAM if is_adam else ())
 
 
-def experts_beside(filename: str, first_rank: int) -> str:
+def experts_filename(filename: str, first_rank: int) -> str:
     """The file of experts.
 
     Args:
         filename: of all other params.
         first_rank: of those that hold the experts.
 
-    >>> experts_beside("iter_0000010/mp_rank_00/distrib_optim.pt", 2)
+    >>> experts_filename("iter_0000010/mp_rank_00/distrib_optim.pt", 2)
     'iter_0000010/mp_rank_00/distrib_optim_experts_00002.pt'
     """
     stem, extension = os.path.splitext(filename)
@@ -186,15 +186,15 @@ def open_gathered(path: str, origin: Origin) -> GatheredFile:
 
 
 def is_gathered(file: ModelFile) -> bool:
-    """Whether a gathered file lies beside a model file."""
+    """Whether there is a gathered file in the folder of a model file."""
     return (file.folder / _GATHERED).is_file()
 
 
 def read_gathered(file: ModelFile) -> FileState:
-    """The state beside one model file.
+    """The state that belongs to one model file.
 
     Raises:
-        CheckpointError: it is damaged, or of another model, or in an order that nobody knows.
+        CheckpointError: it is damaged, or of another model, or in an unknown order.
     """
     path = file.folder / _GATHERED
     state, entry, origin = load_safely(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
@@ -256,11 +256,11 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
 
 
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
-    """The model file with the param groups of a gathered file; beside a checkpoint of this package's own, too.
+    """The model file with the param groups of a gathered file; also for a checkpoint of this package.
 
     Args:
         slices: of the model file.
         ranks: see `Slices.model_state`.
     """
     head = {"optimizer": {"param_groups": list(slices.inner_groups())}, **slices.grad_scaler()}
-    return {**slices.model_state(ranks), "optimizer": head, **slices.beside()}
+    return {**slices.model_state(ranks), "optimizer": head, **slices.also_saved()}

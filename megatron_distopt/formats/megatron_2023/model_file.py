@@ -2,7 +2,7 @@
 
 ::
 
-    iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt     or model_rng.pt beside per-rank files
+    iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt     or model_rng.pt with per-rank files
     {"args": Namespace, "iteration", "model" or "model0", "model1" ...: state dicts of the chunks, "rng_state", ...}
 """
 
@@ -55,12 +55,12 @@ class FileParam:
 
     @property
     def name(self) -> str:
-        """In the whole model."""
+        """The name in the whole model."""
         return self.placement.name
 
     @property
     def has_main(self) -> bool:
-        """Whether the fork keeps a main param beside it: one of fp32 is its own."""
+        """Whether the fork keeps a main param for it: one of fp32 is its own."""
         return self.model.dtype is not torch.float32
 
 
@@ -84,11 +84,11 @@ class ModelFile:
 
     @property
     def folder(self) -> Path:
-        """For this tensor- and pipeline-parallel rank."""
+        """The folder of this tensor- and pipeline-parallel rank."""
         return self.path.parent
 
     def option(self, name: str, default: Any = None) -> Any:
-        """What the fork was told."""
+        """One of the arguments of the run."""
         return getattr(self.state.get("args"), name, default)
 
     def number(self, name: str, default: int = 0) -> int:
@@ -147,7 +147,7 @@ def _sizes(state: Mapping[str, Any], iteration: Path, found: Mapping[tuple[int, 
 
 
 def _chunks(state: Mapping[str, Any]) -> dict[int, Mapping[str, object]]:
-    """By number."""
+    """State dicts of the chunks, by number."""
     matches = {_CHUNK.fullmatch(str(key)): value for key, value in state.items() if isinstance(value, Mapping)}
     return {int(match[1] or 0): value for match, value in matches.items() if match}
 

@@ -43,7 +43,7 @@ class ModelCut:
     Args:
         tensor: (rank, size) in the tensor-parallel group.
         first_layer: number in the whole model of this part's layer 0.
-        is_gated: whether MLPs hold a gate beside the up projection.
+        is_gated: whether MLPs hold a gate as well as the up projection.
     """
 
     tensor: tuple[int, int]

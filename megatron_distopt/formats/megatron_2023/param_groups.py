@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("megatron_distopt")
-#: Entries that lie beside the model in some forks and beside the optimizer in others.
+#: Entries that some forks save with the model and others with the optimizer.
 _BESIDE = ("opt_param_scheduler",)
 _IDENTITY = ("name", "wd_mult", "lr_mult")
 _REMEDY = "Resume it in its own fork with this package installed, and convert what that saves"
@@ -69,12 +69,12 @@ class Kept:
     Args:
         groups: options of its param groups, with keys that mean nothing to anybody else.
         grad_scaler: its state, where there was one.
-        beside: entries that some forks save beside the model and others beside the optimizer: the scheduler.
+        also_saved: entries that some forks save with the model and others with the optimizer: the scheduler.
     """
 
     groups: tuple[Mapping[str, Any], ...] = ()
     grad_scaler: Mapping[str, Any] | None = None
-    beside: tuple[tuple[str, Any], ...] = ()
+    also_saved: tuple[tuple[str, Any], ...] = ()
 
 
 def kept_in(state: Mapping[str, Any]) -> Kept:
@@ -151,7 +151,7 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
 
 
 def record_of(group: FileGroup, names: Sequence[str], step: int | None) -> GroupRecord:
-    """For a `Source`; tuples become lists, and what is no plain value is left out with a warning."""
+    """A group of a `Source`. Tuples become lists; a value that is not plain is left out with a warning."""
     options = {}
     for key, value in _without(group.options, *NOT_OPTIONS).items():
         plain = value.item() if torch.is_tensor(value) and value.numel() == 1 else value

@@ -98,7 +98,7 @@ def rank_params(
 
 
 def is_per_rank(file: ModelFile) -> bool:
-    """Whether data-parallel ranks have files of their own beside a model file."""
+    """Whether data-parallel ranks have files of their own for a model file."""
     return file.path.name == MODEL_PER_RANK and _file(file.folder, 0).is_file()
 
 
@@ -107,7 +107,7 @@ def _file(model_folder: Path, rank: int) -> Path:
 
 
 def _paths(file: ModelFile) -> list[Path]:
-    """Of all ranks; a file of a higher one is left from an earlier save."""
+    """Files of all ranks. One of a higher rank is left from an earlier save."""
     found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
     told = file.number("data_parallel_size", len(found))
     if len(found) < told:
@@ -117,7 +117,7 @@ def _paths(file: ModelFile) -> list[Path]:
 
 
 def read_per_rank(file: ModelFile) -> FileState:
-    """The state beside one model file.
+    """The state that belongs to one model file.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or has other shards than it must have.
@@ -157,7 +157,7 @@ class _Shard:
 
 @dataclass(frozen=True, eq=False)
 class _SavedShard:
-    """What a rank saved of it."""
+    """A rank's part of one param with what it saved of it."""
 
     shard: _Shard
     saved: SavedParam
@@ -179,7 +179,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
 
 
 def _groups_of_all(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each of them once, in the order in which a fork makes them; a rank has those that it owns something of."""
+    """Param groups of all ranks, each once, in the fork's order. A rank has those that it owns params of."""
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for state in states:
         for group in state["optimizer"]["optimizer"]["param_groups"]:
@@ -239,7 +239,7 @@ def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         owned = [(group, _owned(slices.file, group.members, buffers.values(), rank)) for group in slices.groups]
         state = _state_of_rank(slices, [(group, shards) for group, shards in owned if shards])
-        save_whole({"optimizer": state, **slices.beside(), **slices.ours()}, _file(folder, rank))
+        save_whole({"optimizer": state, **slices.also_saved(), **slices.ours()}, _file(folder, rank))
     save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
 
 

@@ -121,7 +121,7 @@ def write_plain(slices: Slices, folder: Path) -> None:
     if slices.is_16_bit:
         of_groups = [[mains[number] for number in _with_main(slices, group.members)] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
-    save_whole({**slices.model_state(), "optimizer": entry, **slices.beside(), **slices.ours()}, folder / MODEL)
+    save_whole({**slices.model_state(), "optimizer": entry, **slices.also_saved(), **slices.ours()}, folder / MODEL)
 
 
 def _with_main(slices: Slices, numbers: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What plain and per-rank files hold of one param: torch's own state dict, with main params beside it.
+"""What plain and per-rank files hold of one param: torch's own state dict, and main params.
 
 ::
 
@@ -36,7 +36,7 @@ class Origin:
     remedy: str
 
     def refused(self, got: object, rule: str) -> CheckpointError:
-        """What is raised where it does not fit."""
+        """The error for a state that does not fit."""
         return CheckpointError(refusal(self.what, got, rule, self.remedy))
 
 

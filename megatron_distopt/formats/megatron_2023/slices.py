@@ -24,7 +24,7 @@ __all__ = ["Slices", "check_all_written"]
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """A model file and the state that goes beside it.
+    """A model file and the state that is written for it.
 
     Args:
         file: of the model.
@@ -41,7 +41,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """What is kept for each element beside the main param."""
+        """What is kept for each element in addition to the main param."""
         return tuple(sorted({kind_of(key) for key in self.source.tensors} - {MAIN}))
 
     @cached_property
@@ -95,9 +95,9 @@ class Slices:
         self.progress(local.numel() * local.element_size())
         return local
 
-    def beside(self) -> dict[str, Any]:
+    def also_saved(self) -> dict[str, Any]:
         """Entries that forks save with the optimizer or with the model."""
-        return dict(self.kept.beside)
+        return dict(self.kept.also_saved)
 
     def model_state(self, ranks: int | None = None) -> dict[str, Any]:
         """The entries of the model file that are the model's.
@@ -105,7 +105,7 @@ class Slices:
         Args:
             ranks: data-parallel, where the files fit no other number; the file's arguments say so then.
         """
-        gone = {"optimizer", OURS, *self.beside()}
+        gone = {"optimizer", OURS, *self.also_saved()}
         state = {key: value for key, value in self.file.state.items() if key not in gone}
         if ranks is not None and "args" in state:
             state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})
@@ -135,7 +135,7 @@ class Slices:
         return {OURS: self.skipped()} if self.skipped() else {}
 
     def inner_groups(self) -> Iterator[dict[str, Any]]:
-        """As torch's state dict has them, but for the params."""
+        """Param groups as torch's state dict has them, without params."""
         for group in self.groups:
             yield dict(group.options)
 

@@ -1,4 +1,4 @@
-"""Flat buckets of optimizer state in megatron-core's distributed checkpoints, beside a model that has names."""
+"""Flat buckets of optimizer state in megatron-core's distributed checkpoints, whose model has names."""
 
 from __future__ import annotations
 
@@ -116,14 +116,17 @@ def _gathered_buffers(folder: DcpFolder) -> dict[_Buffer, list[FlatBucket]]:
 
 
 def _tensor_size(model: Mapping[str, NamedTensor], args: Any) -> int:
-    """As the run was told, or as the vocabulary was cut; a gated projection alone is cut into twice as many."""
+    """The tensor-parallel size: that of the arguments, or the number of parts of the vocabulary.
+
+    A gated projection is cut into twice as many parts.
+    """
     told = attribute(args, "tensor_model_parallel_size")
     cuts = [tensor.cuts[0] for name, tensor in model.items() if name.endswith("word_embeddings.weight")]
     return int(told) if told else next(iter(cuts), 1)
 
 
 def _placement_of(name: str, tensor: NamedTensor, cut: tuple[int, int]) -> Placement | None:
-    """None for what is cut in some other way, such as experts."""
+    """The placement of a tensor; None for one that is cut in another way, such as experts."""
     (rank, size), dims = cut, [dim for dim, parts in enumerate(tensor.cuts) if parts > 1]
     if not dims or size == 1:
         return Placement(name, tensor.shape)

@@ -5,7 +5,7 @@
     iter_0000010/mp_rank_TT[_PPP]/distrib_optim.pt    flat buffers without names, see `coalesced`
                                   model_optim_rng.pt  the model, and the param groups without params
 
-Names, shapes and order are those of the model beside them; see [Note: found by value] in flat_slots.py for the places.
+Names, shapes and order are those of the model files; see [Note: found by value] in flat_slots.py for the places.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def recognises(path: Path) -> bool:
     first = next(iter(sorted(path.glob(f"mp_rank_*/{_OPTIMIZER}"))), None)
     try:
         return first is not None and any(map(_is_coalesced, _states_in(first)))
-    except CheckpointError:  # whoever opens it says what is wrong with it
+    except CheckpointError:  # opening it says what is wrong with it
         return False
 
 
 def _states_in(path: Path) -> list[Mapping[Any, Any]]:
-    """One for each optimizer of a chain, and of those only what this rank had."""
+    """States of the optimizers of a chain that this rank had."""
     found = load_file(path)
     return [state for state in (found if isinstance(found, list) else [found]) if isinstance(state, Mapping)]
 

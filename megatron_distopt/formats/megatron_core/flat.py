@@ -37,12 +37,12 @@ class FlatBucket:
 
     @classmethod
     def of(cls, flat: Flat, numel: int, dtype: torch.dtype, where: str, *, is_one_bucket: bool) -> FlatBucket:
-        """One with so many elements, whose params have a dtype in the model."""
+        """Makes one of `numel` elements whose params have the given dtype in the model."""
         return cls(flat, FlatMain(where, dtype, lambda: flat.read(MAIN, Span(0, numel)), is_one_bucket))
 
 
 def coalesced(state: Mapping[Any, Any], where: str) -> list[list[FlatBucket]]:
-    """The buffers of a state of which DP rank 0 gathered whole buffers (megatron-core since 0.7).
+    """The buffers of a state that data-parallel rank 0 gathered (megatron-core since 0.7).
 
     Args:
         state: `{'buckets_coalesced': True, buffer: {(param dtype, grad dtype): {'param', 'exp_avg', ...}}}`
@@ -74,7 +74,7 @@ def _kind(key: str) -> str:
 
 
 def layer_orders(names: Sequence[str]) -> list[Order]:
-    """That params of a layer come before those of later ones."""
+    """Orders in which the params of a layer come before those of later layers."""
     found: dict[str, dict[int, int]] = {}
     for number, name in enumerate(names):
         match = _LAYER.fullmatch(name)
@@ -118,7 +118,7 @@ def locate(
 
 
 def _of_one_family(slots: list[Slot], families: Sequence[int]) -> list[Slot]:
-    """With the candidates of the one family that fits every slot, where there is one."""
+    """Slots with the candidates of one family alone, where exactly one family fits every slot."""
     fitting = [{families[number] for number in slot.candidates} for slot in slots] if families else []
     common = set.intersection(*fitting) if fitting else set()
     if len(common) != 1:

@@ -57,7 +57,7 @@ def _check_named(slot: Slot, names: list[str], where: str) -> None:
 
 
 def _narrow(opens: list[list[set[int]]], orders: Sequence[Order]) -> bool:
-    """Takes out what cannot be; whether there was anything."""
+    """Removes candidates that cannot be in a slot. Returns whether there were any."""
     known = {next(iter(left)) for buffer in opens for left in buffer if len(left) == 1}
     changed = False
     for buffer in opens:
@@ -100,7 +100,7 @@ class _Anchors:
 
 
 def _settle_in_order(buffer: list[set[int]], orders: Sequence[Order]) -> None:
-    """Neighbours that may be the same params, as many as there are slots, have the reverse of their order."""
+    """Names neighbouring slots with equal candidates, as many as there are slots, in reverse order."""
     start = 0
     while start < len(buffer):
         stop = start + 1

@@ -1,4 +1,4 @@
-"""Where params begin in a flat buffer that says nothing about itself but its values.
+"""Where params begin in a flat buffer that holds values and nothing else.
 
 [Note: found by value] megatron-core saves main params as a flat buffer, in the order in which backward reaches them,
 each at a multiple of 64 elements of its bucket since 0.8 and right after the one before until 0.7; what fills up a
@@ -169,7 +169,7 @@ def slots_of(flat: FlatMain, values: Values) -> tuple[Slot, ...]:
                     heapq.heappush(todo, after)
                 ways = reached[place].ways + (known.ways if known else 0)
                 reached[after] = _Reached(min(ways, 2), (place, slot))
-    # Params up to the last element are a better explanation of it than space that nobody owns.
+    # Params up to the last element are a better explanation of it than unused space.
     ends = [place for place in reached if place[0] == numel and numel] or [p for p in reached if _is_end(p, numel)]
     _check_one(flat, ends, sum(reached[place].ways for place in ends), (furthest, numel))
     return _back_from(ends[0], reached)

@@ -17,7 +17,7 @@ __all__ = ["head_of"]
 
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 _SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
-#: What tells groups apart beside the decay of the weights.
+#: Options other than weight decay that tell groups apart.
 _IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
@@ -28,7 +28,7 @@ def head_of(
     about: Mapping[str, str | int],
     where: str,
 ) -> Manifest:
-    """All but the tensors.
+    """The manifest without tensors.
 
     Args:
         infos: of the tensors.
@@ -47,7 +47,7 @@ def head_of(
 
 
 def _loss_scale(scaler: Mapping[str, Any] | None) -> dict[str, float]:
-    """Empty for one that never changes."""
+    """The loss scale for a `Source`; empty for a constant one."""
     if not scaler or not _SCALE.keys() <= scaler.keys():
         return {}
     return {name: float(as_number(scaler[key])) for key, name in _SCALE.items()}
@@ -83,7 +83,7 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _step(groups: Sequence[Mapping[str, Any]], where: str) -> int | None:
-    """A group without params on the rank that wrote may not have counted."""
+    """The update count. A group that had no param on the rank that wrote may lack it."""
     steps = {int(as_number(group["step"])) for group in groups if group.get("step") is not None}
     if len(steps) > 1:
         got, rule = f"{sorted(steps)} updates", "be as many for all param groups"

@@ -66,7 +66,7 @@ def open_core_models(iteration: Path) -> list[CoreModel]:
     """All model files, by stage and then by tensor-parallel rank.
 
     Raises:
-        CheckpointError: one is missing or damaged, or has params of which nobody here knows how they are cut.
+        CheckpointError: one is missing or damaged, or has params that are cut in an unknown way.
     """
     paths = {place: folder for folder in iteration.iterdir() for place in _places(folder)}
     stages, size = 1 + max(stage for stage, _ in paths), 1 + max(rank for _, rank in paths)
@@ -111,7 +111,7 @@ _Firsts = dict[tuple[int, int, str], int]
 
 
 def _first_layers(states: Mapping[tuple[int, int], Any]) -> _Firsts:
-    """The first chunks of all stages come first, then the second ones."""
+    """Numbers layers through the first chunks of all stages, then through the second ones."""
     chunks = {stage: _chunks_of(state) for (stage, rank), state in states.items() if rank == 0}
     found: _Firsts = {}
     before: Counter[str] = Counter()
@@ -148,7 +148,7 @@ def _params_of(
 
 
 def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """A first layer of an MLP that makes twice of what the second takes holds a gate beside the up projection."""
+    """Whether the first layer of an MLP holds a gate as well: it then has twice the rows that the second takes."""
     base, found, _ = name.rpartition(".linear_fc1.")
     first, second = shapes.get(f"{base}.linear_fc1.weight"), shapes.get(f"{base}.linear_fc2.weight")
     return bool(found and first and second) and first[0] == 2 * second[1]  # type: ignore[index]

@@ -51,7 +51,7 @@ class NamedTensor:
     writer: str
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         return self.read(Box.whole(self.shape))
 
 
@@ -121,7 +121,7 @@ def _in_shape(tensor: NamedTensor, name: str, param: NamedTensor | None, folder:
 
 
 def _unfold(parts: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """From [X, Y, elements of a part] to [rows, columns]; as many dimensions as there are."""
+    """Reshapes [X, Y, elements of a part] into [rows, columns], for any number of dimensions."""
     cuts = parts.shape[:-1]
     sizes = [numel // cut for numel, cut in zip(shape, cuts, strict=True)]
     dims = len(shape)
@@ -130,7 +130,7 @@ def _unfold(parts: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _with_pairs(tensors: Mapping[str, NamedTensor]) -> Iterator[tuple[str, NamedTensor]]:
-    """With the halves of gated projections put together."""
+    """Puts the halves of gated projections together."""
     for name, tensor in tensors.items():
         base, suffix = name[: -len(_GATE)], name[-len(_GATE) :]
         if suffix == _GATE and f"{base}{_UP}" in tensors and base not in tensors:

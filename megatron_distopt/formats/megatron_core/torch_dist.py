@@ -142,14 +142,14 @@ def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
 
 
 def _optimizer_states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One for each optimizer of a chain."""
+    """The state of each optimizer of a chain."""
     entry = common.get("optimizer")
     entries = entry.values() if isinstance(entry, Mapping) and all(isinstance(key, int) for key in entry) else (entry,)
     yield from (each for each in entries if isinstance(each, Mapping))
 
 
 def _groups_in(states: list[Any]) -> list[Mapping[str, Any]]:
-    """Param groups, each once; the step of optimizers that are not distributed is beside them."""
+    """Param groups, each once, with the step, which optimizers that are not distributed keep outside of the groups."""
     found: list[Mapping[str, Any]] = []
     for state in states:
         inner = state.get("optimizer", state)

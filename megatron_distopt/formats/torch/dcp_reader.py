@@ -105,7 +105,7 @@ class DcpFolder:
             raise CheckpointError(refusal(f"file {path}", error, "be readable", _REMEDY)) from error
 
     def read_object(self, key: str) -> Any:
-        """What is no tensor; see `inert.load_bytes`.
+        """An object that is no tensor; see `inert.load_bytes`.
 
         Raises:
             CheckpointError: it is missing or damaged.
@@ -154,7 +154,7 @@ def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Place, StoredBytes
 
 
 def _plain_name(name: str) -> str:
-    """Of a file in the folder: a path would let the metadata read elsewhere."""
+    """The name of a file in the folder. A path could lead out of it, and is refused."""
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         raise ValueError(f"{name!r} is no file name")
     return name

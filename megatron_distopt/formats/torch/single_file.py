@@ -1,4 +1,4 @@
-"""One file of `torch.save`, of plain containers: for scripts of one's own.
+"""One file of `torch.save`, of plain containers: for scripts of the user.
 
 ::
 

@@ -64,7 +64,7 @@ class CheckpointCalls:
         self._take_back: Callable[[], None] = _nothing
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside a gathered file what it lacks; for per-rank files all of this rank's state, see state_per_rank.py.
+        """What a gathered file lacks; with per-rank files all of this rank's state, see state_per_rank.py.
 
         Collective over the data-parallel ranks with per-rank files and more than the fork's one bucket.
         """

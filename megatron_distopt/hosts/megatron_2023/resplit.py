@@ -52,7 +52,7 @@ class Facts:
 
     Args:
         keys: dtypes by kind and key.
-        step: updates so far; None where nobody has counted.
+        step: updates so far; None where they are not counted.
         groups: as they were saved, without params, by number of the run's group.
     """
 
@@ -62,7 +62,7 @@ class Facts:
 
 
 def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
-    """Collective where values travel: what any rank knows. Elsewhere this one's own, which is all that it needs."""
+    """Collective where values travel: the facts of all ranks together. Elsewhere a rank needs no facts but its own."""
     if all(buffer.plan.is_in_place for buffer in optimizer.grad_buffers):
         return facts
     by_rank = exchange(facts, optimizer.start.data)
@@ -78,7 +78,7 @@ def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
 
 
 def keys_of(optimizer: DistributedOptimizer) -> dict[Kind, dict[str, torch.dtype]]:
-    """What this rank keeps for an element, by what it is of."""
+    """What this rank keeps for each element of params of each kind."""
     keys: dict[Kind, dict[str, torch.dtype]] = {}
     for flat in optimizer.sharded.flat_params:
         dtypes = {key: tensor.dtype for key, tensor in kept(optimizer, flat).items()}
@@ -87,7 +87,7 @@ def keys_of(optimizer: DistributedOptimizer) -> dict[Kind, dict[str, torch.dtype
 
 
 def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
-    """By name of all params that are updated, whoever owns them."""
+    """The kind of every param that is updated, on this rank or another, by name."""
     named = optimizer.start.named
     return {
         name: (number, named[name].dtype is not torch.float32)
@@ -97,12 +97,12 @@ def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
 
 
 def kind_of_flat(flat: FlatParam) -> Kind:
-    """Of its params."""
+    """The kind of its params."""
     return flat.plan.key.group, flat.owns_memory
 
 
 def kept(optimizer: DistributedOptimizer, flat: FlatParam) -> dict[str, Tensor]:
-    """What there is of it in this rank, by key; 1-D, as long as the flat param."""
+    """What this rank keeps of a flat param, by key; 1-D, as long as it."""
     main = {MAIN: flat.main.detach()} if flat.owns_memory else {}
     return main | moments_of(optimizer.sharded.inner, flat.main)
 
@@ -133,7 +133,7 @@ class FilePosition:
 
 
 def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[FilePosition]:
-    """Of one buffer, in its order.
+    """What this rank's file has of one buffer, in its order.
 
     Args:
         plan: of the run.
@@ -221,7 +221,7 @@ def _take(
 
 
 def _whole(taken: Mapping[FlatParam, dict[str, Tensor]], flat: FlatParam, key: str) -> Tensor:
-    """Where a key of it is put; zeros at first, if it is none that the flat param has."""
+    """The tensor that takes a key of a flat param; zeros at first, where the flat param lacks the key."""
     if key not in taken[flat]:
         taken[flat][key] = torch.zeros_like(flat.main)
     return taken[flat][key]
@@ -232,13 +232,13 @@ def _owned_in(optimizer: DistributedOptimizer, plan: BufferPlan) -> Iterator[tup
 
 
 def _columns(plan: BufferPlan, kind_of: Mapping[str, Kind], facts: Facts) -> list[tuple[str, torch.dtype]]:
-    """What travels by itself: the same on all ranks, in the same order."""
+    """Keys and dtypes, each of which travels by itself; the same on all ranks, in the same order."""
     wanted = dict.fromkeys(kind_of[name] for name in plan.params if name in kind_of)
     return list(dict.fromkeys(column for kind in wanted for column in facts.keys.get(kind, {}).items()))
 
 
 def _places(optimizer: DistributedOptimizer, plan: BufferPlan, tensors: Mapping[FlatParam, Tensor]) -> list[_Place]:
-    """In all files, of what this rank owns of the flat params that are given."""
+    """Where the files have what this rank owns of the given flat params."""
     return [
         _Place(rank, in_file, flat.cut(tensors[flat], shard)[in_shard.as_slice()])
         for flat, shard in _owned_in(optimizer, plan)
@@ -284,7 +284,7 @@ def _stretches(plan: BufferPlan, shard: ParamShard) -> Iterator[tuple[int, Span,
 
 
 def _send(places: Sequence[_Place], plan: BufferPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Collective over the plan's group: what lies in this rank's file, with zeros where nobody has anything.
+    """Collective over the plan's group: what lies in this rank's file, with zeros where no rank has values.
 
     Args:
         places: this rank's, in all files.
@@ -322,7 +322,7 @@ def _fetch(own: Tensor, places: Sequence[_Place], plan: BufferPlan) -> None:
 
 
 def _pieces(files: BufferLayout) -> Iterator[Span]:
-    """Of the file of each rank."""
+    """Spans of the file of each rank that travel together."""
     step = max(PIECE_NUMEL // files.num_shards, 1)
     for start in range(0, files.shard_numel, step):
         yield Span(start, min(start + step, files.shard_numel))

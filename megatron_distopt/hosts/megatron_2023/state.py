@@ -53,7 +53,7 @@ _OF_OTHER_MODEL = Origin("optimizer state", _REMEDY)
 def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
     """The param groups without params, with the keys that the fork's own inner optimizer has, and the update count.
 
-    torch's Adam keeps the count beside the moments, where a gathered file loses it; apex has it in the group.
+    torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has it in the group.
     """
     step = updates_so_far(optimizer)
     counted = {} if step is None else {"step": step}
@@ -70,7 +70,7 @@ def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
-    """Whether `state_dict()` beside a gathered file can be taken.
+    """Whether the `state_dict()` that belongs to a gathered file can be taken.
 
     Raises:
         CheckpointError
@@ -130,7 +130,7 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
     """The update count to go on from.
 
     Raises:
-        CheckpointError: Adam needs one and nobody knows it, or the file and the flag say different ones.
+        CheckpointError: Adam needs one and it is unknown, or the file and the flag say different ones.
     """
     choice, given = optimizer.sharded.plan.choice, optimizer.sharded.config.resume_step
     if given is not None and step is not None and given != step:
@@ -181,7 +181,7 @@ def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -
 
 
 def moment_keys(optimizer: ShardedOptimizer) -> set[str]:
-    """What the inner optimizer keeps an element, as far as this rank can tell."""
+    """What the inner optimizer keeps for each element, as far as this rank can tell."""
     return {key for flat in optimizer.flat_params for key in moments_of(optimizer.inner, flat.main)}
 
 

@@ -18,7 +18,7 @@ from megatron_distopt.comm import Group, exchange, gather_to_first, raise_togeth
 from megatron_distopt.formats.megatron_2023.gathered import (
     MAIN_IN_FILE,
     GatheredFile,
-    experts_beside,
+    experts_filename,
     gathered_state,
     moments_in_file,
     open_gathered,
@@ -53,7 +53,7 @@ class _Part:
     """What goes into one file: the buffers of one group of ranks.
 
     Args:
-        filename: experts are not in the fork's layout and have a file beside it.
+        filename: experts are not in the fork's layout and have a file of their own.
         group: ranks; the first one writes and reads.
         buffers: sharded over it.
     """
@@ -122,7 +122,7 @@ def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
 
 
 def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> str:
-    return filename if group == optimizer.start.data else experts_beside(filename, group.global_rank(0))
+    return filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0))
 
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
@@ -242,7 +242,7 @@ def _counts_in(file: GatheredFile | None) -> tuple[int | None, int]:
 
 
 def _write(state: Mapping[Any, Any], filename: str) -> None:
-    """Complete or not at all: under another name first."""
+    """Writes the file under another name and renames it, so that it is complete or not there."""
     unfinished = f"{filename}.unfinished"
     torch.save(state, unfinished)
     os.replace(unfinished, filename)
