@@ -11,6 +11,7 @@ from megatron_distopt.config import FREE_OPTIONS
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.options import flag_of
 from megatron_distopt.plugin.arguments import check_spelling
+from tests.support.refusals import says
 
 OURS = ", ".join(map(flag_of, FREE_OPTIONS))
 
@@ -74,10 +75,7 @@ def test_switch_when_alone_or_with_a_word_then_on_or_off(words: tuple[str, ...],
 def test_flag_when_its_value_is_unknown_then_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_arguments(_parse("--distopt-nonfinite", "skipp"))
-    assert (
-        str(caught.value)
-        == "Invalid nonfinite: 'skipp'. Must be one of raise, skip, log. Write --distopt-nonfinite skip."
-    )
+    assert says(caught.value, "Invalid nonfinite: 'skipp' ... Write --distopt-nonfinite skip.")
 
 
 def test_help_when_printed_then_names_every_choice() -> None:
@@ -106,45 +104,42 @@ def test_flags_when_added_twice_then_once_in_the_parser() -> None:
     [
         (
             ("--distopt-resume-step", "later"),
-            "Invalid resume_step: 'later'. Must be a whole number. Write --distopt-resume-step 10.",
+            "Invalid resume_step: 'later' ... Write --distopt-resume-step 10.",
         ),
         (
             ("--distopt_resume_step", "-1"),
-            "Invalid resume_step: -1. Must be at least 0 updates. "
-            "Write --distopt-resume-step 1000, the updates that the checkpoint has seen.",
+            "Invalid resume_step: -1 ... Write --distopt-resume-step 1000, the updates that the checkpoint has seen.",
         ),
         (
             ("--distopt-decay", "L2"),
-            "Invalid decay: 'L2'. Must be one of decoupled, l2. Write --distopt-decay l2.",
+            "Invalid decay: 'L2' ... Write --distopt-decay l2.",
         ),
         (
             ("--distopt-checkpoint-format", "torch"),
-            "Invalid checkpoint_format: 'torch'. Must be one of distopt, gathered. "
-            "Write --distopt-checkpoint-format distopt.",
+            "Invalid checkpoint_format: 'torch' ... Write --distopt-checkpoint-format distopt.",
         ),
         (
             ("--distopt-async-save", "data"),
-            "Invalid async_save: 'data'. Must be yes or no. Write --distopt-async-save yes.",
+            "Invalid async_save: 'data' ... Write --distopt-async-save yes.",
         ),
         (
             ("--distopt-async-buffer-mb", "4GB"),
-            "Invalid async_buffer_mb: '4GB'. Must be a whole number. Write --distopt-async-buffer-mb 10.",
+            "Invalid async_buffer_mb: '4GB' ... Write --distopt-async-buffer-mb 10.",
         ),
         (
             ("--distopt_async_buffer_mb", "0"),
-            "Invalid async_buffer_mb: 0. Must be at least 1. Write --distopt-async-buffer-mb 1.",
+            "Invalid async_buffer_mb: 0 ... Write --distopt-async-buffer-mb 1.",
         ),
         (
             ("--distopt-keep-last", "0"),
-            "Invalid keep_last: 0. Must be at least 1 checkpoint. "
-            "Write --distopt-keep-last 2, or leave it out to keep all.",
+            "Invalid keep_last: 0 ... Write --distopt-keep-last 2, or leave it out to keep all.",
         ),
     ],
 )
 def test_flag_when_its_value_cannot_be_then_refused(words: tuple[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_arguments(_parse(*words))
-    assert str(caught.value) == text
+    assert says(caught.value, text)
 
 
 def test_help_when_printed_then_names_every_flag_and_its_default() -> None:
@@ -162,10 +157,10 @@ def _known(*more: str) -> list[str]:
     return list(add_arguments(parser)._option_string_actions)
 
 
-def _misspelled(flag: str, nearest: str) -> str:
-    """One of ours names ours, one that is nearly the host's names the host's."""
-    rule = OURS if nearest.startswith("--distopt") else nearest
-    return f"Invalid flag: {flag}. Must be one of {rule}. Write {nearest}."
+def _names(error: BaseException, flag: str, nearest: str) -> bool:
+    """Whether it names the flag, the nearest one, and all that are valid: ours for one of ours, else the host's."""
+    valid = OURS if nearest.startswith("--distopt") else nearest
+    return says(error, f"Invalid flag: {flag} ... Write {nearest}.") and f"one of {valid}." in str(error)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +185,7 @@ def test_spelling_when_a_word_is_nearly_ours_or_the_hosts_then_refused_with_the_
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check_spelling(["pretrain.py", "--lr", "0.1", word], _known())
-    assert str(caught.value) == _misspelled(word.partition("=")[0], nearest)
+    assert _names(caught.value, word.partition("=")[0], nearest)
 
 
 def test_spelling_when_the_host_spells_with_underscores_then_its_spelling_is_named() -> None:
@@ -200,14 +195,14 @@ def test_spelling_when_the_host_spells_with_underscores_then_its_spelling_is_nam
     check_spelling(["--use_distributed_optimizer"], known)
     with pytest.raises(ConfigError) as caught:
         check_spelling(["--use-distributed-optimizer"], known)
-    assert str(caught.value) == _misspelled("--use-distributed-optimizer", "--use_distributed_optimizer")
+    assert _names(caught.value, "--use-distributed-optimizer", "--use_distributed_optimizer")
 
 
 def test_spelling_when_the_host_has_no_such_flag_then_its_usual_spelling_is_named() -> None:
     known = list(add_arguments(argparse.ArgumentParser())._option_string_actions)
     with pytest.raises(ConfigError) as caught:
         check_spelling(["--use-distributed-optimiser"], known)
-    assert str(caught.value) == _misspelled("--use-distributed-optimiser", "--use-distributed-optimizer")
+    assert _names(caught.value, "--use-distributed-optimiser", "--use-distributed-optimizer")
 
 
 @pytest.mark.parametrize(
@@ -240,4 +235,4 @@ def test_spelling_when_a_flag_is_abbreviated_then_the_parser_says_whether_it_may
     check_spelling([f"{word}=skip"], _known(), abbreviated=True)
     with pytest.raises(ConfigError) as caught:
         check_spelling([word], _known(), abbreviated=False)
-    assert str(caught.value) == _misspelled(word, nearest)
+    assert _names(caught.value, word, nearest)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-__all__ = ["assert_says"]
+__all__ = ["Said", "assert_says", "says"]
 
 #: A word that is a value: a number, a quoted name, a path, a flag, an identifier, a call, a list.
 _VALUE = re.compile(r"[0-9'_/=(\[]|--|\w\.\w|[a-z][A-Z]")
@@ -24,3 +25,26 @@ def assert_says(text: str, example: str) -> None:
     missing = [each for each in dict.fromkeys([subject, *values]) if each not in text]
     if missing:
         raise AssertionError(f"{', '.join(missing)} not in: {text}")
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """Equal to every message that begins with what was found and ends with the remedy.
+
+    >>> "Invalid fork: missing. Must exist. Write its path." == Said("Invalid fork: missing", "Write its path.")
+    True
+    """
+
+    found: str
+    remedy: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other.startswith(f"{self.found}. ") and other.endswith(f". {self.remedy}")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def says(error: BaseException, text: str) -> bool:
+    """Whether the message of an error begins and ends as the text does before and after " ... "."""
+    found, _, remedy = text.partition(" ... ")
+    return Said(found, remedy) == str(error)
