@@ -145,6 +145,7 @@ def test_reference_when_compared_with_the_options_then_its_table_is_theirs() -> 
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     """Of the wheel, whose description is the page of a package index."""
     folder = tmp_path_factory.mktemp("checkout")
+    (folder / "wheel").mkdir()  # which older releases of setuptools do not make
     for name in ("setup.py", "pyproject.toml", "README.md", "megatron_distopt/version.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
