@@ -26,6 +26,7 @@ from tests.support.fork_trees import (
     pre_distopt,
     write_tree,
 )
+from tests.support.refusals import Said
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -168,10 +169,10 @@ def test_survey_when_the_signature_differs_then_refused_with_both(tmp_path: Path
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("model, no_weight", "chunks, no_weight")})
     patch_point = read(tmp_path).patch_points[0]
     assert patch_point.state is PatchPointState.DIFFERENT
-    assert patch_point.refusal() == (
-        "Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
-        f"scale_lr_cond, lr_mult) in {FACTORY}:4. Must start with (model, no_weight_decay_cond, scale_lr_cond, "
-        "lr_mult). Use a Megatron that docs/hosts.md lists."
+    assert patch_point.refusal() == Said(
+        f"Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
+        f"scale_lr_cond, lr_mult) in {FACTORY}:4",
+        "Use a Megatron that docs/hosts.md lists.",
     )
 
 
@@ -179,9 +180,8 @@ def test_survey_when_the_function_is_gone_then_refused(tmp_path: Path) -> None:
     write_tree(per_rank_2023(tmp_path), {FACTORY: "from .distrib_optimizer import DistributedOptimizer\n"})
     patch_point = read(tmp_path).patch_points[0]
     assert patch_point.state is PatchPointState.MISSING
-    assert patch_point.refusal() == (
-        "Invalid megatron.optimizer.get_megatron_optimizer: missing. Must exist. "
-        "Use a Megatron that docs/hosts.md lists."
+    assert patch_point.refusal() == Said(
+        "Invalid megatron.optimizer.get_megatron_optimizer: missing", "Use a Megatron that docs/hosts.md lists."
     )
 
 
@@ -189,9 +189,8 @@ def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> No
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("import Distributed", "import Other")})
     found = read(tmp_path).optimizer_class
     assert found is not None
-    assert found.refusal() == (
-        "Invalid factory: no DistributedOptimizer in its module. Must know its classes. "
-        "Use a Megatron that docs/hosts.md lists."
+    assert found.refusal() == Said(
+        "Invalid factory: no DistributedOptimizer in its module", "Use a Megatron that docs/hosts.md lists."
     )
 
 
@@ -266,10 +265,8 @@ def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: 
     write_tree(tmp_path, {"megatron/transformers/__init__.py": ""})
     with pytest.raises(UnknownHostError) as error:
         read(tmp_path)
-    assert str(error.value).startswith(
-        "Invalid host: no Megatron that we know. Must provide megatron.core.optimizer.get_megatron_optimizer or "
-        "megatron.optimizer.get_megatron_optimizer. Start in the folder of your fork"
-    )
+    assert str(error.value).startswith("Invalid host: no Megatron that we know. ")
+    assert "Start in the folder of your fork" in str(error.value)
 
 
 def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(tmp_path: Path) -> None:

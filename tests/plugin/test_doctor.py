@@ -27,6 +27,7 @@ from megatron_distopt.hosts.source.tree import fork_at
 from megatron_distopt.optimizer import Accelerator
 from megatron_distopt.optimizer.accelerator import CPU, CUDA
 from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
+from tests.support.refusals import Said
 
 OURS = EntryPoint("distopt", "megatron_distopt.plugin.entry_point:distopt", GROUP)
 FLAG = "--use-distributed-optimizer"
@@ -88,8 +89,7 @@ def test_doctor_when_the_path_is_no_fork_then_a_problem_and_the_machine_is_descr
 ) -> None:
     findings = doctor.diagnose(tmp_path / "nowhere", [])
     assert problems(findings) == [
-        f"Invalid fork: {tmp_path / 'nowhere'} does not exist. Must be a folder that holds the folder megatron. "
-        "Write the path of your Megatron's checkout."
+        Said(f"Invalid fork: {tmp_path / 'nowhere'} does not exist", "Write the path of your Megatron's checkout.")
     ]
     assert of(findings, "torch").status is Status.OK
 
@@ -121,9 +121,11 @@ def test_doctor_when_another_patcher_is_in_the_file_then_a_problem(tmp_path: Pat
     file = per_rank_2023(tmp_path) / "megatron/optimizer/__init__.py"
     file.write_text(file.read_text() + "get_megatron_optimizer = wrap(get_megatron_optimizer)\n")
     assert problems(list(describe_fork(read(tmp_path)))) == [
-        "Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in "
-        "megatron/optimizer/__init__.py:6. Must be untouched. Take the other patcher out, or install megatron_distopt "
-        "before it."
+        Said(
+            "Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in "
+            "megatron/optimizer/__init__.py:6",
+            "Take the other patcher out, or install megatron_distopt before it.",
+        )
     ]
 
 
@@ -134,15 +136,17 @@ def test_doctor_when_a_file_is_no_python_then_a_problem_only_inside_the_package(
     write_tree(per_rank_2023(tmp_path), {file: "x = 1\nparse_args = = 2\n"})
     found = of(list(describe_fork(read(tmp_path))), "unreadable")
     assert found == Finding(
-        "fork", "unreadable", status, f"Invalid source: {file}:2 (invalid syntax). Must be Python. Correct that line."
+        "fork", "unreadable", status, Said(f"Invalid source: {file}:2 (invalid syntax)", "Correct that line.")
     )
 
 
 def test_doctor_when_the_data_parallel_group_has_no_name_then_a_problem(tmp_path: Path) -> None:
     write_tree(per_rank_2023(tmp_path), {"megatron/core/parallel_state.py": "def get_embedding_group(): ...\n"})
     assert problems(list(describe_fork(read(tmp_path)))) == [
-        "Invalid parallel state: no get_data_parallel_group, only get_embedding_group. Must name the data-parallel "
-        "group. Use a Megatron that docs/hosts.md lists."
+        Said(
+            "Invalid parallel state: no get_data_parallel_group, only get_embedding_group",
+            "Use a Megatron that docs/hosts.md lists.",
+        )
     ]
 
 
@@ -156,8 +160,7 @@ def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_
     entries(monkeypatch)
     findings = doctor.diagnose(tmp_path, [])
     assert problems(findings) == [
-        "Invalid entry point distopt: not registered. Must be registered in megatron.optimizer_factories, which the "
-        "fork asks. Run pip install megatron-distopt in this Python."
+        Said("Invalid entry point distopt: not registered", "Run pip install megatron-distopt in this Python.")
     ]
 
 
@@ -182,12 +185,12 @@ def test_doctor_when_others_are_registered_or_installed_then_it_names_them(
         (
             {"MEGATRON_DISTOPT": "2"},
             Status.PROBLEM,
-            "Invalid MEGATRON_DISTOPT: '2'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=1.",
+            Said("Invalid MEGATRON_DISTOPT: '2'", "Write MEGATRON_DISTOPT=1."),
         ),
     ],
 )
 def test_doctor_when_variables_are_set_then_shows_and_checks_them(
-    variables: dict[str, str], status: Status, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], status: Status, text: str | Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -207,7 +210,7 @@ def test_doctor_when_a_variable_is_misspelt_then_a_problem_that_names_the_neares
 def test_doctor_when_torch_is_not_installed_then_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     findings = doctor.diagnose(per_rank_2023(tmp_path), [])
-    assert problems(findings) == ["Invalid torch: not installed. Must be installed. Run pip install torch."]
+    assert problems(findings) == [Said("Invalid torch: not installed", "Run pip install torch.")]
 
 
 def describe(config: DistOptConfig | None = None, found: Survey | None = None) -> list[Finding]:
@@ -218,8 +221,7 @@ def test_machine_when_adam_is_asked_for_by_name_and_cannot_be_had_then_a_problem
     found = of(describe(DistOptConfig(adam="transformer_engine")), "inner optimizer")
     assert (found.status, found.text) == (
         Status.PROBLEM,
-        "Invalid adam 'transformer_engine': has no kernels for cpu. Must be usable when it is asked for by name. "
-        "Install it, or write adam='auto'.",
+        Said("Invalid adam 'transformer_engine': has no kernels for cpu", "Install it, or write adam='auto'."),
     )
 
 
@@ -238,8 +240,10 @@ def test_machine_when_deepspeed_fails_then_a_problem_and_the_rest_is_still_descr
     monkeypatch.setattr(doctor_machine, "find_accelerator", fail)
     findings = describe()
     assert problems(findings) == [
-        "Invalid accelerator: deepspeed fails (no driver). Must be importable where it is installed. "
-        "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch."
+        Said(
+            "Invalid accelerator: deepspeed fails (no driver)",
+            "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch.",
+        )
     ]
     assert of(findings, "torchrun")
 
@@ -266,9 +270,10 @@ def with_needs(tmp_path: Path, *needs: Need) -> Survey:
 def test_machine_when_the_fork_imports_apex_in_any_case_then_a_problem(tmp_path: Path) -> None:
     found = with_needs(tmp_path, Need("apex", SourceLine("megatron/optimizer/__init__.py", 3), False))
     assert problems(describe(found=found)) == [
-        "Invalid package apex: not importable. Must be importable, because the host imports apex.optimizers in "
-        "megatron/optimizer/__init__.py:3. Build NVIDIA apex from its sources; pip install apex gets an unrelated "
-        "project."
+        Said(
+            "Invalid package apex: not importable",
+            "Build NVIDIA apex from its sources; pip install apex gets an unrelated project.",
+        )
     ]
 
 
@@ -284,8 +289,8 @@ def test_machine_when_a_condition_decides_then_a_problem_only_where_it_is_true(
 def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CUDA, "torch"))
     monkeypatch.setattr(doctor_machine, "available_backends", lambda: ("gloo",))
-    assert of(describe(), "process groups").text == (
-        f"Invalid process group backends: gloo. Must include nccl for {CUDA}. Install a torch that was built with it."
+    assert of(describe(), "process groups").text == Said(
+        "Invalid process group backends: gloo", "Install a torch that was built with it."
     )
 
 
@@ -344,8 +349,7 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(words: str, got:
 def test_flags_when_megatron_core_has_an_option_that_is_refused_then_a_problem(tmp_path: Path) -> None:
     words = f"{FLAG} --use-precision-aware-optimizer"
     assert problems(launch(words, read(core(tmp_path)))) == [
-        "Invalid use_precision_aware_optimizer: set. Must be off with this distributed optimizer. "
-        "Drop --use-precision-aware-optimizer."
+        Said("Invalid use_precision_aware_optimizer: set", "Drop --use-precision-aware-optimizer.")
     ]
 
 
@@ -381,7 +385,7 @@ def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_requir
     text = f"not given: the package is inert; add {FLAG} to use it"
     assert launch("--bf16", found) == [noted("launch", FLAG, text)]
     assert problems(launch("--bf16", found, Switch.REQUIRE)) == [
-        f"Invalid run: without {FLAG}. Must be used when MEGATRON_DISTOPT=require. Add {FLAG}, or unset the variable."
+        Said(f"Invalid run: without {FLAG}", f"Add {FLAG}, or unset the variable.")
     ]
     off = launch(FLAG, found, Switch.OFF)
     assert off == [noted("launch", FLAG, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")]

@@ -31,6 +31,7 @@ from tests.support.fork_trees import (
     pre_distopt,
     write_tree,
 )
+from tests.support.refusals import Said
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -216,9 +217,9 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(patch.os, "replace", fail)
-    assert refusal_of(lambda: applied(tmp_path)) == (
-        f"Invalid fork: {file.resolve()} (Permission denied). Must be in a folder that you may write to. "
-        "Run it as the user who owns the fork, or on a copy of it."
+    assert refusal_of(lambda: applied(tmp_path)) == Said(
+        f"Invalid fork: {file.resolve()} (Permission denied)",
+        "Run it as the user who owns the fork, or on a copy of it.",
     )
     assert (file.read_bytes(), sorted(os.listdir(file.parent))) == (before, names)
 
@@ -227,8 +228,8 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
     file = per_rank_2023(tmp_path) / FACTORY
     edit = plan_apply(fork_at(tmp_path))
     file.write_text(FACTORY_OF_2023 + "# edited\n")
-    assert refusal_of(lambda: write(edit)) == (
-        f"Invalid fork: {FACTORY} changed meanwhile. Must stay as it is while it is patched. Run the command again."
+    assert refusal_of(lambda: write(edit)) == Said(
+        f"Invalid fork: {FACTORY} changed meanwhile", "Run the command again."
     )
     assert file.read_text() == FACTORY_OF_2023 + "# edited\n"
 
@@ -250,9 +251,9 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
     applied(tmp_path)
     file.write_text(file.read_text().replace(*edit))
     before = file.read_bytes()
-    text = (
-        f"Invalid patched file: {FACTORY}, where the lines from {BEGIN!r} to {END!r} were edited. Must hold those "
-        f"{len(BLOCK)} lines as this version puts them in. Take the lines out by hand, or check the file out again."
+    text = Said(
+        f"Invalid patched file: {FACTORY}, where the lines from {BEGIN!r} to {END!r} were edited",
+        "Take the lines out by hand, or check the file out again.",
     )
     assert refusal_of(lambda: plan_undo(fork_at(tmp_path))) == text
     assert refusal_of(lambda: is_patched(fork_at(tmp_path))) == text
@@ -260,9 +261,8 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
 
 
 def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
-    assert refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path)))) == (
-        f"Invalid fork: {FACTORY} without our block. Must hold it. "
-        "Run megatron-distopt patch --check to see what is there."
+    assert refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path)))) == Said(
+        f"Invalid fork: {FACTORY} without our block", "Run megatron-distopt patch --check to see what is there."
     )
 
 
@@ -287,30 +287,37 @@ def test_patch_when_the_generation_has_no_adapter_then_refused(
     [
         (
             ("model, no_weight", "chunks, no_weight"),
-            "Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
-            f"scale_lr_cond, lr_mult) in {FACTORY}:4. Must start with (model, no_weight_decay_cond, scale_lr_cond, "
-            "lr_mult). Use a Megatron that docs/hosts.md lists.",
+            Said(
+                f"Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
+                f"scale_lr_cond, lr_mult) in {FACTORY}:4",
+                "Use a Megatron that docs/hosts.md lists.",
+            ),
         ),
         (
             ("(model)\n", "(model)\n\n\nfrom foreign import get_megatron_optimizer\n"),
-            f"Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in {FACTORY}:8. Must be "
-            "untouched. Take the other patcher out, or install megatron_distopt before it.",
+            Said(
+                f"Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in {FACTORY}:8",
+                "Take the other patcher out, or install megatron_distopt before it.",
+            ),
         ),
         (
             ("def get_megatron_optimizer", "if True:\n  def get_megatron_optimizer"),
-            f"Invalid megatron.optimizer.get_megatron_optimizer: defined under another statement in {FACTORY}:5. Must "
-            "stand at the top level of its module. Use the runner or megatron_distopt.install() instead.",
+            Said(
+                f"Invalid megatron.optimizer.get_megatron_optimizer: defined under another statement in {FACTORY}:5",
+                "Use the runner or megatron_distopt.install() instead.",
+            ),
         ),
         (
             ("def get_megatron_optimizer", "def get_optimizer"),
-            "Invalid megatron.optimizer.get_megatron_optimizer: missing. Must exist. "
-            "Use a Megatron that docs/hosts.md lists.",
+            Said(
+                "Invalid megatron.optimizer.get_megatron_optimizer: missing", "Use a Megatron that docs/hosts.md lists."
+            ),
         ),
     ],
     ids=["signature", "other patcher", "under an if", "gone"],
 )
 def test_patch_when_the_patch_point_is_not_as_expected_then_refused_and_nothing_changes(
-    change: tuple[str, str], text: str, tmp_path: Path
+    change: tuple[str, str], text: Said, tmp_path: Path
 ) -> None:
     file = per_rank_2023(tmp_path) / FACTORY
     file.write_text(FACTORY_OF_2023.replace(*change))

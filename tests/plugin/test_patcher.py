@@ -12,6 +12,7 @@ import pytest
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.plugin.patcher import Patch, apply
+from tests.support.refusals import Said
 
 HOST = """
 def make_optimizer(config, model_chunks, no_weight_decay=None):
@@ -114,9 +115,8 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     replaced = snapshot(host, trainer)
     with pytest.raises(HostMismatchError) as error:
         undo()
-    assert str(error.value) == (
-        f"Invalid {patch_point}: replaced by other code since. Must still be megatron_distopt's. "
-        "Undo that replacement first."
+    assert str(error.value) == Said(
+        f"Invalid {patch_point}: replaced by other code since", "Undo that replacement first."
     )
     assert snapshot(host, trainer) == replaced
     setattr(host, patch_point.attribute, installed)
@@ -219,27 +219,23 @@ def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_
 def test_apply_when_the_module_is_missing_then_refused() -> None:
     error = refused(PatchPoint("no_such_host.core", "make_optimizer", ()))
     assert isinstance(error, UnknownHostError)
-    assert str(error) == (
-        "Invalid host module no_such_host.core: No module named 'no_such_host'. Must be importable. "
-        "Start in the folder of your Megatron, and mend what its import misses."
+    assert str(error) == Said(
+        "Invalid host module no_such_host.core: No module named 'no_such_host'",
+        "Start in the folder of your Megatron, and mend what its import misses.",
     )
 
 
 def test_apply_when_the_attribute_is_missing_then_refused(host: Any) -> None:
     error = refused(PatchPoint("fake_host", "no_such_function", ()))
     assert isinstance(error, HostMismatchError)
-    assert str(error) == (
-        "Invalid fake_host.no_such_function: missing. Must exist. Use a Megatron that docs/hosts.md lists."
-    )
+    assert str(error) == Said("Invalid fake_host.no_such_function: missing", "Use a Megatron that docs/hosts.md lists.")
 
 
 def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missing(host: Any) -> None:
     host.make_optimizer = None
     error = refused(OPTIMIZER)
     assert isinstance(error, HostMismatchError)
-    assert str(error) == (
-        f"Invalid fake_host.make_optimizer: not the host's own function but NoneType's. Must be untouched. {REMEDY}"
-    )
+    assert str(error) == Said("Invalid fake_host.make_optimizer: not the host's own function but NoneType's", REMEDY)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +252,9 @@ def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missin
 def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str, ...], rule: str, host: Any) -> None:
     error = refused(PatchPoint("fake_host", "make_optimizer", parameters))
     assert isinstance(error, HostMismatchError)
-    assert str(error) == (
-        "Invalid signature of fake_host.make_optimizer: (config, model_chunks, no_weight_decay). "
-        f"Must {rule}. Use a Megatron that docs/hosts.md lists."
+    assert str(error) == Said(
+        "Invalid signature of fake_host.make_optimizer: (config, model_chunks, no_weight_decay)",
+        "Use a Megatron that docs/hosts.md lists.",
     )
 
 
@@ -275,9 +271,8 @@ def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_
     host.make_optimizer = other.make_optimizer
     error = refused(OPTIMIZER)
     assert isinstance(error, HostMismatchError)
-    assert str(error) == (
-        "Invalid fake_host.make_optimizer: not the host's own function but other_patcher's. "
-        f"Must be untouched. {REMEDY}"
+    assert str(error) == Said(
+        "Invalid fake_host.make_optimizer: not the host's own function but other_patcher's", REMEDY
     )
     assert host.make_optimizer is other.make_optimizer
 
@@ -285,8 +280,8 @@ def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_
 def test_apply_when_it_is_applied_already_then_refused(host: Any) -> None:
     undo = apply([Patch(OPTIMIZER, ours)])
     installed = host.make_optimizer
-    assert str(refused(OPTIMIZER)) == (
-        f"Invalid fake_host.make_optimizer: not the host's own function but {__name__}'s. Must be untouched. {REMEDY}"
+    assert str(refused(OPTIMIZER)) == Said(
+        f"Invalid fake_host.make_optimizer: not the host's own function but {__name__}'s", REMEDY
     )
     assert host.make_optimizer is installed
     undo()

@@ -42,6 +42,7 @@ from megatron_distopt.hosts.torch.plan import Request, decide
 from megatron_distopt.layout import default_bucket_size
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from tests.support.cases import Case
+from tests.support.refusals import Said
 from tests.support.spawn import run_ranks
 
 Output = pytest.CaptureFixture[str]
@@ -399,10 +400,9 @@ def test_plan_when_there_is_a_group_already_then_a_rank_is_refused_and_the_group
         assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
     finally:
         dist.destroy_process_group()
-    assert text == (
-        "Invalid process group: gloo of 1. "
-        "Must be absent: torch has one for all ranks, and a real one must not be replaced. "
-        "Run it in a process of its own, or call torch.distributed.destroy_process_group first."
+    assert text == Said(
+        "Invalid process group: gloo of 1",
+        "Run it in a process of its own, or call torch.distributed.destroy_process_group first.",
     )
 
 
@@ -726,62 +726,64 @@ SIZES = ("--layers", 4, "--hidden", 64, "--vocab", 128)
 REFUSALS: list[tuple[tuple[object, ...], str]] = [
     (
         ("--layers", 4, "--vocab", 128),
-        "Invalid model: no hidden. Must have layers, hidden and vocab. Write --hidden N, or --config FILE with it.",
+        Said("Invalid model: no hidden", "Write --hidden N, or --config FILE with it."),
     ),
     (
         (*SIZES, "--pp", 3),
-        "Invalid number of layers: 4. Must be divisible by --pp 3. Write a --pp that divides 4.",
+        Said("Invalid number of layers: 4", "Write a --pp that divides 4."),
     ),
     (
         (*SIZES, "--heads", 4, "--tp", 8),
-        "Invalid number of heads: 4. Must be divisible by --tp 8. Write a --tp that divides 4.",
+        Said("Invalid number of heads: 4", "Write a --tp that divides 4."),
     ),
     (
         (*SIZES, "--heads", 3, "--kv-heads", 1),
-        "Invalid hidden size: 64 over 3 heads. Must divide evenly. Write --heads N, or give kv_channels in the config.",
+        Said("Invalid hidden size: 64 over 3 heads", "Write --heads N, or give kv_channels in the config."),
     ),
     (
         (*SIZES, "--ep", 2, "--dp", 2),
-        "Invalid --ep: 2. Must be 1 for a model without experts. Write --experts N, or leave --ep out.",
+        Said("Invalid --ep: 2", "Write --experts N, or leave --ep out."),
     ),
     (
         (*SIZES, "--ranks", 12, "--tp", 8),
-        "Invalid --ranks: 12. Must be a multiple of tp 8 times pp 1. Write another number, or --dp N in its place.",
+        Said("Invalid --ranks: 12", "Write another number, or --dp N in its place."),
     ),
     (
         (*SIZES, "--dp", 64, "--bucket-size", 63),
-        "Invalid bucket size: 63 elements. Must be at least one element for each of 64 ranks. "
-        "Write --bucket-size 40000000.",
+        Said("Invalid bucket size: 63 elements", "Write --bucket-size 40000000."),
     ),
     (
         (*SIZES, "--dp", 4, "--rank", 4),
-        "Invalid --rank: 4. Must be below the 4 ranks of dp 4, tp 1 and pp 1. Write --rank 0 for the first one.",
+        Said("Invalid --rank: 4", "Write --rank 0 for the first one."),
     ),
     (
         (*SIZES, "--plot", "x.png"),
-        "Invalid --plot: no time of backward. Must have the length of backward. "
-        "Write --backward-ms MS or --tokens-per-second N as well.",
+        Said("Invalid --plot: no time of backward", "Write --backward-ms MS or --tokens-per-second N as well."),
     ),
     (
         (*SIZES, "--backward-ms", 0, "--plot", "x.png"),
-        "Invalid --plot: a step that takes no time. Must have something to draw. Write a --backward-ms above 0.",
+        Said("Invalid --plot: a step that takes no time", "Write a --backward-ms above 0."),
     ),
     (
         (*SIZES, "--grad-dtype", "fp32", "param", "--reduce-dtype", "bfloat16"),
-        "Invalid reduce_dtype: bfloat16 for grads kept in bfloat16. Must have fp32 grads to round. "
-        "Write --grad-dtype fp32, or --reduce-dtype none.",
+        Said(
+            "Invalid reduce_dtype: bfloat16 for grads kept in bfloat16",
+            "Write --grad-dtype fp32, or --reduce-dtype none.",
+        ),
     ),
     (
         ("--config", "/nowhere/config.json"),
-        "Invalid config: /nowhere/config.json ([Errno 2] No such file or directory: '/nowhere/config.json'). "
-        "Must be a JSON file. Give a JSON file such as a HuggingFace config.json.",
+        Said(
+            "Invalid config: /nowhere/config.json ([Errno 2] No such file or directory: '/nowhere/config.json')",
+            "Give a JSON file such as a HuggingFace config.json.",
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize(("words", "text"), REFUSALS)
 def test_plan_when_something_does_not_fit_then_one_line_says_what_to_write(
-    words: tuple[object, ...], text: str, capsys: Output
+    words: tuple[object, ...], text: Said, capsys: Output
 ) -> None:
     assert refused(capsys, *words) == text
 
@@ -792,9 +794,7 @@ def test_plot_when_matplotlib_is_missing_then_says_what_to_install(
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     monkeypatch.setattr("megatron_distopt.cli.plan_timeline.find_spec", lambda name: None)
     text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.png")
-    assert text == (
-        "Invalid --plot: matplotlib is not installed. Must have matplotlib to draw with. Run pip install matplotlib."
-    )
+    assert text == Said("Invalid --plot: matplotlib is not installed", "Run pip install matplotlib.")
     assert not (tmp_path / "x.png").exists()
 
 
@@ -824,29 +824,31 @@ def test_plan_when_a_number_cannot_be_then_status_2(words: tuple[str, str], caps
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "found", "remedy"),
     [
         (
             "[1]",
-            "Invalid config: FILE with a list. Must be a JSON object of names and values. "
+            "Invalid config: FILE with a list",
             "Give a JSON file such as a HuggingFace config.json.",
         ),
         (
             '{"num_layers": 2.5}',
-            "Invalid key 'num_layers' of the config: 2.5. Must be a whole number of at least 0. "
+            "Invalid key 'num_layers' of the config: 2.5",
             "Correct it, or give the flag in addition to --config.",
         ),
         (
             '{"num_layers": 2, "kv_lora_rank": 512}',
-            "Invalid key 'kv_lora_rank' of the config: 512. Must leave out what is not counted here. "
+            "Invalid key 'kv_lora_rank' of the config: 512",
             "Take the key out to plan the rest of the model.",
         ),
     ],
 )
-def test_config_when_it_cannot_be_used_then_says_why(content: str, text: str, tmp_path: Path, capsys: Output) -> None:
+def test_config_when_it_cannot_be_used_then_says_why(
+    content: str, found: str, remedy: str, tmp_path: Path, capsys: Output
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(content, encoding="utf-8")
-    assert refused(capsys, "--config", file) == text.replace("FILE", str(file))
+    assert refused(capsys, "--config", file) == Said(found.replace("FILE", str(file)), remedy)
 
 
 def test_sizes_when_experts_are_spread_then_a_rank_has_its_share() -> None:
