@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         declared = OPTIONS[name]
         # A switch stands alone; with a value it can be switched off again, after the flags that a script adds.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if declared.is_switch else {}
-        text = f"{declared.meaning}: {declared.values} ({declared.shown_default})"
-        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="NAME", help=text, **switch)
+        text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})"
+        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="VALUE", help=text, **switch)
     return parser
 
 

@@ -80,7 +80,13 @@ def test_flag_when_its_value_is_unknown_then_refused() -> None:
 
 def test_help_when_printed_then_names_every_choice() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    for word in ("transformer_engine", "deepspeed_cpu", "module:Class", "raise, skip, log", "(auto)"):
+    for word in (
+        "transformer_engine",
+        "deepspeed_cpu",
+        "module:Class",
+        "(raise, skip, log; default raise)",
+        "default auto)",
+    ):
         assert word in text
 
 
@@ -144,7 +150,15 @@ def test_flag_when_its_value_cannot_be_then_refused(words: tuple[str, str], text
 
 def test_help_when_printed_then_names_every_flag_and_its_default() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    for word in (*OURS.split(", "), "--distopt_resume_step", "(decoupled)", "(none)", "(distopt)", "(no)", "(4096)"):
+    for word in (
+        *OURS.split(", "),
+        "--distopt_resume_step",
+        "default decoupled)",
+        "default none)",
+        "default distopt)",
+        "default no)",
+        "default 4096)",
+    ):
         assert word in text
 
 
