@@ -59,7 +59,7 @@ _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NonFinitePolicy(Enum):
-    """What happens when a gradient is inf or nan and no dynamic loss scale can deal with it."""
+    """The choices for a gradient that is inf or nan where no dynamic loss scale can deal with it."""
 
     #: Stop on all ranks with an error that names rank and params. The default.
     RAISE = "raise"
@@ -81,7 +81,7 @@ class Switch(Enum):
 
 
 def _check_loss_scale(name: str, value: float | str | None, write: Write) -> None:
-    """It is kept in fp32, and so is its inverse."""
+    """Checks the range in which fp32 can hold a scale and its inverse."""
     if isinstance(value, str) and value != "dynamic":
         meant = f"Write loss_scale={value}" if value.replace(".", "").isdigit() else "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", repr(value), "be None, a positive number or 'dynamic'", meant))
@@ -355,7 +355,7 @@ def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: Write) -
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
-    """What the environment variable MEGATRON_DISTOPT says; yes, true and on stand for 1, and no, false and off for 0.
+    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false and off for 0.
 
     Raises:
         ConfigError: another value.

@@ -58,7 +58,7 @@ Write = Callable[[str, object], str]
 
 
 class SetBy(Enum):
-    """Who may set an option, in addition to code."""
+    """The ways to set an option, in addition to code."""
 
     #: A flag `--distopt-...` and a variable `MEGATRON_DISTOPT_...`.
     FLAG = "flag"
@@ -68,7 +68,7 @@ class SetBy(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Which values of its type an option takes.
+    """The values of its type that an option takes.
 
     Args:
         values: in a few words, for the reference table.
@@ -88,7 +88,7 @@ class Option:
         annotation: its type as it is written, such as "int | None".
         default: its value where nobody sets it.
         meaning: a sentence for people, without a full stop.
-        set_by: who may set it, in addition to code.
+        set_by: how it may be set, in addition to code.
         rule: which values it takes; None for all of its type.
     """
 
@@ -106,7 +106,7 @@ class Option:
 
     @property
     def values(self) -> str:
-        """What a flag or a variable may say, in a few words."""
+        """The values that a flag or a variable takes, in a few words."""
         if self.rule is not None:
             return self.rule.values
         if self.is_switch:
@@ -179,7 +179,7 @@ def options_of(config: type) -> dict[str, Option]:
 
 
 def flag_of(name: str) -> str:
-    """How an option is spelled as a flag.
+    """Spells an option as a flag.
 
     >>> flag_of("bucket_size")
     '--distopt-bucket-size'
@@ -188,7 +188,7 @@ def flag_of(name: str) -> str:
 
 
 def variable_of(name: str) -> str:
-    """How an option is spelled as an environment variable.
+    """Spells an option as an environment variable.
 
     >>> variable_of("bucket_size")
     'MEGATRON_DISTOPT_BUCKET_SIZE'
@@ -197,17 +197,17 @@ def variable_of(name: str) -> str:
 
 
 def in_code(name: str, value: object) -> str:
-    """What to write in code."""
+    """Says what to write in code."""
     return f"Write {name}={value!r}"
 
 
 def as_flag(name: str, value: object) -> str:
-    """What to write on a command line."""
+    """Says what to write on a command line."""
     return f"Drop {flag_of(name)}" if value is None else f"Write {flag_of(name)} {_word(value)}"
 
 
 def as_variable(name: str, value: object) -> str:
-    """What to write in the environment."""
+    """Says what to write in the environment."""
     return f"Unset {variable_of(name)}" if value is None else f"Write {variable_of(name)}={_word(value)}"
 
 
@@ -327,7 +327,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Also one that float64 can hold: Python's whole numbers have no largest one."""
+    """Whether a value is a number that float64 can hold; Python's whole numbers have no largest one."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -353,14 +353,14 @@ def _rounded(value: Any) -> int:
 
 
 def _yes_or_no(value: Any) -> bool:
-    """numpy's own True and False have no type in common with Python's."""
+    """Reads True and False of other libraries, whose types are not Python's."""
     if str(value).lower() not in YES_OR_NO:
         raise ValueError(value)
     return YES_OR_NO[str(value).lower()]
 
 
 def _named(value: Any) -> str:
-    """A class as module:Class, a torch dtype and a member of an enum by name."""
+    """Names a class as module:Class, and a torch dtype or a member of an enum by its name."""
     if isinstance(value, type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, Enum) and isinstance(value.value, str):

@@ -288,7 +288,7 @@ _ChunkPlace = tuple[Box, str, int, int]
 
 @dataclass(frozen=True)
 class _TensorPlaces:
-    """What the manifest or `.metadata` says about one tensor."""
+    """Shape, dtype and chunks of one tensor, as the manifest or `.metadata` has them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -296,7 +296,7 @@ class _TensorPlaces:
 
 
 def check_metadata(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """At most one problem: torch alone cannot read the checkpoint, or would read something else.
+    """Checks that torch alone can read the checkpoint, and would read the same; yields at most one problem.
 
     Args:
         folder: of the checkpoint.

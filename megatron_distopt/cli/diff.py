@@ -185,7 +185,7 @@ def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Progr
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors of one shape differ.
+    """The difference between two tensors of one shape.
 
     Args:
         count: elements whose bits differ, or whose values do where the dtypes differ.

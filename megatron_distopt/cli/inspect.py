@@ -83,7 +83,7 @@ def _tensor_document(held: Held, key: str, info: TensorInfo) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a checkpoint holds.
+    """The content of a checkpoint, without the values of tensors.
 
     Args:
         place: where it is.
@@ -114,7 +114,7 @@ def held_at(place: CheckpointPath) -> Held:
 
 
 def params_of(held: Held) -> list[Param]:
-    """All tensors by param."""
+    """Sorts the tensors by param."""
     group_of = {name: number for number, group in enumerate(held.manifest.groups) for name in group.names}
     kinds = kinds_by_name(held.tensors)
     return [_param(held, name, kinds[name], group_of.get(name)) for name in kinds]
@@ -169,7 +169,8 @@ def _head(held: Held, params: Sequence[Param]) -> Iterator[tuple[str, str]]:
 
 
 def _kept(param: Param) -> str:
-    """
+    """Says which kinds of state a param has, and in which dtypes.
+
     >>> _kept(Param("w", (), 1, 12, {"main": "float32", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"}, 0))
     'main in float32; exp_avg, exp_avg_sq in bfloat16'
     """

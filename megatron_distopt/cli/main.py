@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _width() -> int | None:
-    """Of the terminal in characters; None where the output goes to a file or a pipe."""
+    """Returns the width of the terminal in characters, or None where the output goes to a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

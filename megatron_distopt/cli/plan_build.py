@@ -42,7 +42,7 @@ _CONFIG = DistOptConfig(adam="torch_foreach", accelerator="torch")
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long each part of building took.
+    """The time that each part of building took.
 
     Args:
         groups: joining torch's fake process group and making the data-parallel groups of the rank.
@@ -66,7 +66,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Built:
-    """What was built on one rank.
+    """The measurements of one rank that was built.
 
     Args:
         num_params: tensors that the model registers.

@@ -80,7 +80,7 @@ class Choice:
 
     @property
     def grad_dtype(self) -> str:
-        """Of the grad buffer, a key of `DTYPES`."""
+        """The dtype of the grad buffer, a key of `DTYPES`."""
         return "fp32" if self.has_fp32_grads else self.dtype
 
 

@@ -281,7 +281,7 @@ def _panel(axes: Any, title: str, timeline: Timeline) -> None:
 
 
 def _gaps(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
-    """Where nothing is computed, from the first interval to the last."""
+    """Returns the gaps in which nothing is computed, from the first interval to the last."""
     busy = sorted((each.start, each.stop) for each in intervals if each.lane is TimelineLane.COMPUTE)
     ends = max((stop for _, stop in busy), default=0.0)
     gaps, free = [], 0.0

@@ -65,11 +65,11 @@ class Answer:
     status: int = 0
 
     def as_text(self, console: Console) -> str:
-        """For people, as wide as the console."""
+        """Renders the parts for people, as wide as the console."""
         return "\n\n".join(part if isinstance(part, str) else _rendered(part, console) for part in self.parts)
 
     def as_json(self) -> str:
-        """For programs; inf and nan, which JSON lacks, are the texts "inf", "-inf" and "nan"."""
+        """Writes the document as JSON; inf and nan, which JSON lacks, are the texts "inf", "-inf" and "nan"."""
         return json.dumps(_plain(self.document), indent=2, allow_nan=False)
 
 
@@ -189,7 +189,7 @@ def _grid(rows: Iterable[Sequence[str | Text]], least: int = 0) -> RenderableTyp
 
 
 class Status(Enum):
-    """What a finding means for training."""
+    """The meaning of a finding for training."""
 
     #: As it should be.
     OK = "ok"
@@ -217,22 +217,22 @@ class Finding:
 
 
 def ok(section: str, subject: str, text: str) -> Finding:
-    """As it should be."""
+    """Returns a finding that all is well."""
     return Finding(section, subject, Status.OK, text)
 
 
 def noted(section: str, subject: str, text: str) -> Finding:
-    """Good to know."""
+    """Returns a finding that is good to know."""
     return Finding(section, subject, Status.NOTE, text)
 
 
 def problem(section: str, subject: str, text: str) -> Finding:
-    """Training could not start; `text` is a refusal."""
+    """Returns a finding that stands in the way of training; `text` is a refusal."""
     return Finding(section, subject, Status.PROBLEM, text)
 
 
 def refused(section: str, subject: str, reason: str | None, text: str) -> Finding:
-    """A problem where there is a reason, or `text` where all is well."""
+    """Returns a problem where there is a reason, and otherwise a finding that all is well."""
     return ok(section, subject, text) if reason is None else problem(section, subject, reason)
 
 
@@ -287,7 +287,7 @@ class Progress:
         self._next = clock() + (self._PATIENCE if self._console.is_terminal else self._LINE_EVERY)
 
     def __call__(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Adds bytes that are done."""
         self._shown.advance(self._task, nbytes)
         now = self._clock()
         if now < self._next:
@@ -345,7 +345,8 @@ def options_text(options: Mapping[str, object]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """
+    """Writes a number with its noun.
+
     >>> counted(1, "file"), counted(1200, "file")
     ('1 file', '1,200 files')
     """
@@ -363,7 +364,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """
+    """Writes numbers as ranges.
+
     >>> ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
     """

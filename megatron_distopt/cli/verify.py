@@ -43,14 +43,14 @@ _LISTED, _LOST_LISTED = 20, 8
 
 @dataclass
 class _Values:
-    """What is not finite: the first place of every tensor, and how many there are in it."""
+    """The values that are not finite: the first place in every tensor, and their number."""
 
     first: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     numel: int = 0
 
     def look(self, key: str, tensor: Tensor, box: Box, where: str = "") -> None:
-        """Takes note of one box."""
+        """Looks at the values of one box."""
         self.numel += tensor.numel()
         bad = non_finite(tensor, box)
         if bad is not None:
@@ -58,7 +58,7 @@ class _Values:
             self.counts[key] += bad.count
 
     def problems(self) -> Iterator[Problem]:
-        """One a tensor."""
+        """Yields one problem for each tensor with such values."""
         for key, text in self.first.items():
             more = f"; {self.counts[key]:,} of its values are not finite" if self.counts[key] > 1 else ""
             yield Problem("values", key, f"holds {text}{more}", (key,))
@@ -180,7 +180,7 @@ def _shortlist(lines: Sequence[str], most: int) -> list[str]:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What a box of a tensor holds that is not finite.
+    """The values in a box of a tensor that are not finite.
 
     Args:
         index: of the first one in the whole tensor.

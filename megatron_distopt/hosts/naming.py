@@ -84,7 +84,7 @@ def _number(part: str, parent: str, modules: Mapping[str, Module], path: str, ex
 
 
 def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
-    """Where this rank's part of a param lies in it.
+    """Returns where this rank's part of a param lies in the whole param.
 
     Args:
         name: in the whole model.

@@ -70,7 +70,7 @@ def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:
-    """Nothing on a CPU, which knows at once and waits for nobody. See optimizer/late.py."""
+    """Says when the check of the gradient is known to the host; nothing on a CPU, where it is known at once."""
     if optimizer.is_late:
         return ", known one step later"
     if optimizer.device.type == CPU:
@@ -88,7 +88,8 @@ def _describe_buffer(buffer: ShardedBuffer) -> str:
 
 
 def _with_unit(nbytes: int) -> str:
-    """
+    """Writes bytes with a unit.
+
     >>> _with_unit(3 << 20), _with_unit(5000)
     ('3.0 MiB', '4.9 KiB')
     """

@@ -15,7 +15,7 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """One for each optimizer of a host.
+    """Saves the checkpoints of one optimizer of a host.
 
     Args:
         config: `async_save`, `async_buffer_mb` and `keep_last`.

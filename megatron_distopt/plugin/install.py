@@ -19,7 +19,7 @@ __all__ = ["Installation", "flags_of", "install"]
 
 @dataclass(frozen=True, eq=False)
 class Installation:
-    """What was installed, and the way back.
+    """An installation of the package, which can be undone.
 
     Args:
         config: the options in force, as far as no flag says more.

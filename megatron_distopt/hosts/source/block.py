@@ -42,7 +42,7 @@ def has_marker(content: bytes) -> bool:
 
 
 def intact_block(content: bytes) -> slice | None:
-    """Where the one whole and unedited block is, in bytes; None where there is none.
+    """Finds the one whole and unedited block, in bytes; returns None where there is none.
 
     Where the function was the last of a file without a final newline, the newline before the block belongs to it.
     """

@@ -38,7 +38,7 @@ class SourceLine:
 
 
 class PatchPointState(Enum):
-    """What the name of a patch point is bound to."""
+    """The states of a patch point in the source."""
 
     #: The host's own function, as the host defines it.
     FREE = "free"

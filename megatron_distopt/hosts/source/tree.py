@@ -44,7 +44,7 @@ class UnreadableSourceError(HostError):
 
 @dataclass(frozen=True)
 class SourceTree:
-    """Where a host's modules lie.
+    """The folders that hold a host's modules.
 
     Args:
         roots: folders that hold a folder `megatron`; a module comes from the first that has it.
@@ -174,7 +174,7 @@ def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def bindings_of(module: ast.Module, name: str) -> list[Binding]:
-    """Where the module's own `name` gets a value when it is loaded, in that order."""
+    """Returns the statements that bind a name when the module is loaded, in that order."""
     return [node for node in _at_module_level(module) if isinstance(node, Binding) and name in _bound_by(node)]
 
 
@@ -236,7 +236,7 @@ def resolved(node: ast.ImportFrom, package: str) -> str:
 
 
 def imports_when_loaded(module: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """(top-level package, line, whether under an `if`) of what loading the module imports, or else it fails.
+    """Yields (top-level package, line, whether under an `if`) for each import without which loading the module fails.
 
     What stands in a `try` may be missing, and what stands in a function is imported when that is called.
     """
