@@ -292,7 +292,7 @@ def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
     for match in matches:
         if not is_torchs(match.optimizer.inner):
             _take_kept_once(match, given)
-    params.share.optimizer.forget_verdict()
+    params.share.optimizer.forget_deferred_check()
 
 
 def _take_kept_once(match: GroupMatch, given: Mapping[str, _GivenState]) -> None:

@@ -85,7 +85,7 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for flat in optimizer.flat_params:
         _load_flat(optimizer, flat, state["param_shards"])
         flat.write_model()
-    optimizer.forget_verdict()
+    optimizer.forget_deferred_check()
 
 
 def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatParam, ParamShard]]:

@@ -287,7 +287,7 @@ class StartUp:
             Field(
                 "param group members", tuple(f"{name} in {index}" for index, group in groups for name in group.names)
             ),
-            Field("counted params", tuple(name for name in self.named if self.plan.counted(name))),
+            Field("params excluded from the norm", tuple(filter(self.plan.excluded_from_norm, self.named))),
             Field("inner optimizer", (self.plan.choice.name, *self.plan.choice.defaults)),
             Field("buffer layout", tuple(self._layout_items())),
         ]

@@ -71,7 +71,7 @@ def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
 
 def _when_known(optimizer: ShardedOptimizer) -> str:
     """Says when the check of the gradient is known to the host; nothing on a CPU, where it is known at once."""
-    if optimizer.is_late:
+    if optimizer.defers_check:
         return ", known one step later"
     if optimizer.device.type == CPU:
         return ""

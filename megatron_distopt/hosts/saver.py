@@ -9,7 +9,7 @@ from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.place import drop_older
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.optimizer import settle_together
+from megatron_distopt.optimizer import finish_deferred_check
 
 __all__ = ["Saver"]
 
@@ -31,9 +31,10 @@ class Saver:
         """Collective: see `save_checkpoint` and `BackgroundSaver.save`.
 
         Raises:
-            NonFiniteGradError: on all ranks, where the verdict on the last step comes late and the policy is "raise".
+            NonFiniteGradError: on all ranks, where the deferred check of the last step finds inf or nan and the policy
+                is "raise".
         """
-        settle_together([share.optimizer for share in model.shares], self._everyone)
+        finish_deferred_check([share.optimizer for share in model.shares], self._everyone)
         if self._background is not None:
             self._background.save(folder, model, lambda: self._drop_older(folder))
         else:

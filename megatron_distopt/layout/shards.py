@@ -4,7 +4,7 @@
 thousands of ranks is planned as fast as one over two.
 
 [Note: flat main params] An inner optimizer that sees one tensor a parameter spends its time on launching kernels. So
-neighbours that are alike (`key`: same param group, counted alike in the gradient norm) become one 1-D tensor, a flat
+neighbours that are alike (`key`: same param group, all in the gradient norm or none) become one 1-D tensor, a flat
 param. Padding between two of its params belongs to it: it is zero in params and grads, and an element-wise update of
 zeros stays zero. Padding at the end of a bucket does not.
 """

@@ -6,9 +6,9 @@ from megatron_distopt.optimizer.decide import (
     Complaint,
     check_complaint,
     decide_together,
+    finish_deferred_check,
     judge_together,
     measure_together,
-    settle_together,
 )
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
@@ -25,14 +25,13 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.memory import Memory, measure_memory
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.sync_check import find_synchronisations, forbid_synchronisations
-from megatron_distopt.optimizer.verdict import Decision, StepResult, Verdict, clip_divisor
+from megatron_distopt.optimizer.verdict import StepAction, StepDecision, StepResult, clip_divisor
 
 __all__ = [
     "Accelerator",
     "CapturedStep",
     "Complaint",
     "ConstantLossScale",
-    "Decision",
     "DynamicLossScale",
     "FlatParam",
     "GradStats",
@@ -41,9 +40,10 @@ __all__ = [
     "Memory",
     "ParamGroup",
     "ShardedOptimizer",
+    "StepAction",
+    "StepDecision",
     "StepPlan",
     "StepResult",
-    "Verdict",
     "adopt_instance",
     "check_complaint",
     "check_devices",
@@ -53,6 +53,7 @@ __all__ = [
     "decide_together",
     "find_accelerator",
     "find_synchronisations",
+    "finish_deferred_check",
     "forbid_synchronisations",
     "is_torchs",
     "judge_together",
@@ -62,5 +63,4 @@ __all__ = [
     "moments_of",
     "restore",
     "restore_group",
-    "settle_together",
 ]

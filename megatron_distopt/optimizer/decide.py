@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, exchange, profiled, raise_together
 from megatron_distopt.config import NonFinitePolicy
 from megatron_distopt.errors import NonFiniteGradError, refusal
+from megatron_distopt.optimizer.deferred import DeferredCheck, HostCopy, deferred_divisor, found_inf_of
 from megatron_distopt.optimizer.grad_norm import (
     GradStats,
     local_numbers,
@@ -21,9 +22,8 @@ from megatron_distopt.optimizer.grad_norm import (
     reduce_stats,
     sum_with,
 )
-from megatron_distopt.optimizer.late import HostCopy, LateVerdict, found_inf_of, late_divisor
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.verdict import Decision, Verdict, clip_divisor
+from megatron_distopt.optimizer.verdict import StepAction, StepDecision, clip_divisor
 
 if TYPE_CHECKING:
     from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -32,12 +32,12 @@ __all__ = [
     "Complaint",
     "check_complaint",
     "decide_together",
-    "divide_late",
+    "divide_deferred",
+    "finish_deferred_check",
     "judge_together",
-    "measure_late",
+    "measure_deferred",
     "measure_together",
-    "send_late",
-    "settle_together",
+    "send_deferred",
 ]
 
 _log = logging.getLogger("megatron_distopt")
@@ -62,10 +62,10 @@ def decide_together(
     *,
     clip_grad: float | None = None,
     complaint: Complaint | None = None,
-) -> tuple[Decision, ...]:
+) -> tuple[StepDecision, ...]:
     """Collective: settles the step before, attaches and measures the grads, and decides; one decision an optimizer.
 
-    What a step does without asking hosts, in one call. See [Note: a verdict that comes late] in late.py.
+    What a step does without asking hosts, in one call. See [Note: deferred check] in deferred.py.
 
     Args:
         optimizers: of one model on this rank; equal configs and device.
@@ -79,16 +79,16 @@ def decide_together(
         DistOptError: on all ranks, what one of them complains about (late: complained about, in the step before).
     """
     clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
-    settle_together(optimizers, group)
+    finish_deferred_check(optimizers, group)
     divisors = [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
     with profiled("measure gradients"):
-        if all(optimizer.is_late for optimizer in optimizers):
-            return _decided_late(optimizers, _measure_late_with(optimizers, group, complaint), clip_grad)
+        if all(optimizer.defers_check for optimizer in optimizers):
+            return _decided_deferred(optimizers, _measure_deferred_with(optimizers, group, complaint), clip_grad)
         stats = measure_together(optimizers, group, extra=None if complaint is None else complaint.flag)
         check_complaint(optimizers, complaint, group)
         verdict = judge_together(optimizers, stats, group)
     return tuple(
-        Decision(verdict, stats, divisor, divisor * clip_divisor(stats.norm(divisor), clip_grad))
+        StepDecision(verdict, stats, divisor, divisor * clip_divisor(stats.norm(divisor), clip_grad))
         for divisor in divisors
     )
 
@@ -104,32 +104,37 @@ def check_complaint(optimizers: Sequence[ShardedOptimizer], complaint: Complaint
         raise_together(complaint.check, group, "step")
 
 
-def _measure_late_with(optimizers: Sequence[ShardedOptimizer], group: Group, complaint: Complaint | None) -> Tensor:
-    """Collective: `measure_late`; what ranks complain about is raised by the next `settle_together`."""
+def _measure_deferred_with(optimizers: Sequence[ShardedOptimizer], group: Group, complaint: Complaint | None) -> Tensor:
+    """Collective: `measure_deferred`; what ranks complain about is raised by the next `finish_deferred_check`."""
     if complaint is None:
-        return measure_late(optimizers, group)
-    numbers = measure_late(optimizers, group, complaint.flag)
+        return measure_deferred(optimizers, group)
+    numbers = measure_deferred(optimizers, group, complaint.flag)
     optimizers[0].open_complaint = (HostCopy(complaint.flag), complaint.check)
     return numbers
 
 
-def _decided_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor, clip_grad: float) -> tuple[Decision, ...]:
-    late = send_late(optimizers, numbers)
+def _decided_deferred(
+    optimizers: Sequence[ShardedOptimizer], numbers: Tensor, clip_grad: float
+) -> tuple[StepDecision, ...]:
+    late = send_deferred(optimizers, numbers)
     return tuple(
-        Decision(
-            Verdict.UPDATE, late, optimizer.divisor, *divide_late(optimizer, numbers, clip_grad, optimizer.divisor)
+        StepDecision(
+            StepAction.UPDATE,
+            late,
+            optimizer.divisor,
+            *divide_deferred(optimizer, numbers, clip_grad, optimizer.divisor),
         )
         for optimizer in optimizers
     )
 
 
-def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group, extra: Tensor | None = None) -> Tensor:
+def measure_deferred(optimizers: Sequence[ShardedOptimizer], group: Group, extra: Tensor | None = None) -> Tensor:
     """Collective: `measure_together` without waiting for the numbers.
 
     Args: as of `measure_together`.
 
     Returns:
-        On the device, see `LateVerdict`.
+        On the device, see `DeferredCheck`.
     """
     flat_params = _attached(optimizers)
     device, count_zeros = optimizers[0].device, optimizers[0].config.count_zeros
@@ -137,25 +142,25 @@ def measure_late(optimizers: Sequence[ShardedOptimizer], group: Group, extra: Te
     return torch.cat([sum_with(stats, extra, group), flags])
 
 
-def divide_late(
+def divide_deferred(
     optimizer: ShardedOptimizer, numbers: Tensor, clip_grad: float, divisor: float
 ) -> tuple[float | Tensor, Tensor | None]:
     """What the gradient is to be divided by, and `found_inf`; on the device.
 
     Args:
         optimizer: of those that were measured.
-        numbers: what `measure_late` returned.
+        numbers: what `measure_deferred` returned.
         clip_grad: 0 for no clipping.
         divisor: of the gradient without clipping.
     """
     found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(numbers)
-    return late_divisor(numbers, divisor, clip_grad), found_inf
+    return deferred_divisor(numbers, divisor, clip_grad), found_inf
 
 
-def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVerdict:
-    """Sends the numbers of `measure_late` to the CPU; every optimizer looks at them at its next step."""
+def send_deferred(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> DeferredCheck:
+    """Sends the numbers of `measure_deferred` to the CPU; every optimizer looks at them at its next step."""
     flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
-    late = LateVerdict(numbers, flat_params, counts_zeros=optimizers[0].config.count_zeros)
+    late = DeferredCheck(numbers, flat_params, counts_zeros=optimizers[0].config.count_zeros)
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         late.report_unless_settled()
     for optimizer in optimizers:
@@ -163,7 +168,7 @@ def send_late(optimizers: Sequence[ShardedOptimizer], numbers: Tensor) -> LateVe
     return late
 
 
-def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
     """Collective where the gradient of the last step was not finite: does what the policy says about it, if that step
     left it open. Waits for the statistics of that step.
 
@@ -172,7 +177,7 @@ def settle_together(optimizers: Sequence[ShardedOptimizer], group: Group) -> Non
         DistOptError: on all ranks, what one of them complained about.
     """
     _settle_complaint(optimizers, group)
-    open_verdicts = [optimizer.take_late() for optimizer in optimizers]
+    open_verdicts = [optimizer.take_deferred_check() for optimizer in optimizers]
     late, policy = open_verdicts[0], optimizers[0].config.policy
     if late is None or late.stats.is_finite or policy is NonFinitePolicy.SKIP:
         return
@@ -214,7 +219,7 @@ def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
     return [flat for optimizer in optimizers for flat in optimizer.flat_params]
 
 
-def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> Verdict:
+def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> StepAction:
     """Collective where a gradient is not finite: what becomes of the step, the same on all ranks.
 
     The loss scales are moved, and the grads of a step that does not happen are let go of.
@@ -226,18 +231,18 @@ def judge_together(optimizers: Sequence[ShardedOptimizer], stats: GradStats, gro
     for optimizer in optimizers:
         optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
     if stats.is_finite:
-        return Verdict.UPDATE
+        return StepAction.UPDATE
     policy = optimizers[0].config.policy
     if not curable and policy is not NonFinitePolicy.SKIP:
         names = nonfinite_params([flat for optimizer in optimizers for flat in optimizer.flat_params])
         if policy is NonFinitePolicy.RAISE:
             _release(optimizers)
         _report_nonfinite(names, policy, group)
-        return Verdict.UPDATE
+        return StepAction.UPDATE
     for optimizer in optimizers:
         optimizer.num_skipped += 1
     _release(optimizers)
-    return Verdict.SKIP
+    return StepAction.SKIP
 
 
 def _report_nonfinite(names: Sequence[str], policy: NonFinitePolicy, group: Group, when: str = "") -> None:

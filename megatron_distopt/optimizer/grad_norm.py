@@ -1,9 +1,9 @@
 """Gradient statistics over all ranks: norm, zeros and whether everything is finite, with one small all-reduce.
 
-[Note: counted once] The statistics are those of the gradient of one copy of the whole model. Over data-parallel ranks
-every element has one owner. Over tensor-parallel ranks a duplicated param (a norm weight, a bias after a row-parallel
-layer), and over pipeline stages a shared embedding, exists more than once; the host says which rank counts it
-(`FlatParamKey.counted`).
+[Note: excluded from the norm] The statistics are those of the gradient of one copy of the whole model. Over
+data-parallel ranks every element has one owner. Over tensor-parallel ranks a duplicated param (a norm weight, a bias
+after a row-parallel layer), and over pipeline stages a shared embedding, exists more than once; all ranks but the one
+that the host names exclude it (`FlatParamKey.excluded_from_norm`).
 
 [Note: large and infinite] The square of an fp32 number above 1.8e19 is infinite in fp32. On a CPU the sum is looked at,
 which costs nothing there, and is made again in float64 where it is not finite. Elsewhere a look would make the CPU wait
@@ -41,8 +41,8 @@ class GradStats:
     """Of the gradient as it stands in the grad buffers (not yet divided by loss scale and data-parallel size).
 
     Args:
-        sum_of_squares: over counted elements.
-        num_zeros: counted elements that are exactly zero; None where they were not asked for.
+        sum_of_squares: over the elements that this rank does not exclude.
+        num_zeros: of those elements, how many are exactly zero; None where they were not asked for.
         num_nonfinite_ranks: ranks on which something was inf or nan.
     """
 
@@ -78,7 +78,7 @@ def local_stats(flat_params: Sequence[FlatParam], device: torch.device, *, count
 def local_numbers(
     flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same without a look at any of it, for a verdict that comes late.
+    """The same without a look at any of it, for a deferred check.
 
     Returns:
         What `local_stats` returns, and [len(flat_params)] of that dtype: 1 where the gradient of one is not finite.
@@ -92,11 +92,13 @@ def _add_up(
     flat_params: Sequence[FlatParam], sums: Sequence[Tensor], device: torch.device, *, count_zeros: bool
 ) -> Tensor:
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
-    counted = sum((each for flat, each in zip(flat_params, sums, strict=True) if flat.plan.key.counted), zero)
-    duplicated = sum((each for flat, each in zip(flat_params, sums, strict=True) if not flat.plan.key.counted), zero)
-    zeros = sum((_num_zeros(flat) for flat in flat_params if count_zeros and flat.plan.key.counted), zero)
-    nonfinite = (~torch.isfinite(counted + duplicated)).to(zero.dtype)
-    return torch.stack([counted, zeros, nonfinite])
+    is_excluded = [flat.plan.key.excluded_from_norm for flat in flat_params]
+    included = sum((each for each, excluded in zip(sums, is_excluded, strict=True) if not excluded), zero)
+    duplicated = sum((each for each, excluded in zip(sums, is_excluded, strict=True) if excluded), zero)
+    to_count = [flat for flat, excluded in zip(flat_params, is_excluded, strict=True) if count_zeros and not excluded]
+    zeros = sum((_num_zeros(flat) for flat in to_count), zero)
+    nonfinite = (~torch.isfinite(included + duplicated)).to(zero.dtype)
+    return torch.stack([included, zeros, nonfinite])
 
 
 def reduce_stats(local: Tensor, group: Group, *, count_zeros: bool, extra: Tensor | None = None) -> GradStats:

@@ -18,13 +18,13 @@ from torch import Tensor
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import accelerator
-from megatron_distopt.optimizer.decide import divide_late, measure_late, send_late, settle_together
+from megatron_distopt.optimizer.decide import divide_deferred, finish_deferred_check, measure_deferred, send_deferred
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.optimizer.verdict import Decision, StepResult, Verdict
+from megatron_distopt.optimizer.verdict import StepAction, StepDecision, StepResult
 
 __all__ = ["CapturedStep", "Record"]
 
-#: On the device: see `LateVerdict`; what the gradient was divided by; found_inf, or None where nothing is skipped.
+#: On the device: see `DeferredCheck`; what the gradient was divided by; found_inf, or None where nothing is skipped.
 Output = tuple[Tensor, float | Tensor, Tensor | None]
 Record = Callable[[Callable[[], Output]], tuple[Callable[[], None], Output]]
 
@@ -50,7 +50,7 @@ class CapturedStep:
     The first step is an ordinary one, which allocates the moments; the second is recorded and replayed.
 
     Args:
-        optimizer: one whose verdict comes late (`is_late`); its statistics go over a backend that can be recorded,
+        optimizer: one whose check is deferred (`defers_check`); its statistics go over a backend that can be recorded,
             such as NCCL.
         record: records what a function queues on the device, see `accelerator.record`, which it is where None.
         extra: see `measure_together`; filled before every step, and holds the sums afterwards.
@@ -60,7 +60,7 @@ class CapturedStep:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None, extra: Tensor | None = None) -> None:
-        _check_late(optimizer)
+        _check_deferred(optimizer)
         if record is None and not accelerator.can_record(optimizer.device):
             rule, remedy = "be made on a device that records", "Call optimizer.step() there"
             raise ConfigError(refusal("captured step", f"on {optimizer.device}", rule, remedy))
@@ -84,7 +84,7 @@ class CapturedStep:
         return StepResult(self.decide())
 
     @torch.no_grad()
-    def decide(self) -> Decision:
+    def decide(self) -> StepDecision:
         """Collective: the same; says what was decided.
 
         Raises:
@@ -95,32 +95,32 @@ class CapturedStep:
             self._is_first = False
             return self._ordinary()
         group = optimizer.plan.stats_group()
-        settle_together([optimizer], group)
+        finish_deferred_check([optimizer], group)
         self._set_rates()
         baked = self._baked()
         if self._recording is None or self._recording.baked != baked:
             self._recording = self._recorded(baked, group)
         self._recording.replay()
         numbers, divisor, found_inf = self._recording.output
-        late = send_late([optimizer], numbers)
-        return Decision(Verdict.UPDATE, late, optimizer.divisor, divisor, found_inf)
+        late = send_deferred([optimizer], numbers)
+        return StepDecision(StepAction.UPDATE, late, optimizer.divisor, divisor, found_inf)
 
-    def _ordinary(self) -> Decision:
+    def _ordinary(self) -> StepDecision:
         optimizer = self.optimizer
         group = optimizer.plan.stats_group()
-        settle_together([optimizer], group)
-        numbers = measure_late([optimizer], group, self._extra)
-        divided = divide_late(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
-        late = send_late([optimizer], numbers)
+        finish_deferred_check([optimizer], group)
+        numbers = measure_deferred([optimizer], group, self._extra)
+        divided = divide_deferred(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
+        late = send_deferred([optimizer], numbers)
         optimizer.update(*divided)
-        return Decision(Verdict.UPDATE, late, optimizer.divisor, *divided)
+        return StepDecision(StepAction.UPDATE, late, optimizer.divisor, *divided)
 
     def _recorded(self, baked: tuple[object, ...], group: Group) -> _Recording:
         optimizer = self.optimizer
 
         def work() -> Output:
-            numbers = measure_late([optimizer], group, self._extra)
-            divided = divide_late(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
+            numbers = measure_deferred([optimizer], group, self._extra)
+            divided = divide_deferred(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
             optimizer.update(*divided)
             return numbers, *divided
 
@@ -157,8 +157,8 @@ class CapturedStep:
         return (optimizer.config, optimizer.divisor, *options, *(each.data_ptr() for each in tensors))
 
 
-def _check_late(optimizer: ShardedOptimizer) -> None:
-    if not optimizer.is_late:
+def _check_deferred(optimizer: ShardedOptimizer) -> None:
+    if not optimizer.defers_check:
         scale, name = type(optimizer.loss_scale).__name__, optimizer.plan.choice.name
         rule = "leave no decision to the CPU"
         remedy = "Write adam='torch_fused', train on a GPU, and leave loss_scale='dynamic' out"

@@ -40,11 +40,11 @@ class FlatParamKey:
 
     Args:
         group: index of the param group.
-        counted: whether this rank is the one that counts them in the gradient statistics.
+        excluded_from_norm: whether another rank has them, too, and adds them to the gradient statistics.
     """
 
     group: int
-    counted: bool
+    excluded_from_norm: bool
 
 
 @dataclass(frozen=True, eq=False)

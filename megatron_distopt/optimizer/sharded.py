@@ -15,7 +15,7 @@ Models", 2020, section 5.1) between a reduce-scatter of the grads and an all-gat
 
 The floor is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
 gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4);
-a kernel that is given its divisor as a tensor, because the verdict comes late and there is clipping, divides by 1.0,
+a kernel that is given its divisor as a tensor, because the check is deferred and there is clipping, divides by 1.0,
 too. No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
 adam='triton' spares the last two fours ([Note: one sweep] in triton_adam.py): 34. On a CPU large flat params are
 cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
@@ -23,7 +23,7 @@ cast while their main params are in the cache ([Note: blocks] in blocked_adam.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -35,8 +35,8 @@ from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
 from megatron_distopt.optimizer.decide import decide_together
+from megatron_distopt.optimizer.deferred import DeferredCheck, HostCopy
 from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state, step_divided
-from megatron_distopt.optimizer.late import HostCopy, LateVerdict
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
@@ -63,9 +63,9 @@ class StepPlan:
         stats_group: gives the ranks over which the gradient statistics are added up: all that hold a part of the model.
             Asked at every step, because a host may say it only after the optimizer is built.
         average_over: the grads arrive as sums of this many; 1 where the host averages.
-        counted: by param name, see [Note: counted once].
-        late: whether the CPU learns only after the update whether it happened, where that can be: see [Note: a verdict
-            that comes late] in late.py. None for yes where the device is not the CPU.
+        excluded_from_norm: by param name, see [Note: excluded from the norm] in grad_norm.py.
+        deferred_check: whether the CPU learns only after the update whether it happened, where that can be: see
+            [Note: deferred check] in deferred.py. None for yes where the device is not the CPU.
     """
 
     groups: Sequence[ParamGroup]
@@ -74,8 +74,8 @@ class StepPlan:
     loss_scale: LossScale
     stats_group: Callable[[], Group]
     average_over: int = 1
-    counted: Callable[[str], bool] = lambda name: True
-    late: bool | None = None
+    excluded_from_norm: Callable[[str], bool] = lambda name: False
+    deferred_check: bool | None = None
 
 
 class ShardedOptimizer:
@@ -94,11 +94,12 @@ class ShardedOptimizer:
         self.plan = plan
         mark_ranges(self.device)
         self._num_skipped = 0
-        self._late: LateVerdict | None = None
+        self._late: DeferredCheck | None = None
         #: How many ranks complained about the last step, and what raises it here, if nobody has looked at it yet.
         self.open_complaint: tuple[HostCopy, Callable[[], None]] | None = None
         self.flat_params = build_flat_params(
-            buffers, lambda name: FlatParamKey(group_of[name], plan.counted(name)) if name in group_of else None
+            buffers,
+            lambda name: _key_of(name, group_of, plan) if name in group_of else None,
         )
         groups = [_as_torch_group(group, index, self.flat_params) for index, group in enumerate(plan.groups)]
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
@@ -148,39 +149,39 @@ class ShardedOptimizer:
         return self.loss_scale.scale.device
 
     @property
-    def is_late(self) -> bool:
-        """Whether the verdict on a step comes late; the same on all ranks."""
-        wanted = self.device.type != CPU if self.plan.late is None else self.plan.late
+    def defers_check(self) -> bool:
+        """Whether the check of a step is deferred; the same on all ranks."""
+        wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
         is_exact = stats_dtype(self.device) is torch.float64
         return wanted and is_exact and isinstance(self.loss_scale, ConstantLossScale) and skips_by_itself(self.inner)
 
     @property
     def num_skipped(self) -> int:
-        """Steps that changed nothing because a gradient was not finite; waits for a verdict that is still open."""
-        return self._num_skipped + self._skips_late()
+        """Steps that changed nothing because a gradient was not finite; waits for a deferred check that is open."""
+        return self._num_skipped + self._skips_deferred()
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
         self._num_skipped = value
-        self.forget_verdict()
+        self.forget_deferred_check()
 
-    def _skips_late(self) -> bool:
+    def _skips_deferred(self) -> bool:
         if self._late is None or self.config.policy is not NonFinitePolicy.SKIP:
             return False
         return not self._late.stats.is_finite
 
-    def expect(self, late: LateVerdict) -> None:
-        """Keeps the verdict on the step that is being made until the next one."""
+    def expect(self, late: DeferredCheck) -> None:
+        """Keeps the check of the step that is being made until the next one."""
         self._late = late
 
-    def take_late(self) -> LateVerdict | None:
-        """The verdict on the last step if nobody acted upon it, and nothing more of it is kept."""
+    def take_deferred_check(self) -> DeferredCheck | None:
+        """The check of the last step if nobody acted upon it, which is no longer kept."""
         late = self._late
         self.num_skipped = self.num_skipped  # counts it
         return late
 
-    def forget_verdict(self) -> None:
-        """After loading: a verdict that is still open was on a state that is gone."""
+    def forget_deferred_check(self) -> None:
+        """After loading: a check that is still open was of a state that is gone."""
         if self._late is not None:
             self._late.settled()
         self._late = None
@@ -191,7 +192,7 @@ class ShardedOptimizer:
 
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
-                where the verdict comes late.
+                where the check is deferred.
         """
         (decision,) = decide_together([self], self.plan.stats_group())
         result = StepResult(decision)
@@ -223,7 +224,8 @@ class ShardedOptimizer:
         """
         group_of = {name: index for index, group in enumerate(groups) for name in group.names}
         flat_params = build_flat_params(
-            buffers, lambda name: FlatParamKey(group_of[name], self.plan.counted(name)) if name in group_of else None
+            buffers,
+            lambda name: _key_of(name, group_of, self.plan) if name in group_of else None,
         )
         added = [_as_torch_group(group, index, flat_params) for index, group in enumerate(groups)]
         # Built anew, because some classes fill their state in the constructor.
@@ -244,7 +246,7 @@ class ShardedOptimizer:
 
         Args:
             divisor: see `divisor`, times that of clipping; a tensor is 0-D, fp32 and on the device.
-            found_inf: fp32 0-D; where it is 1 nothing is changed. Only where `is_late`.
+            found_inf: fp32 0-D; where it is 1 nothing is changed. Only where `defers_check`.
         """
         self.advance(divisor, found_inf)
         self.write_model()
@@ -292,6 +294,10 @@ class ShardedOptimizer:
 def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
     pairs = zip_longest(known, added)
     return tuple(ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
+
+
+def _key_of(name: str, group_of: Mapping[str, int], plan: StepPlan) -> FlatParamKey:
+    return FlatParamKey(group_of[name], plan.excluded_from_norm(name))
 
 
 def _as_torch_group(group: ParamGroup, index: int, flat_params: Sequence[FlatParam]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 [Note: no host synchronisation] A CPU that waits for a number from the device leaves the device without work until it
 has read the number and launched more. Without a dynamic loss scale a steady step (any but the first) has no need to
-wait, see [Note: a verdict that comes late] in late.py. On a CPU alone reading a tensor is no synchronisation; the
+wait, see [Note: deferred check] in deferred.py. On a CPU alone reading a tensor is no synchronisation; the
 check treats it as one all the same, so that it shows on any machine what would be one on an accelerator.
 
 >>> import torch

@@ -9,13 +9,13 @@ from typing import cast
 
 from torch import Tensor
 
+from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.late import LateVerdict, late_norm
 
-__all__ = ["Decision", "StepResult", "Verdict", "clip_divisor"]
+__all__ = ["StepAction", "StepDecision", "StepResult", "clip_divisor"]
 
 
-class Verdict(Enum):
+class StepAction(Enum):
     """What becomes of a step once the gradient is known on all ranks."""
 
     #: The params are updated.
@@ -42,19 +42,19 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class StepDecision:
     """What all ranks decided about a step of one optimizer.
 
     Args:
-        verdict: UPDATE also where the kernel has to skip by itself, see `found_inf`.
+        action: UPDATE also where the kernel has to skip by itself, see `found_inf`.
         statistics: of the gradient, or how they are learnt later.
         unclipped: what the gradient had to be divided by when it was measured.
         divisor: the same with clipping; a tensor is 0-D, fp32 and on the device.
         found_inf: fp32 0-D, given to the kernel: where it is 1 it changes nothing. None where that is known already.
     """
 
-    verdict: Verdict
-    statistics: GradStats | LateVerdict
+    action: StepAction
+    statistics: GradStats | DeferredCheck
     unclipped: float
     divisor: float | Tensor
     found_inf: Tensor | None = None
@@ -62,12 +62,12 @@ class Decision:
     @property
     def stats(self) -> GradStats:
         """The statistics; waits for them where they come late."""
-        return self.statistics.stats if isinstance(self.statistics, LateVerdict) else self.statistics
+        return self.statistics.stats if isinstance(self.statistics, DeferredCheck) else self.statistics
 
     @property
     def updated(self) -> bool:
         """Whether the params were updated; waits for what comes late."""
-        return self.verdict is Verdict.UPDATE and (self.found_inf is None or self.stats.is_finite)
+        return self.action is StepAction.UPDATE and (self.found_inf is None or self.stats.is_finite)
 
     def norm(self) -> float:
         """Of the averaged, unscaled gradient before clipping; waits for what comes late."""
@@ -76,14 +76,14 @@ class Decision:
     @property
     def grad_norm(self) -> float:
         """The same without waiting, for hosts: where it comes late a 0-D tensor, which is used as the float is."""
-        if not isinstance(self.statistics, LateVerdict):
+        if not isinstance(self.statistics, DeferredCheck):
             return self.norm()
-        return cast(float, late_norm(self.statistics.numbers, self.unclipped))
+        return cast(float, deferred_norm(self.statistics.numbers, self.unclipped))
 
     @property
     def num_zeros(self) -> int | None:
         """Zeros of the gradient, in the same way; None where they were not counted."""
-        if not isinstance(self.statistics, LateVerdict):
+        if not isinstance(self.statistics, DeferredCheck):
             return self.statistics.num_zeros
         return cast(int, self.statistics.numbers[1].long()) if self.statistics.counts_zeros else None
 
@@ -95,13 +95,13 @@ class StepResult:
         decision: on the step.
     """
 
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: StepDecision) -> None:
         self._decision = decision
 
     @property
     def may_have_updated(self) -> bool:
         """Whether the params have to be gathered, without waiting; False where all ranks know that it was skipped."""
-        return self._decision.verdict is Verdict.UPDATE
+        return self._decision.verdict is StepAction.UPDATE
 
     @property
     def updated(self) -> bool:

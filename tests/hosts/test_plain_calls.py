@@ -266,8 +266,8 @@ def _bucket_too_small(rank: int) -> object:
     return distribute(Linear(2, 2), dataclasses.replace(CONFIG, bucket_size=3))
 
 
-def _other_counted(rank: int) -> object:
-    return distribute(Linear(2, 2), CONFIG, counted=lambda name: rank != 2 or name != "bias")
+def _other_excluded(rank: int) -> object:
+    return distribute(Linear(2, 2), CONFIG, excluded_from_norm=lambda name: rank == 2 and name == "bias")
 
 
 class OtherRMSprop(torch.optim.RMSprop):
@@ -399,7 +399,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         _bucket_too_small,
         everyone(ConfigError, "bucket_size: 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
     ),
-    "other counted": (_other_counted, differing("counted params", "weight", "bias")),
+    "other excluded from the norm": (_other_excluded, differing("params excluded from the norm", "bias", "nothing")),
     "other class of instance": (
         _other_class_of_instance,
         differing("inner optimizer", "OtherRMSprop", "RMSprop"),

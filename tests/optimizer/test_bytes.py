@@ -59,10 +59,10 @@ class ByteCounter(TorchDispatchMode):
         return leaf.numel() * leaf.element_size()
 
 
-def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, late: bool | None = None) -> dict[str, float]:
+def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, deferred: bool | None = None) -> dict[str, float]:
     model = Linear(WIDTH, WIDTH, bias=False).to(dtype)
     optimizer = distribute(model, config)
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     for step in range(2):
         optimizer.zero_grad()
         optimizer.scale_loss(model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum()).backward()
@@ -98,7 +98,7 @@ def test_step_when_params_are_fp32_then_nothing_is_copied() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("clip_grad", "adam"), [(0.0, 28), (1e9, 32)])
-def test_step_when_its_verdict_comes_late_then_divides_wherever_it_may_clip(clip_grad: float, adam: int) -> None:
+def test_step_when_the_check_is_deferred_then_divides_wherever_it_may_clip(clip_grad: float, adam: int) -> None:
     config = DistOptConfig(accelerator="torch", clip_grad=clip_grad)
-    moved = _bytes_an_element(config, dtype=torch.bfloat16, late=True)
+    moved = _bytes_an_element(config, dtype=torch.bfloat16, deferred=True)
     assert moved == {"dot": 2 * 4, "_fused_adamw_": adam, "copy_": 6}

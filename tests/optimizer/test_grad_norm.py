@@ -29,12 +29,12 @@ class Piece:
     Args:
         whole: name of the tensor of the whole model.
         rows: of it that this rank holds, first and last exclusive; all where None.
-        counted: whether this rank counts it.
+        excluded: whether this rank excludes it from the norm.
     """
 
     whole: str
     rows: tuple[int, int] | None = None
-    counted: bool = True
+    excluded: bool = False
 
     @property
     def tensor(self) -> Tensor:
@@ -56,23 +56,23 @@ MODELS = {
     ],
     "tensor parallel with a duplicated norm": [
         {"weight": Piece("linear", (0, 4)), "norm": Piece("norm")},
-        {"weight": Piece("linear", (4, 8)), "norm": Piece("norm", counted=False)},
+        {"weight": Piece("linear", (4, 8)), "norm": Piece("norm", excluded=True)},
     ],
     "pipeline with a shared embedding": [
         {"embedding": Piece("embedding"), "linear": Piece("linear")},
-        {"head": Piece("head"), "embedding": Piece("embedding", counted=False)},
+        {"head": Piece("head"), "embedding": Piece("embedding", excluded=True)},
     ],
     "sequence parallel norms on both ranks": [
         {"norm": Piece("norm"), "weight": Piece("linear", (0, 4)), "norm2": Piece("embedding")},
         {
-            "norm": Piece("norm", counted=False),
+            "norm": Piece("norm", excluded=True),
             "weight": Piece("linear", (4, 8)),
-            "norm2": Piece("embedding", counted=False),
+            "norm2": Piece("embedding", excluded=True),
         },
     ],
-    "a rank that counts nothing": [
+    "a rank that excludes everything": [
         {"norm": Piece("norm"), "linear": Piece("linear")},
-        {"norm": Piece("norm", counted=False), "linear": Piece("linear", counted=False)},
+        {"norm": Piece("norm", excluded=True), "linear": Piece("linear", excluded=True)},
     ],
 }
 
@@ -102,7 +102,7 @@ def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float 
         DistOptConfig(accelerator="torch", count_zeros=True, bucket_size=40),
         process_group=group,
         stats_process_group=dist.group.WORLD,
-        counted=lambda name: pieces[name.removeprefix("held.")].counted,
+        excluded_from_norm=lambda name: pieces[name.removeprefix("held.")].excluded,
     )
     model(pieces).backward()
     result = stepped(optimizer)
@@ -119,8 +119,8 @@ def test_stats_when_params_are_duplicated_then_each_element_counts_once(
     measured: list[dict[str, tuple[float | None, int | None]]], kind: str
 ) -> None:
     pieces = [piece for part in MODELS[kind] for piece in part.values()]
-    counted = torch.cat([piece.tensor.flatten() for piece in pieces if piece.counted])
-    wanted = (float(counted.double().norm()), int((counted == 0).sum()))
+    included = torch.cat([piece.tensor.flatten() for piece in pieces if not piece.excluded])
+    wanted = (float(included.double().norm()), int((included == 0).sum()))
     for rank in range(4):
         # All sums are exact; one square root in float64 is left on either side.
         assert measured[rank][kind] == pytest.approx(wanted, rel=1e-15, abs=0.0)
@@ -147,7 +147,7 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
 ) -> None:
     grad = torch.empty(3000)
     change(grad)
-    run = _flat_param(grad, counted=True)
+    run = _flat_param(grad)
     stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
     assert stats.is_finite == finite
     if norm is not None:
@@ -171,7 +171,7 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
     values = {"ordinary": 0.5, "huge": 3e19, "inf": math.inf, "nan": math.nan}
     device, found = torch.device("cpu"), {}
     for name, value in values.items():
-        run = _flat_param(torch.full((3000,), value), counted=True)
+        run = _flat_param(torch.full((3000,), value))
         stats = reduce_stats(local_stats([run], device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
         numbers, flags = local_numbers([run], device, count_zeros=False)
         assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
@@ -188,7 +188,7 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
 
 def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(elsewhere: str) -> None:
     grad = torch.randn(100_000, generator=torch.Generator().manual_seed(5))
-    run = _flat_param(grad, counted=True)
+    run = _flat_param(grad)
     stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
     # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some thousand partial sums.
     bound = 1e-5 if elsewhere == "neither" else 1e-13
@@ -196,16 +196,16 @@ def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float6
 
 
 def test_nonfinite_params_when_all_are_finite_and_their_squares_are_not_then_the_large_ones_are_named() -> None:
-    large, small = _flat_param(torch.full((4,), 3e19), counted=True), _flat_param(torch.ones(4), counted=True)
+    large, small = _flat_param(torch.full((4,), 3e19)), _flat_param(torch.ones(4))
     assert nonfinite_params([small, large]) == ["p (finite, and above 1.8e19)"]
-    infinite = _flat_param(torch.full((4,), math.inf), counted=True)
+    infinite = _flat_param(torch.full((4,), math.inf))
     assert nonfinite_params([small, large, infinite]) == ["p"]
 
 
 def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64() -> None:
     grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(5))
     stats = reduce_stats(
-        local_stats([_flat_param(grad, counted=True)], grad.device, count_zeros=False),
+        local_stats([_flat_param(grad)], grad.device, count_zeros=False),
         Group(None, 0, 1),
         count_zeros=False,
     )
@@ -213,18 +213,18 @@ def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64()
     assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=1e-7)
 
 
-def test_local_stats_when_an_uncounted_param_is_infinite_then_is_not_finite() -> None:
-    runs = [_flat_param(torch.ones(4), counted=True), _flat_param(torch.full((4,), float("inf")), counted=False)]
+def test_local_stats_when_an_excluded_param_is_infinite_then_is_not_finite() -> None:
+    runs = [_flat_param(torch.ones(4)), _flat_param(torch.full((4,), float("inf")), excluded=True)]
     stats = reduce_stats(
         local_stats(runs, torch.device("cpu"), count_zeros=False), Group(None, 0, 1), count_zeros=False
     )
     assert (stats.num_nonfinite_ranks, stats.sum_of_squares, stats.num_zeros) == (1, 4.0, None)
 
 
-def _flat_param(grad: Tensor, *, counted: bool) -> FlatParam:
+def _flat_param(grad: Tensor, *, excluded: bool = False) -> FlatParam:
     span = Span(0, grad.numel())
     shard = ParamShard("p", 0, 0, span, span, span, span)
     main = torch.zeros_like(grad)
-    run = FlatParam(FlatParamPlan(FlatParamKey(0, counted), 0, span, (shard,)), main, main, grad)
+    run = FlatParam(FlatParamPlan(FlatParamKey(0, excluded), 0, span, (shard,)), main, main, grad)
     run.attach_grad()
     return run

@@ -72,7 +72,7 @@ def _built(device: str = "cpu", **options: Any) -> tuple[Params, TorchDistribute
     model = Params(default=torch.bfloat16).to(device)
     config = DistOptConfig(accelerator="torch", adam="torch_fused", **options)
     optimizer = distribute(model, config, param_groups=model.groups())
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=True)
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=True)
     return model, optimizer
 
 

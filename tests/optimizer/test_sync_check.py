@@ -50,11 +50,11 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def _trained(options: dict[str, Any], rank: int, *, late: bool) -> tuple[Params, TorchDistributedOptimizer]:
+def _trained(options: dict[str, Any], rank: int, *, deferred: bool) -> tuple[Params, TorchDistributedOptimizer]:
     """After two steps, whose results were read."""
     model = Params(default=torch.bfloat16)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", **options))
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     for step in range(2):
         _backward(model, optimizer, rank, step)
         assert stepped(optimizer).updated
@@ -66,9 +66,9 @@ def _backward(model: Params, optimizer: TorchDistributedOptimizer, rank: int, st
     optimizer.scale_loss(model(exact_grads(step, 0, rank))).backward()
 
 
-def _found(options: dict[str, Any], rank: int, *, late: bool) -> list[str]:
+def _found(options: dict[str, Any], rank: int, *, deferred: bool) -> list[str]:
     """In two whole iterations, of which the second settles the first."""
-    model, optimizer = _trained(options, rank, late=late)
+    model, optimizer = _trained(options, rank, deferred=deferred)
     with find_synchronisations() as found:
         for step in (2, 3):
             _backward(model, optimizer, rank, step)
@@ -77,11 +77,11 @@ def _found(options: dict[str, Any], rank: int, *, late: bool) -> list[str]:
 
 
 def find_in_all(rank: int, size: int) -> dict[str, list[str]]:
-    found = {name: _found(options, rank, late=True) for name, options in STEADY.items()}
+    found = {name: _found(options, rank, deferred=True) for name, options in STEADY.items()}
     return {
         **found,
-        "at once": _found({}, rank, late=False),
-        "dynamic": _found({"loss_scale": "dynamic"}, rank, late=True),
+        "at once": _found({}, rank, deferred=False),
+        "dynamic": _found({"loss_scale": "dynamic"}, rank, deferred=True),
     }
 
 
@@ -137,7 +137,7 @@ def test_find_synchronisations_when_a_copy_has_arrived_then_reading_it_is_none()
 
 @pytest.mark.usefixtures("one_rank")
 def test_forbid_synchronisations_when_the_cpu_waits_then_raises_there() -> None:
-    model, optimizer = _trained({}, 0, late=False)
+    model, optimizer = _trained({}, 0, deferred=False)
     _backward(model, optimizer, 0, 2)
     with pytest.raises(InvariantError) as error, forbid_synchronisations(DEVICE):
         optimizer.step()
@@ -148,8 +148,8 @@ def test_forbid_synchronisations_when_the_cpu_waits_then_raises_there() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_forbid_synchronisations_when_the_verdict_comes_late_then_the_step_passes() -> None:
-    model, optimizer = _trained({"clip_grad": 1.0}, 0, late=True)
+def test_forbid_synchronisations_when_the_check_is_deferred_then_the_step_passes() -> None:
+    model, optimizer = _trained({"clip_grad": 1.0}, 0, deferred=True)
     _backward(model, optimizer, 0, 2)
     with forbid_synchronisations(DEVICE):
         result = stepped(optimizer)

@@ -177,11 +177,11 @@ def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on(sav
     assert saved != loaded or all(map(torch.equal, _held(moved), _held(whole)))
 
 
-def _distributed(adam: str, *, late: bool) -> tuple[Params, Any]:
+def _distributed(adam: str, *, deferred: bool) -> tuple[Params, Any]:
     model = Params(default=torch.bfloat16)
     config = DistOptConfig(accelerator="torch", adam=adam, lr=0.01, clip_grad=1.0, nonfinite="skip")
     optimizer = distribute(model, config)
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     return model, optimizer
 
 
@@ -200,15 +200,15 @@ def _iterate(model: Params, optimizer: Any, steps: range, bad: int = -1) -> None
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="over gloo on the CPU")
 def test_distribute_when_triton_updates_then_as_near_to_torchs_as_rounding_and_skips(tmp_path: Path) -> None:
     results = {}
-    for adam, late in (("triton", False), ("triton", True), ("torch_fused", False)):
-        model, optimizer = _distributed(adam, late=late)
-        assert optimizer.sharded.is_late is late
+    for adam, deferred in (("triton", False), ("triton", True), ("torch_fused", False)):
+        model, optimizer = _distributed(adam, deferred=deferred)
+        assert optimizer.sharded.defers_check is deferred
         _iterate(model, optimizer, range(STEPS), bad=3)
         assert optimizer.sharded.num_skipped == 1
-        results[adam, late] = optimizer.sharded
-    ours, late, theirs = results.values()
+        results[adam, deferred] = optimizer.sharded
+    ours, deferred, theirs = results.values()
     _close(ours.inner, theirs.inner)
-    for mine, other in zip(ours.flat_params, late.flat_params, strict=True):
+    for mine, other in zip(ours.flat_params, deferred.flat_params, strict=True):
         assert torch.equal(mine.main, other.main) and torch.equal(mine.model, other.model)
         assert torch.equal(mine.model, mine.main.bfloat16())
 
@@ -217,11 +217,11 @@ def test_distribute_when_triton_updates_then_as_near_to_torchs_as_rounding_and_s
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="over gloo on the CPU")
 def test_save_when_triton_updates_then_a_loaded_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model, optimizer = _distributed("triton", late=True)
+    model, optimizer = _distributed("triton", deferred=True)
     _iterate(model, optimizer, range(3))
     optimizer.save(tmp_path / "saved")
     _iterate(model, optimizer, range(3, STEPS))
-    other_model, other = _distributed("triton", late=True)
+    other_model, other = _distributed("triton", deferred=True)
     other.load(tmp_path / "saved")
     _iterate(other_model, other, range(3, STEPS))
     for mine, loaded in zip(optimizer.sharded.flat_params, other.sharded.flat_params, strict=True):

@@ -190,7 +190,7 @@ def _undo_of(optimizer: DistributedOptimizer) -> Callable[[], None]:
 
 def whole_model_of(optimizer: DistributedOptimizer) -> WholeModel:
     """How this rank's params lie in the whole model, by their attributes, the fork's groups and its arguments."""
-    named, counted = optimizer.start.named, optimizer.start.plan.counted
+    named, plan = optimizer.start.named, optimizer.start.plan
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))
     is_gated = any(getattr(get_args(), option, None) for option in _GATES)
@@ -208,4 +208,5 @@ def whole_model_of(optimizer: DistributedOptimizer) -> WholeModel:
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
         "expert_parallel": expert[1],
     }
-    return WholeModel([Share(optimizer.sharded, placements, counted)], canonical, frozen, about, FROM_WEIGHTS)
+    share = Share(optimizer.sharded, placements, lambda name: not plan.excluded_from_norm(name))
+    return WholeModel([share], canonical, frozen, about, FROM_WEIGHTS)

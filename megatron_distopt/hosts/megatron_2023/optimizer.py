@@ -47,7 +47,7 @@ from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
     Complaint,
     ShardedOptimizer,
-    Verdict,
+    StepAction,
     clip_divisor,
     decide_together,
     is_torchs,
@@ -206,9 +206,9 @@ class DistributedOptimizer(HostDistributedOptimizer):
 
         Raises:
             NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
-                where the verdict comes late, see `ShardedOptimizer.is_late`. Norm and zeros are then 0-D tensors.
+                where the check is deferred, see `ShardedOptimizer.defers_check`. Norm and zeros are then 0-D tensors.
             LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as they have to be on
-                one of them; as late.
+                one of them; deferred as well.
             HostError: it was given a closure.
         """
         _check_no_closure(args)
@@ -219,7 +219,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
             sharded.attach_grads()
         with phase(_NAMES.measure):
             (decision,) = decide_together([sharded], self.everyone, complaint=complaint)
-        if decision.verdict is Verdict.SKIP:
+        if decision.action is StepAction.SKIP:
             self._used.mark()
             return False, None, None
         with phase(_NAMES.clip):
@@ -305,8 +305,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         raise not_copied("pickled")
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The counted main grads, while they are attached."""
-        return [flat.main_grad for flat in self.sharded.flat_params if flat.plan.key.counted]
+        """The main grads that are in the norm, while they are attached."""
+        return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:

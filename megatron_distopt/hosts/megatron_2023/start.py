@@ -148,15 +148,15 @@ def decide(request: Request, everyone: Group) -> Start:
         loss_scale=loss_scale_of(request.grad_scaler, device),
         stats_group=lambda: everyone,
         average_over=data.size // divide_by,
-        counted=lambda name: _is_counted(named[name]),
+        excluded_from_norm=lambda name: _is_excluded_from_norm(named[name]),
     )
     how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
     return Start(named, buffers, data, device, plan, how)
 
 
-def _is_counted(param: Parameter) -> bool:
-    """See [Note: counted once] in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
-    return bool(param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))
+def _is_excluded_from_norm(param: Parameter) -> bool:
+    """See the note of that name in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
+    return not (param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))
 
 
 def num_microbatches_of() -> Callable[[], int] | None:

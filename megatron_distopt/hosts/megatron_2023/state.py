@@ -201,7 +201,7 @@ def install_state(
         step: the update count; None for a class that does not count.
     """
     inner = optimizer.sharded.inner
-    optimizer.sharded.forget_verdict()
+    optimizer.sharded.forget_deferred_check()
     for group in inner.param_groups:
         restore_group(inner, group, step)
     for flat in optimizer.sharded.flat_params:

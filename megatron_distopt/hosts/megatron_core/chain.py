@@ -13,7 +13,7 @@ from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, prepare_together, step_together, update_together
-from megatron_distopt.optimizer import Verdict
+from megatron_distopt.optimizer import StepAction
 
 __all__ = ["ChainedOptimizer"]
 
@@ -50,7 +50,7 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
 
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients together; True where the step must be skipped."""
-        return prepare_together(self.chained_optimizers) is Verdict.SKIP
+        return prepare_together(self.chained_optimizers) is StepAction.SKIP
 
     def get_grad_norm(self) -> float:
         """Of the whole gradient; after `prepare_grads`."""

@@ -27,15 +27,15 @@ from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
-from megatron_distopt.hosts.megatron_core.params import idle_device, is_counted, publish_main_params
+from megatron_distopt.hosts.megatron_core.params import idle_device, is_excluded_from_norm, publish_main_params
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
 from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
 from megatron_distopt.optimizer import (
-    Decision,
     GradStats,
     ShardedOptimizer,
+    StepAction,
+    StepDecision,
     StepPlan,
-    Verdict,
     choose_inner,
     clip_divisor,
     measure_memory,
@@ -112,7 +112,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self._stats_group,
-            counted=lambda name: is_counted(self.named[name], tp_group),
+            excluded_from_norm=lambda name: is_excluded_from_norm(self.named[name], tp_group),
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
@@ -154,7 +154,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     def prepare_grads(self) -> bool:
         """Collective: measures the gradients; True where the step must be skipped."""
-        return prepare_together([self]) is Verdict.SKIP
+        return prepare_together([self]) is StepAction.SKIP
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""
@@ -197,7 +197,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         """Keeps what `prepare_grads` found until the update."""
         self._stats, self._measured_at, self._divisor = stats, divisor, divisor
 
-    def accept_decision(self, decision: Decision) -> None:
+    def accept_decision(self, decision: StepDecision) -> None:
         """Keeps what the whole step decided until the update."""
         self._divisor, self._found_inf = decision.divisor, decision.found_inf
 
@@ -206,11 +206,11 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return [flat.main for flat in self.sharded.flat_params]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The counted main grads, divided by the loss scale: for a chain of the host's, which measures several."""
+        """The main grads that are in the norm, divided by the loss scale, for a chain of the host's."""
         if self._divisor != 1.0 and self.sharded.flat_params:
             torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self._divisor)
         self._divisor = 1.0
-        return [flat.main_grad for flat in self.sharded.flat_params if flat.plan.key.counted]
+        return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""

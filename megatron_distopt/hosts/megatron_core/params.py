@@ -1,4 +1,4 @@
-"""What the host reads off params: who counts them, and `main_param`."""
+"""What the host reads off params: whether they are excluded from the norm, and `main_param`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.optimizer import ShardedOptimizer, find_accelerator
 
-__all__ = ["idle_device", "is_counted", "publish_main_params"]
+__all__ = ["idle_device", "is_excluded_from_norm", "publish_main_params"]
 
 
 def idle_device(config: DistOptConfig) -> torch.device:
@@ -21,9 +21,9 @@ def idle_device(config: DistOptConfig) -> torch.device:
     return torch.device(find_accelerator(config.accelerator).device_type)
 
 
-def is_counted(param: Parameter, tp_group: Any) -> bool:
-    """See [Note: counted once] in optimizer/grad_norm.py; the host marks shared and duplicated params itself."""
-    return bool(param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=tp_group))
+def is_excluded_from_norm(param: Parameter, tp_group: Any) -> bool:
+    """See the note of that name in optimizer/grad_norm.py; the host marks shared and duplicated params itself."""
+    return not (param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=tp_group))
 
 
 def publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
@@ -32,8 +32,9 @@ def publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter
         if param.dtype != torch.float32:
             param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
     for flat in sharded.flat_params:
-        # The host's own filters, where one of its chains measures our params: counted is "tensor-parallel, not shared".
-        flat.main.tensor_model_parallel, flat.main.shared = True, not flat.plan.key.counted  # type: ignore[attr-defined]
+        # Where a chain of the host's measures our params, its filters exclude those that are shared.
+        flat.main.tensor_model_parallel = True  # type: ignore[attr-defined]
+        flat.main.shared = flat.plan.key.excluded_from_norm  # type: ignore[attr-defined]
         for shard in flat.plan.shards if flat.owns_memory else ():
             _publish(named[shard.name], flat.cut(flat.main, shard))
 

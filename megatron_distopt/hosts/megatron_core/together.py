@@ -15,12 +15,12 @@ from megatron_distopt.hosts.base import timed
 from megatron_distopt.optimizer import (
     Complaint,
     ShardedOptimizer,
-    Verdict,
+    StepAction,
     check_complaint,
     decide_together,
+    finish_deferred_check,
     judge_together,
     measure_together,
-    settle_together,
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
 
@@ -35,7 +35,7 @@ StepOfHost = tuple[bool, float | None, int | None]
 def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
     """Collective: the whole step, as the host's: (updated, gradient norm, zeros or None).
 
-    Where the verdict comes late "updated" is True, and norm and zeros are 0-D tensors.
+    Where the check is deferred "updated" is True, and norm and zeros are 0-D tensors.
 
     Raises:
         LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one of them.
@@ -44,7 +44,7 @@ def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
     with timer(config, "optimizer-unscale-and-check-inf"):
         complaint = _complaint_of(optimizers)
         decisions = decide_together(*_measured_by(optimizers), clip_grad=config.clip_grad, complaint=complaint)
-    if decisions[0].verdict is Verdict.SKIP:
+    if decisions[0].action is StepAction.SKIP:
         return False, None, None
     for optimizer, decision in zip(optimizers, decisions, strict=True):
         optimizer.accept_decision(decision)
@@ -52,12 +52,12 @@ def step_together(optimizers: Sequence[DistributedOptimizer]) -> StepOfHost:
     return True, decisions[0].grad_norm, decisions[0].num_zeros if config.log_num_zeros_in_grad else None
 
 
-def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> Verdict:
+def prepare_together(optimizers: Sequence[DistributedOptimizer]) -> StepAction:
     """Collective: measures all gradients and decides, the same for all the optimizers and all ranks."""
     with timer(optimizers[0].config, "optimizer-unscale-and-check-inf"):
         sharded, group = _measured_by(optimizers)
-        settle_together(sharded, group)
-        # Read before the verdict: that is what the loss of this step was multiplied with.
+        finish_deferred_check(sharded, group)
+        # Read before the decision: that is what the loss of this step was multiplied with.
         divisors = [each.divisor for each in sharded]
         complaint = _complaint_of(optimizers)
         stats = measure_together(sharded, group, extra=complaint.flag)

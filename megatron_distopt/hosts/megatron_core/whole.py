@@ -49,13 +49,13 @@ def _is_expert(name: str, param: Parameter) -> bool:
 
 
 def _is_writer(optimizer: DistributedOptimizer, name: str, ranks: ModelRanks) -> bool:
-    """Who counts a param writes it. Of experts the host counts biases by the tensor-parallel group of all the others,
-    over whose ranks they may be spread."""
+    """The rank that does not exclude a param from the norm writes it. Of experts the host excludes biases by the
+    tensor-parallel group of all the other params, over whose ranks experts may be spread."""
     param = optimizer.named[name]
     if getattr(param, "allreduce", True):
         # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
         is_copy = _is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
-        return not is_copy and optimizer.sharded.plan.counted(name)
+        return not is_copy and not optimizer.sharded.plan.excluded_from_norm(name)
     return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
 
 

@@ -38,7 +38,7 @@ def distribute(
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     process_group: ProcessGroup | None = None,
     stats_process_group: ProcessGroup | None = None,
-    counted: Callable[[str], bool] = lambda name: True,
+    excluded_from_norm: Callable[[str], bool] = lambda name: False,
     placement: Callable[[str, Parameter], Placement] = _as_it_is,
     broadcast_buffers: bool = True,
     **options: Any,
@@ -71,8 +71,8 @@ def distribute(
         process_group: data-parallel ranks, which hold the same params; all ranks where None.
         stats_process_group: ranks that hold a part of the model, over which gradient statistics are added up;
             `process_group` where None.
-        counted: by param name, whether this rank counts it in those statistics: False on all but one rank for a param
-            that several ranks of `stats_process_group` hold beside data parallelism.
+        excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True on all but one rank
+            for a param that several ranks of `stats_process_group` hold beside data parallelism.
         placement: from a name and its param to where this rank's part lies in the whole model, for checkpoints of a
             model that is cut over `stats_process_group`.
         broadcast_buffers: whether module buffers that training changes (running statistics) follow rank 0 after each
@@ -93,7 +93,7 @@ def distribute(
         make_loss_scale(plan.config, plan.device),
         lambda: ranks.stats,
         data.size,
-        counted,
+        excluded_from_norm,
     )
     _compare(plan, step_plan, request.chunks, ranks)
     allow_shared_memory(data, plan.config.shared_memory)

@@ -397,8 +397,8 @@ class TorchDistributedOptimizer(Optimizer):
         return WholeModel([self._share()], frozen=model.frozen, about=about)
 
     def _share(self) -> Share:
-        model = self._model
-        return Share(self.sharded, model.placements, self.sharded.plan.counted, model.resting())
+        model, plan = self._model, self.sharded.plan
+        return Share(self.sharded, model.placements, lambda name: not plan.excluded_from_norm(name), model.resting())
 
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other data-parallel size.

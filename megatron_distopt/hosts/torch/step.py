@@ -14,21 +14,21 @@ from megatron_distopt.hosts.torch.census import COMMON_NUMEL, HEAD_NUMEL, Census
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer import (
     CapturedStep,
-    Decision,
     GradStats,
+    StepAction,
+    StepDecision,
     StepResult,
-    Verdict,
     clip_divisor,
+    finish_deferred_check,
     judge_together,
     measure_together,
-    settle_together,
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.decide import divide_late, measure_late, send_late
+from megatron_distopt.optimizer.decide import divide_deferred, measure_deferred, send_deferred
+from megatron_distopt.optimizer.deferred import HostCopy
 from megatron_distopt.optimizer.grad_norm import sum_with
 from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import divides_in_place
-from megatron_distopt.optimizer.late import HostCopy
 from megatron_distopt.optimizer.torch_optimizers import IMPLEMENTATION
 
 __all__ = ["Stepper"]
@@ -97,9 +97,9 @@ class Stepper:
                 if key != "params" and key not in IMPLEMENTATION:
                     ours[key] = value
 
-    def _decide_and_update(self) -> Decision:
+    def _decide_and_update(self) -> StepDecision:
         sharded, stats_group = self._model.sharded, self._model.ranks.stats
-        settle_together([sharded], stats_group)
+        finish_deferred_check([sharded], stats_group)
         if self._is_deferred:
             return self._decide_deferred()
         stats, packed = self._measure()
@@ -111,17 +111,17 @@ class Stepper:
         divisor = float(self._model.grads.divisor)
         step_decision = judge_together([sharded], stats, stats_group)
         clipped = divisor * clip_divisor(stats.norm(divisor), self._model.config.clip_grad)
-        decision = Decision(step_decision, stats, divisor, clipped)
-        if step_decision is Verdict.UPDATE:
+        decision = StepDecision(step_decision, stats, divisor, clipped)
+        if step_decision is StepAction.UPDATE:
             self._update(decision, packed)
         return decision
 
     @property
     def _is_deferred(self) -> bool:
         """Whether the CPU learns later what was decided. A param that may begin to train has to be known at once."""
-        return self._model.sharded.is_late and not self._model.may_grow
+        return self._model.sharded.defers_check and not self._model.may_grow
 
-    def _update(self, decision: Decision, packed: Tensor) -> None:
+    def _update(self, decision: StepDecision, packed: Tensor) -> None:
         model = self._model
         self._leave_out_absent(packed)
         model.sharded.update(decision.divisor, decision.found_inf)
@@ -210,7 +210,7 @@ class Stepper:
 
         raise_together(check, self._model.ranks.stats, "step")
 
-    def _decide_deferred(self) -> Decision:
+    def _decide_deferred(self) -> StepDecision:
         """The same where the CPU waits for nothing; what is not as usual is acted upon in the next step."""
         model, sharded = self._model, self._model.sharded
         packed = self._census().packed(self._numbers())
@@ -218,19 +218,19 @@ class Stepper:
             return self._replay(self._captured, packed)
         ranks = model.ranks
         with profiled("measure gradients"):
-            numbers = measure_late([sharded], ranks.stats, packed if ranks.are_one else packed[:COMMON_NUMEL])
+            numbers = measure_deferred([sharded], ranks.stats, packed if ranks.are_one else packed[:COMMON_NUMEL])
             if not ranks.are_one:
                 _sum_flags(packed, ranks.data)
         self._open_census = HostCopy(packed[:HEAD_NUMEL])
         divisor = float(model.grads.divisor)
-        late = send_late([sharded], numbers)
-        decision = Decision(
-            Verdict.UPDATE, late, divisor, *divide_late(sharded, numbers, model.config.clip_grad, divisor)
+        late = send_deferred([sharded], numbers)
+        decision = StepDecision(
+            StepAction.UPDATE, late, divisor, *divide_deferred(sharded, numbers, model.config.clip_grad, divisor)
         )
         self._update(decision, packed)
         return decision
 
-    def _replay(self, captured: CapturedStep, packed: Tensor) -> Decision:
+    def _replay(self, captured: CapturedStep, packed: Tensor) -> StepDecision:
         if self._extra is None or self._extra.shape != packed.shape:
             self.capture(captured.record)
         assert self._extra is not None, "capture() makes it"

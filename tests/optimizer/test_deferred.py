@@ -1,4 +1,4 @@
-"""Steps whose verdict comes late ([Note: a verdict that comes late]), forced on a CPU: every bit as without."""
+"""Steps whose check is deferred ([Note: deferred check]), forced on a CPU: every bit as without."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
-from megatron_distopt.optimizer import clip_divisor, settle_together
+from megatron_distopt.optimizer import clip_divisor, finish_deferred_check
+from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.late import LateVerdict, late_divisor, late_norm
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.spawn import run_ranks
 
@@ -59,21 +59,21 @@ class Outcome:
 
 
 def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, Outcome]]:
-    """By case: without and with a late verdict."""
-    return {name: (_train(name, rank, late=False), _train(name, rank, late=True)) for name in CASES}
+    """By case: without and with a deferred check."""
+    return {name: (_train(name, rank, deferred=False), _train(name, rank, deferred=True)) for name in CASES}
 
 
-def _built(name: str, *, late: bool) -> tuple[Params, TorchDistributedOptimizer]:
+def _built(name: str, *, deferred: bool) -> tuple[Params, TorchDistributedOptimizer]:
     options, dtype = CASES[name]
     model = Params(default=dtype)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options))
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, late=late)
-    assert optimizer.sharded.is_late is late
+    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
+    assert optimizer.sharded.defers_check is deferred
     return model, optimizer
 
 
-def _train(name: str, rank: int, *, late: bool) -> Outcome:
-    model, optimizer = _built(name, late=late)
+def _train(name: str, rank: int, *, deferred: bool) -> Outcome:
+    model, optimizer = _built(name, deferred=deferred)
     outcome = Outcome({}, [], [], [], [], 0)
     for step in range(STEPS):
         try:
@@ -81,7 +81,7 @@ def _train(name: str, rank: int, *, late: bool) -> Outcome:
         except NonFiniteGradError as error:
             outcome.errors[step] = str(error)
             outcome.states.append(_everything(optimizer))
-            if late:  # the bad step is over; this one is made once more
+            if deferred:  # the bad step is over; this one is made once more
                 result = _step(model, optimizer, rank, step, poison=False)
             else:
                 continue
@@ -126,23 +126,23 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[Outcome, Ou
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("raise")])
-def test_step_when_its_verdict_comes_late_then_every_bit_is_as_without(outcomes: Any, name: str) -> None:
+def test_step_when_the_check_is_deferred_then_every_bit_is_as_without(outcomes: Any, name: str) -> None:
     for outcome in outcomes:
-        now, late = outcome[name]
-        assert all(map(_equal, late.states, now.states))
-        assert (late.updated, late.zeros, late.num_skipped) == (now.updated, now.zeros, now.num_skipped)
+        now, deferred = outcome[name]
+        assert all(map(_equal, deferred.states, now.states))
+        assert (deferred.updated, deferred.zeros, deferred.num_skipped) == (now.updated, now.zeros, now.num_skipped)
         # Of the same bits, also where one of them is nan.
-        assert repr(late.norms) == repr(now.norms)
-        assert late.errors == now.errors == {}
+        assert repr(deferred.norms) == repr(now.norms)
+        assert deferred.errors == now.errors == {}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("skip")])
 def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(outcomes: Any, name: str) -> None:
     for outcome in outcomes:
-        late = outcome[name][1]
-        assert _equal(late.states[BAD], late.states[BAD - 1])
-        assert not _equal(late.states[BAD + 1], late.states[BAD])
-        assert (late.updated[BAD], late.norms[BAD], late.num_skipped) == (False, None, 1)
+        deferred = outcome[name][1]
+        assert _equal(deferred.states[BAD], deferred.states[BAD - 1])
+        assert not _equal(deferred.states[BAD + 1], deferred.states[BAD])
+        assert (deferred.updated[BAD], deferred.norms[BAD], deferred.num_skipped) == (False, None, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("raise")])
@@ -158,20 +158,20 @@ def test_step_when_the_policy_is_raise_then_the_next_one_raises_on_all_ranks_and
         "MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them."
     )
     for outcome in outcomes:
-        now, late = outcome[name]
-        assert list(now.errors) == [BAD] and list(late.errors) == [BAD + 1]
+        now, deferred = outcome[name]
+        assert list(now.errors) == [BAD] and list(deferred.errors) == [BAD + 1]
         assert "held." in text and "in the step before" not in now.errors[BAD]
         # Before the bad step, after it, after the error, after the step that was made once more.
-        assert _equal(late.states[BAD], late.states[BAD - 1])
-        assert _equal(late.states[BAD + 1], late.states[BAD - 1])
-        assert _equal(late.states[BAD + 2], now.states[BAD + 1])
-        assert late.num_skipped == now.num_skipped == 0
+        assert _equal(deferred.states[BAD], deferred.states[BAD - 1])
+        assert _equal(deferred.states[BAD + 1], deferred.states[BAD - 1])
+        assert _equal(deferred.states[BAD + 2], now.states[BAD + 1])
+        assert deferred.num_skipped == now.num_skipped == 0
 
 
 def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = _built("log fp32", late=True)
+    model, optimizer = _built("log fp32", deferred=True)
     with caplog.at_level(logging.WARNING, "megatron_distopt"):
         _step(model, optimizer, 0, 0, poison=True)
         assert not caplog.records
@@ -184,16 +184,16 @@ def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
 
 
 def test_settle_when_a_step_was_bad_then_raises_once_and_before_a_next_step(one_rank: None) -> None:
-    model, optimizer = _built("raise fp32", late=True)
+    model, optimizer = _built("raise fp32", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
     with pytest.raises(NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Must be finite"):
-        settle_together([optimizer.sharded], Group.of())
-    settle_together([optimizer.sharded], Group.of())
+        finish_deferred_check([optimizer.sharded], Group.of())
+    finish_deferred_check([optimizer.sharded], Group.of())
     assert _step(model, optimizer, 0, 1, poison=False).updated
 
 
 def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_are_let_go_of(one_rank: None) -> None:
-    model, optimizer = _built("raise 16-bit grads", late=True)
+    model, optimizer = _built("raise 16-bit grads", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
     optimizer.sharded.attach_grads()  # copies of 16-bit grads, of no use to the step that is made anew
     with pytest.raises(NonFiniteGradError):
@@ -202,8 +202,8 @@ def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_
 
 
 @pytest.mark.parametrize("by", ["folder", "state_dict"])
-def test_load_when_a_verdict_is_open_then_it_is_forgotten(by: str, one_rank: None, tmp_path: Path) -> None:
-    model, optimizer = _built("raise fp32", late=True)
+def test_load_when_a_check_is_open_then_it_is_forgotten(by: str, one_rank: None, tmp_path: Path) -> None:
+    model, optimizer = _built("raise fp32", deferred=True)
     _step(model, optimizer, 0, 0, poison=False)
     optimizer.save(tmp_path / "saved")
     state = copy.deepcopy(optimizer.state_dict())
@@ -216,19 +216,19 @@ def test_load_when_a_verdict_is_open_then_it_is_forgotten(by: str, one_rank: Non
 
 
 def test_save_when_the_last_step_was_skipped_then_the_checkpoint_has_counted_it(one_rank: None, tmp_path: Path) -> None:
-    model, optimizer = _built("skip zeros counted", late=True)
+    model, optimizer = _built("skip zeros counted", deferred=True)
     for step in range(2):
         _step(model, optimizer, 0, step, poison=step == 1)
     optimizer.save(tmp_path / "saved")
-    other_model, other = _built("skip zeros counted", late=True)
-    _step(other_model, other, 0, 0, poison=True)  # its verdict is still open and means nothing after loading
+    other_model, other = _built("skip zeros counted", deferred=True)
+    _step(other_model, other, 0, 0, poison=True)  # its check is still open and means nothing after loading
     other.load(tmp_path / "saved")
     assert other.sharded.num_skipped == optimizer.sharded.num_skipped == 1
     assert _equal(_everything(other), _everything(optimizer))
 
 
 def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_once(one_rank: None) -> None:
-    model, optimizer = _built("skip constant scale", late=True)
+    model, optimizer = _built("skip constant scale", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
     assert [optimizer.sharded.num_skipped for _ in range(2)] == [1, 1]
     _step(model, optimizer, 0, 1, poison=True)
@@ -238,14 +238,14 @@ def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_
 
 
 @pytest.mark.parametrize("change", [{"adam": "torch_foreach"}, {"optimizer": "sgd"}, {"loss_scale": "dynamic"}])
-def test_is_late_when_something_decides_on_the_cpu_then_it_is_not(one_rank: None, change: dict[str, Any]) -> None:
+def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(one_rank: None, change: dict[str, Any]) -> None:
     optimizer = distribute(Params(), DistOptConfig(accelerator="torch", **change)).sharded
-    optimizer.plan = replace(optimizer.plan, late=True)
-    assert optimizer.is_late is False
+    optimizer.plan = replace(optimizer.plan, deferred_check=True)
+    assert optimizer.defers_check is False
 
 
-def test_is_late_when_nobody_says_anything_then_a_cpu_decides_at_once(one_rank: None) -> None:
-    assert distribute(Params(), DistOptConfig(accelerator="torch")).sharded.is_late is False
+def test_defers_check_when_nobody_says_anything_then_a_cpu_decides_at_once(one_rank: None) -> None:
+    assert distribute(Params(), DistOptConfig(accelerator="torch")).sharded.defers_check is False
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.25, 1.0, 3.0, 1e6])
@@ -254,14 +254,14 @@ def test_late_divisor_when_compared_with_python_then_the_same_bits(square: float
     for divisor in (1.0, 3.0, 65536.0):
         norm = GradStats(square, None, 0).norm(divisor)
         expected = torch.tensor(divisor * clip_divisor(norm, clip_grad), dtype=torch.float32)
-        found = late_divisor(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), divisor, clip_grad)
+        found = deferred_divisor(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), divisor, clip_grad)
         assert torch.equal(torch.as_tensor(found, dtype=torch.float32), expected)
 
 
 @pytest.mark.parametrize("square", [0.0, 0.5625, 9.0, 2.0**60])  # their roots are exact, whoever takes them
 def test_late_norm_when_a_host_uses_it_then_it_is_the_float(square: float) -> None:
     norm = GradStats(square, None, 0).norm(4.0)
-    found: Any = late_norm(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), 4.0)
+    found: Any = deferred_norm(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), 4.0)
     assert found == norm and float(found) == norm and found.item() == norm
     assert "{:.3f}".format(found) == f"{norm:.3f}"  # noqa: UP032 - as forks write it
     assert math.isfinite(found) and max(found, norm + 1) == norm + 1
@@ -273,12 +273,14 @@ def test_late_norm_when_a_host_uses_it_then_it_is_the_float(square: float) -> No
 def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad(
     is_finite: bool, is_settled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    late = LateVerdict(torch.tensor([1.0, 0.0, 0.0 if is_finite else 1.0], dtype=torch.float64), [], counts_zeros=False)
-    late.report_unless_settled()
+    deferred = DeferredCheck(
+        torch.tensor([1.0, 0.0, 0.0 if is_finite else 1.0], dtype=torch.float64), [], counts_zeros=False
+    )
+    deferred.report_unless_settled()
     if is_settled:
-        late.settled()
+        deferred.settled()
     assert not caplog.messages
-    del late
+    del deferred
     said = ["the gradient of the last step was inf or nan on other ranks alone; that step changed nothing"]
     assert caplog.messages == ([] if is_finite or is_settled else said)
 
@@ -286,9 +288,9 @@ def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad
 def test_last_step_when_the_process_ends_then_the_error_is_logged_at_its_end() -> None:
     program = """
 import torch
-from megatron_distopt.optimizer.late import LateVerdict
-late = LateVerdict(torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), [], counts_zeros=False)
-late.report_unless_settled()
+from megatron_distopt.optimizer.deferred import DeferredCheck
+deferred = DeferredCheck(torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), [], counts_zeros=False)
+deferred.report_unless_settled()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert "the gradient of the last step was inf or nan" in ended.stderr

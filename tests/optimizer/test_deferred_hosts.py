@@ -1,4 +1,4 @@
-"""The hosts with a verdict that comes late, forced on a CPU: the same losses, norms and params, bit for bit."""
+"""The hosts with a deferred check, forced on a CPU: the same losses, norms and params, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ ULP = 2.0**-52
 
 
 @contextlib.contextmanager
-def _late(steps: list[bool]) -> Iterator[None]:
+def _deferred(steps: list[bool]) -> Iterator[None]:
     """As on a device that is not the CPU, by its name.
 
     Args:
-        steps: for each decision, whether it was late.
+        steps: for each decision, whether its check was deferred.
     """
     from megatron_distopt.optimizer import decide, sharded
 
-    send = decide.send_late
+    send = decide.send_deferred
 
     def noted(*args: Any) -> Any:
         steps.append(True)
         return send(*args)
 
-    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(decide, "send_late", noted):
+    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(decide, "send_deferred", noted):
         yield
 
 
 def train_core(rank: int, size: int) -> dict[str, tuple[Curve, Curve, int]]:
-    """By case: without, with, and how many steps were late."""
+    """By case: without, with, and how many steps were deferred."""
     from tests.support import gpt  # in the rank only: it imports the host
 
     found = {}
     for name, case in CORE.items():
         steps: list[bool] = []
         now = gpt.train(case)
-        with _late(steps):
+        with _deferred(steps):
             found[name] = (now, gpt.train(case), len(steps))
     return found
 
@@ -74,9 +74,9 @@ def train_fork(rank: int, size: int) -> dict[str, tuple[Any, Any, int]]:
         steps: list[bool] = []
         with contextlib.redirect_stdout(io.StringIO()):
             now = fork.train(*flags)
-            with _late(steps):
-                late = fork.train(*flags)
-        found[name] = (_bare(now), _bare(late), len(steps))
+            with _deferred(steps):
+                deferred = fork.train(*flags)
+        found[name] = (_bare(now), _bare(deferred), len(steps))
     return found
 
 
@@ -108,32 +108,34 @@ def of_fork() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_megatron_core_when_the_verdict_comes_late_then_every_bit_is_as_without(
+def test_megatron_core_when_the_check_is_deferred_then_every_bit_is_as_without(
     of_core: list[dict[str, Any]], name: str
 ) -> None:
     for found in of_core:
-        now, late, steps = found[name]
+        now, deferred, steps = found[name]
         assert steps == CORE[name].steps
-        for step, other in zip(now.steps, late.steps, strict=True):
+        for step, other in zip(now.steps, deferred.steps, strict=True):
             assert (step.loss, step.success, step.num_zeros) == (other.loss, other.success, other.num_zeros)
             assert math.isclose(step.grad_norm, other.grad_norm, rel_tol=ULP)
-        assert all(now.params[param].equal(late.params[param]) for param in now.params)
-        assert now.params.keys() == late.params.keys()
+        assert all(now.params[param].equal(deferred.params[param]) for param in now.params)
+        assert now.params.keys() == deferred.params.keys()
 
 
 @pytest.mark.parametrize("name", FORK)
-def test_a_fork_of_2023_when_the_verdict_comes_late_then_every_bit_is_as_without(
+def test_a_fork_of_2023_when_the_check_is_deferred_then_every_bit_is_as_without(
     of_fork: list[dict[str, Any]], name: str
 ) -> None:
     norms = []
     for found in of_fork:
-        now, late, steps = found[name]
-        assert [replace(each, grad_norm=None) for each in now[0]] == [replace(each, grad_norm=None) for each in late[0]]
-        assert now[1] == late[1]
+        now, deferred, steps = found[name]
+        assert [replace(each, grad_norm=None) for each in now[0]] == [
+            replace(each, grad_norm=None) for each in deferred[0]
+        ]
+        assert now[1] == deferred[1]
         assert steps > 1
-        norms += [(each.grad_norm, other.grad_norm) for each, other in zip(now[0], late[0], strict=True)]
+        norms += [(each.grad_norm, other.grad_norm) for each, other in zip(now[0], deferred[0], strict=True)]
     is_clipped = "without clipping" not in name
-    assert all((norm is not None) == (late_norm is not None) for norm, late_norm in norms)
+    assert all((norm is not None) == (other_norm is not None) for norm, other_norm in norms)
     found_norms = [pair for pair in norms if pair[0] is not None]
     assert bool(found_norms) == is_clipped
     assert all(math.isclose(*pair, rel_tol=ULP) for pair in found_norms)

@@ -1,6 +1,6 @@
 """Gradient statistics that stay on the device for the update and reach the CPU later.
 
-[Note: a verdict that comes late] Without a dynamic loss scale the CPU has no decision to take between the statistics
+[Note: deferred check] Without a dynamic loss scale the CPU has no decision to take between the statistics
 and the update: the norm, the divisor and "something is not finite" are tensors, and a kernel that is given the last of
 them changes nothing where it is 1. So the CPU waits for nothing; the numbers follow in pinned memory, and are looked at
 
@@ -15,7 +15,7 @@ Where no step follows, nobody looks: then an error is logged when the optimizer 
 By then the gradients are gone, so a message names flat params ("among ...") and not params. A host gets the norm as a
 tensor of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU,
 sums are float64 there, the loss scale is constant, and the inner optimizer skips by itself
-(`ShardedOptimizer.is_late`). Every bit is as without; tests/optimizer/test_late.py.
+(`ShardedOptimizer.defers_check`). Every bit is as without; tests/optimizer/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
 
-__all__ = ["HostCopy", "LateVerdict", "found_inf_of", "late_divisor", "late_norm"]
+__all__ = ["DeferredCheck", "HostCopy", "deferred_divisor", "deferred_norm", "found_inf_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -62,7 +62,7 @@ class HostCopy:
         return values
 
 
-class LateVerdict:
+class DeferredCheck:
     """What a step's statistics said.
 
     Args:
@@ -120,26 +120,26 @@ def found_inf_of(numbers: Tensor) -> Tensor:
     """fp32 0-D: 1 where something is not finite on any rank.
 
     Args:
-        numbers: see `LateVerdict`.
+        numbers: see `DeferredCheck`.
     """
     return (numbers[2] > 0).to(torch.float32)
 
 
-def late_norm(numbers: Tensor, divisor: float) -> Tensor:
+def deferred_norm(numbers: Tensor, divisor: float) -> Tensor:
     """float64 0-D: `GradStats.norm` on the device.
 
     Args:
-        numbers: see `LateVerdict`.
+        numbers: see `DeferredCheck`.
         divisor: of the gradient.
     """
     return torch.sqrt(numbers[0]) / _constant(divisor, numbers)
 
 
-def late_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
+def deferred_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
     """`divisor * clip_divisor(norm, clip_grad)` without knowing the norm.
 
     Args:
-        numbers: see `LateVerdict`.
+        numbers: see `DeferredCheck`.
         divisor: of the gradient without clipping.
         clip_grad: 0 for no clipping.
 
@@ -148,7 +148,7 @@ def late_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | T
     """
     if clip_grad <= 0:
         return divisor
-    norm, one = late_norm(numbers, divisor), _constant(1.0, numbers)
+    norm, one = deferred_norm(numbers, divisor), _constant(1.0, numbers)
     clip = torch.maximum((norm + 1e-6) / _constant(clip_grad, numbers), one)
     clip = torch.where(torch.isfinite(norm), clip, one)
     return (_constant(divisor, numbers) * clip).to(torch.float32)
