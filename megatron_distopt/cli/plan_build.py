@@ -28,9 +28,11 @@ from megatron_distopt.optimizer import (
     ParamGroup,
     ShardedOptimizer,
     StepPlan,
+    advance,
     choose_inner,
     make_loss_scale,
     measure_memory,
+    write_model,
 )
 
 __all__ = ["Built", "Seconds", "build"]
@@ -137,7 +139,8 @@ def _optimizers(
     marks.append(clock())
     for optimizer in optimizers:
         optimizer.attach_grads()
-        optimizer.update(1.0)
+        advance(optimizer, 1.0)
+        write_model(optimizer)
     return optimizers, [*marks, clock()]
 
 

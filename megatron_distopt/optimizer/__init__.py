@@ -1,15 +1,8 @@
-"""The update: which kernel, which scale, which norm, and the sharded step that ties them together."""
+"""The update: which kernel, which scale, which norm, and the sharded step that ties them together (step.py)."""
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.base import adopt_instance, choose_inner
-from megatron_distopt.optimizer.decide import (
-    Complaint,
-    check_complaint,
-    decide_together,
-    finish_deferred_check,
-    judge_together,
-    measure_together,
-)
+from megatron_distopt.optimizer.choice import IMPLEMENTATION, adopt_instance, choose_inner, fused_instance
+from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
@@ -22,45 +15,61 @@ from megatron_distopt.optimizer.inner import (
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.memory import Memory, measure_memory
-from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
+from megatron_distopt.optimizer.step import (
+    StepAction,
+    StepDecision,
+    advance,
+    clip_divisor,
+    decide,
+    finish_deferred_check,
+    make_step,
+    measure,
+    measure_now,
+    update,
+    write_model,
+)
 from megatron_distopt.optimizer.sync_check import find_synchronisations, forbid_synchronisations
-from megatron_distopt.optimizer.verdict import StepAction, StepDecision, StepResult, clip_divisor
 
 __all__ = [
+    "IMPLEMENTATION",
     "Accelerator",
     "CapturedStep",
-    "Complaint",
     "ConstantLossScale",
+    "DeferredCheck",
     "DynamicLossScale",
     "FlatParam",
     "GradStats",
     "InnerChoice",
     "LossScale",
     "Memory",
+    "Notice",
     "ParamGroup",
     "ShardedOptimizer",
     "StepAction",
     "StepDecision",
     "StepPlan",
-    "StepResult",
     "adopt_instance",
-    "check_complaint",
+    "advance",
     "check_devices",
     "choose_inner",
     "clip_divisor",
     "count_updates",
-    "decide_together",
+    "decide",
     "find_accelerator",
     "find_synchronisations",
     "finish_deferred_check",
     "forbid_synchronisations",
+    "fused_instance",
     "is_torchs",
-    "judge_together",
     "make_loss_scale",
+    "make_step",
+    "measure",
     "measure_memory",
-    "measure_together",
+    "measure_now",
     "moments_of",
     "restore",
     "restore_group",
+    "update",
+    "write_model",
 ]

@@ -1,27 +1,27 @@
-"""Gradient statistics that stay on the device for the update and reach the CPU later.
+"""The deferred check: gradient statistics stay on the device for the update, and the CPU reads them one step later.
 
-[Note: deferred check] Without a dynamic loss scale the CPU has no decision to take between the statistics
-and the update: the norm, the divisor and "something is not finite" are tensors, and a kernel that is given the last of
-them changes nothing where it is 1. So the CPU waits for nothing; the numbers follow in pinned memory, and are looked at
+[Note: deferred check] Without a dynamic loss scale the CPU has nothing to decide between the statistics and the update:
+the norm, the divisor and "something is not finite" are tensors, and a kernel that is given the last of them changes
+nothing where it is 1. So the CPU does not wait. The numbers are copied to pinned memory, and are read
 
-- at the start of the next step, by all ranks, because all of them must do the same about a bad one: "raise" raises
-  there (the params are as before the bad step), "skip" counts, "log" logs; that waits for the statistics of one step
-  ago, while the device has backward of this one to do;
-- when somebody reads the result of the step, or `num_skipped`; that never raises, because it may happen on one rank.
+- at the start of the next step, by all ranks (`step.finish_deferred_check`), because all of them must do the same about
+  a gradient that is not finite: "raise" raises there (the params are as before the bad step), "skip" counts the step,
+  "log" logs it. This waits for the statistics of the last step while the device computes the backward of this one;
+- when the decision of the step or `num_skipped` is read. This never raises, because it may happen on one rank alone.
 
-Where no step follows, nobody looks: then an error is logged when the optimizer goes, or at the end of the process
-(`report_unless_settled`).
+Where no step follows, an error is logged when the optimizer is freed or the process ends (`report_unless_settled`).
 
-By then the gradients are gone, so a message names flat params ("among ...") and not params. A host gets the norm as a
-tensor of no dimension, which formats and computes as the float does. All this is done where the device is not the CPU,
-sums are float64 there, the loss scale is constant, and the inner optimizer skips by itself
+The gradients are gone by then, so a message names flat params ("among ...") and not params. A host gets the norm as a
+0-D tensor, which formats and computes as the float does. The check is deferred where the device is not the CPU, sums
+are float64 there, the loss scale is constant, and the inner optimizer skips by itself
 (`ShardedOptimizer.defers_check`). Every bit is as without; tests/optimizer/test_deferred.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -35,17 +35,82 @@ from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
 
-__all__ = ["DeferredCheck", "HostCopy", "deferred_divisor", "deferred_norm", "found_inf_of"]
+__all__ = ["DeferredCheck", "Notice", "deferred_divisor", "deferred_norm", "found_inf_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
 
-class HostCopy:
-    """Numbers of a device that are on their way to the CPU.
+@dataclass(frozen=True, eq=False)
+class Notice:
+    """What the ranks of a host tell each other in the all-reduce of the statistics, and what they do about it.
 
     Args:
-        numbers: 1-D; may be overwritten as soon as this returns, in the order of the device's queue.
+        numbers: 1-D, of the dtype and device of the statistics; replaced by their sums over all ranks.
+        head: those that the CPU reads, in the same memory.
+        act: Collective: is given the sums of `head`, the same on all ranks. It raises what one rank has found.
     """
+
+    numbers: Tensor
+    head: Tensor
+    act: Callable[[Sequence[float]], None]
+
+
+class DeferredCheck:
+    """The statistics of a step whose check is deferred; see [Note: deferred check].
+
+    Args:
+        numbers: float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not
+            finite, over all ranks; then 1 for each flat param of this rank whose gradient is not finite. They may be
+            overwritten as soon as the constructor returns, in the order of the device's queue.
+        flat_params: of this rank.
+        counts_zeros: whether zeros were counted.
+        notice: what was added up with the statistics.
+    """
+
+    def __init__(
+        self, numbers: Tensor, flat_params: Sequence[FlatParam], *, counts_zeros: bool, notice: Notice | None = None
+    ) -> None:
+        #: On the device.
+        self.numbers = numbers
+        self.counts_zeros = counts_zeros
+        self._copy = _HostCopy(numbers)
+        self._plans = tuple(flat.plan for flat in flat_params)  # which hold no tensors
+        self._notice = None if notice is None else (_HostCopy(notice.head), notice.act)
+        self._report: finalize[Any, Any] | None = None
+
+    @property
+    def stats(self) -> GradStats:
+        """As `reduce_stats` returns them; waits for the device."""
+        sum_of_squares, zeros, nonfinite, *_ = self._copy.values
+        return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
+
+    def nonfinite_flat_params(self) -> list[str]:
+        """Those of this rank whose gradient was not finite, by names of their params; waits for the device."""
+        return _nonfinite_of(self._copy, self._plans)
+
+    def act_on_notice(self) -> None:
+        """Collective: acts on what ranks told each other, once; waits for the device.
+
+        Raises: as `Notice.act`.
+        """
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            told, act = notice
+            act(told.values)
+
+    def report_unless_settled(self) -> None:
+        """From now on an error is logged if something was not finite and this object goes, or the process ends, before
+        `settled` was called."""
+        self._report = finalize(self, _report_nonfinite, self._copy, self._plans)
+
+    def settled(self) -> None:
+        """The check was finished, or is of a state that is gone."""
+        if self._report is not None:
+            self._report.detach()
+
+
+class _HostCopy:
+    """Numbers of a device that are on their way to the CPU."""
 
     def __init__(self, numbers: Tensor) -> None:
         is_pinned = numbers.device.type != CPU
@@ -62,50 +127,11 @@ class HostCopy:
         return values
 
 
-class DeferredCheck:
-    """What a step's statistics said.
-
-    Args:
-        numbers: float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not
-            finite, over all ranks; then 1 for each flat param of this rank whose gradient is not finite.
-        flat_params: of this rank.
-        counts_zeros: whether zeros were counted.
-    """
-
-    def __init__(self, numbers: Tensor, flat_params: Sequence[FlatParam], *, counts_zeros: bool) -> None:
-        #: On the device.
-        self.numbers = numbers
-        self._copy = HostCopy(numbers)
-        self._runs, self.counts_zeros = tuple(flat_params), counts_zeros
-        self._report: finalize[Any, Any] | None = None
-
-    def report_unless_settled(self) -> None:
-        """From now on: if nobody says `settled` before this goes or the process ends, and it was not finite, an error
-        is logged."""
-        plans = tuple(flat.plan for flat in self._runs)  # which hold no tensors
-        self._report = finalize(self, _report_nonfinite, self._copy, plans)
-
-    def settled(self) -> None:
-        """Somebody did what is to be done about it."""
-        if self._report is not None:
-            self._report.detach()
-
-    @property
-    def stats(self) -> GradStats:
-        """As `reduce_stats` returns them; waits for the device."""
-        sum_of_squares, zeros, nonfinite, *_ = self._copy.values
-        return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
-
-    def nonfinite_flat_params(self) -> list[str]:
-        """Those of this rank whose gradient was not finite, by names of their params; waits for the device."""
-        return _nonfinite_of(self._copy, [flat.plan for flat in self._runs])
-
-
-def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
+def _nonfinite_of(numbers: _HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
     return [_described(plan) for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
 
 
-def _report_nonfinite(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
+def _report_nonfinite(numbers: _HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
     if numbers.values[2] > 0:
         where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
         _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)
@@ -136,7 +162,7 @@ def deferred_norm(numbers: Tensor, divisor: float) -> Tensor:
 
 
 def deferred_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
-    """`divisor * clip_divisor(norm, clip_grad)` without knowing the norm.
+    """`divisor * clip_divisor(norm, clip_grad)` on the device.
 
     Args:
         numbers: see `DeferredCheck`.

@@ -13,6 +13,7 @@ without float64 take so large a gradient for an infinite one, and `nonfinite_par
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, sum_over
+from megatron_distopt.comm import Group, exchange, sum_over
+from megatron_distopt.errors import NonFiniteGradError, refusal
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 
-__all__ = ["GradStats", "local_numbers", "local_stats", "nonfinite_params", "reduce_stats", "sum_with"]
+__all__ = [
+    "GradStats",
+    "local_numbers",
+    "local_stats",
+    "nonfinite_params",
+    "reduce_stats",
+    "report_nonfinite",
+    "sum_with",
+]
+
+_log = logging.getLogger("megatron_distopt")
 
 #: Elements that are added up in fp32 at a time. `dot` adds them one after the other in a few lanes, so its error grows
 #: with the piece: 9e-7 of the sum of squares for 2**20, 2e-8 for 2**16, which costs a seventh more time.
@@ -143,6 +155,35 @@ def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
     infinite = [name for name, part in parts if not torch.isfinite(part).all()]
     large = (f"{name} (finite, and above 1.8e19)" for name, part in parts if not torch.isfinite(part.dot(part)))
     return infinite or list(large)
+
+
+def report_nonfinite(names: Sequence[str], group: Group, *, raises: bool, when: str = "") -> None:
+    """Collective: says on which ranks the gradient is not finite, and of which params.
+
+    Args:
+        names: of what is not finite on this rank.
+        group: all ranks that hold a part of the model.
+        raises: as an error; otherwise as a warning.
+        when: if it is not this step.
+
+    Raises:
+        NonFiniteGradError: on all ranks.
+    """
+    found = enumerate(exchange(names, group))
+    places = [f"rank {group.global_rank(rank)}: {_some(each)}" for rank, each in found if each]
+    where = _some(places, separator="; ") + when
+    if raises:
+        remedy = (
+            "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them"
+        )
+        raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
+    if group.rank == 0:
+        _log.warning("gradient is inf or nan on %s; the update goes on because nonfinite='log'", where)
+
+
+def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + rest
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:

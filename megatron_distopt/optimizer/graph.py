@@ -18,13 +18,25 @@ from torch import Tensor
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import accelerator
-from megatron_distopt.optimizer.decide import divide_deferred, finish_deferred_check, measure_deferred, send_deferred
+from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.optimizer.verdict import StepAction, StepDecision, StepResult
+from megatron_distopt.optimizer.step import (
+    StepAction,
+    StepDecision,
+    advance,
+    decide,
+    divide_on_device,
+    finish_deferred_check,
+    keep_check,
+    measure,
+    measure_on_device,
+    update,
+    write_model,
+)
 
 __all__ = ["CapturedStep", "Record"]
 
-#: On the device: see `DeferredCheck`; what the gradient was divided by; found_inf, or None where nothing is skipped.
+#: On the device: see `measure_on_device` and `divide_on_device`.
 Output = tuple[Tensor, float | Tensor, Tensor | None]
 Record = Callable[[Callable[[], Output]], tuple[Callable[[], None], Output]]
 
@@ -45,7 +57,7 @@ class _Recording:
 
 
 class CapturedStep:
-    """`ShardedOptimizer.step` through a recorded graph.
+    """`make_step` of one optimizer through a recorded graph.
 
     The first step is an ordinary one, which allocates the moments; the second is recorded and replayed.
 
@@ -53,80 +65,69 @@ class CapturedStep:
         optimizer: one whose check is deferred (`defers_check`); its statistics go over a backend that can be recorded,
             such as NCCL.
         record: records what a function queues on the device, see `accelerator.record`, which it is where None.
-        extra: see `measure_together`; filled before every step, and holds the sums afterwards.
+        notice: see `measure`; its numbers are filled before every step, and are the sums afterwards.
 
     Raises:
         ConfigError: the CPU has to decide in every step, or the device records nothing.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None, extra: Tensor | None = None) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None, notice: Notice | None = None) -> None:
         _check_deferred(optimizer)
         if record is None and not accelerator.can_record(optimizer.device):
             rule, remedy = "be made on a device that records", "Call optimizer.step() there"
             raise ConfigError(refusal("captured step", f"on {optimizer.device}", rule, remedy))
-        self.optimizer = optimizer
-        self._record: Record = record or accelerator.record
-        self._extra = extra
+        self.optimizer, self.notice = optimizer, notice
+        #: What records it.
+        self.record: Record = record or accelerator.record
         self._recording: _Recording | None = None
         self._is_first = True
         self._rates = [torch.zeros((), device=optimizer.device) for _ in optimizer.inner.param_groups]
 
-    @property
-    def record(self) -> Record:
-        """What records it."""
-        return self._record
-
-    def step(self) -> StepResult:
-        """Collective: as `ShardedOptimizer.step`.
-
-        Raises: as of `decide`.
-        """
-        return StepResult(self.decide())
-
     @torch.no_grad()
-    def decide(self) -> StepDecision:
-        """Collective: the same; says what was decided.
+    def step(self) -> StepDecision:
+        """Collective: as `make_step`.
 
         Raises:
             NonFiniteGradError: on all ranks, where the last step's gradient was not finite and the policy is "raise".
         """
-        optimizer = self.optimizer
+        optimizer, group = self.optimizer, self.optimizer.plan.stats_group()
+        finish_deferred_check([optimizer], group)
         if self._is_first or not all(optimizer.inner.state.get(flat.main) for flat in optimizer.flat_params):
             self._is_first = False
-            return self._ordinary()
-        group = optimizer.plan.stats_group()
-        finish_deferred_check([optimizer], group)
+            return self._ordinary(group)
         self._set_rates()
         baked = self._baked()
         if self._recording is None or self._recording.baked != baked:
             self._recording = self._recorded(baked, group)
         self._recording.replay()
-        numbers, divisor, found_inf = self._recording.output
-        late = send_deferred([optimizer], numbers)
-        return StepDecision(StepAction.UPDATE, late, optimizer.divisor, divisor, found_inf)
+        return self._decided(*self._recording.output)
 
-    def _ordinary(self) -> StepDecision:
-        optimizer = self.optimizer
-        group = optimizer.plan.stats_group()
-        finish_deferred_check([optimizer], group)
-        numbers = measure_deferred([optimizer], group, self._extra)
-        divided = divide_deferred(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
-        late = send_deferred([optimizer], numbers)
-        optimizer.update(*divided)
-        return StepDecision(StepAction.UPDATE, late, optimizer.divisor, *divided)
+    def _ordinary(self, group: Group) -> StepDecision:
+        measured = measure([self.optimizer], group, self.notice)
+        (decision,) = decide([self.optimizer], measured, group)
+        update(self.optimizer, decision)
+        return decision
 
     def _recorded(self, baked: tuple[object, ...], group: Group) -> _Recording:
         optimizer = self.optimizer
 
         def work() -> Output:
-            numbers = measure_deferred([optimizer], group, self._extra)
-            divided = divide_deferred(optimizer, numbers, optimizer.config.clip_grad, optimizer.divisor)
-            optimizer.update(*divided)
+            numbers = measure_on_device([optimizer], group, self.notice)
+            divided = divide_on_device(optimizer, numbers, optimizer.divisor, optimizer.config.clip_grad)
+            advance(optimizer, *divided)
+            write_model(optimizer)
             return numbers, *divided
 
         with self._recordable_groups(), accelerator.current(optimizer.device):
-            replay, output = self._record(work)
+            replay, output = self.record(work)
         return _Recording(baked, replay, output)
+
+    def _decided(self, numbers: Tensor, divisor: float | Tensor, found_inf: Tensor | None) -> StepDecision:
+        optimizer = self.optimizer
+        counts_zeros = optimizer.config.count_zeros
+        check = DeferredCheck(numbers, optimizer.flat_params, counts_zeros=counts_zeros, notice=self.notice)
+        keep_check([optimizer], check)
+        return StepDecision(StepAction.UPDATE, check, optimizer.divisor, divisor, found_inf)
 
     def _set_rates(self) -> None:
         for rate, group in zip(self._rates, self.optimizer.inner.param_groups, strict=True):

@@ -1,5 +1,6 @@
-"""The sharded step: ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", 2020, section 5.1) between a reduce-scatter of the grads and an all-gather of the params, which the host does.
+"""What one rank has of a sharded optimizer: flat main params, the inner optimizer with its state, and bytes of both.
+
+step.py makes its steps.
 
 [Note: bytes of a step] A bf16 param with an fp32 grad, on the rank that owns it, in bytes an element::
 
@@ -31,12 +32,11 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group, profiled
+from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
-from megatron_distopt.optimizer.decide import decide_together
-from megatron_distopt.optimizer.deferred import DeferredCheck, HostCopy
-from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state, step_divided
+from megatron_distopt.optimizer.deferred import DeferredCheck
+from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
@@ -45,9 +45,8 @@ from megatron_distopt.optimizer.main_params import (
     build_flat_params,
     split_flat_param,
 )
-from megatron_distopt.optimizer.verdict import StepResult
 
-__all__ = ["ShardedOptimizer", "StepPlan"]
+__all__ = ["Memory", "ShardedOptimizer", "StepPlan", "measure_memory"]
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,16 @@ class StepPlan:
 
 
 class ShardedOptimizer:
-    """Updates the params that this rank owns.
-
-    It moves no params and no grads between ranks: the host reduce-scatters before `step` and all-gathers after it.
+    """The main params and the optimizer state that this rank owns.
 
     Args:
         buffers: of all params, as this rank sees them.
         plan: see `StepPlan`.
+
+    Attributes:
+        flat_params: in buffer order.
+        inner: updates them.
+        deferred_check: of the last step, where that left one to the next; see [Note: deferred check] in deferred.py.
     """
 
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
@@ -94,9 +96,7 @@ class ShardedOptimizer:
         self.plan = plan
         mark_ranges(self.device)
         self._num_skipped = 0
-        self._late: DeferredCheck | None = None
-        #: How many ranks complained about the last step, and what raises it here, if nobody has looked at it yet.
-        self.open_complaint: tuple[HostCopy, Callable[[], None]] | None = None
+        self.deferred_check: DeferredCheck | None = None
         self.flat_params = build_flat_params(
             buffers,
             lambda name: _key_of(name, group_of, plan) if name in group_of else None,
@@ -150,7 +150,7 @@ class ShardedOptimizer:
 
     @property
     def defers_check(self) -> bool:
-        """Whether the check of a step is deferred; the same on all ranks."""
+        """Whether the CPU checks a step after it was made; the same on all ranks."""
         wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
         is_exact = stats_dtype(self.device) is torch.float64
         return wanted and is_exact and isinstance(self.loss_scale, ConstantLossScale) and skips_by_itself(self.inner)
@@ -158,47 +158,31 @@ class ShardedOptimizer:
     @property
     def num_skipped(self) -> int:
         """Steps that changed nothing because a gradient was not finite; waits for a deferred check that is open."""
-        return self._num_skipped + self._skips_deferred()
+        return self._num_skipped + self._skips(self.deferred_check)
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        self._num_skipped = value
+        """As loading does, after which a check that is open means nothing."""
         self.forget_deferred_check()
+        self._num_skipped = value
 
-    def _skips_deferred(self) -> bool:
-        if self._late is None or self.config.policy is not NonFinitePolicy.SKIP:
+    def _skips(self, check: DeferredCheck | None) -> bool:
+        if check is None or self.config.policy is not NonFinitePolicy.SKIP:
             return False
-        return not self._late.stats.is_finite
-
-    def expect(self, late: DeferredCheck) -> None:
-        """Keeps the check of the step that is being made until the next one."""
-        self._late = late
+        return not check.stats.is_finite
 
     def take_deferred_check(self) -> DeferredCheck | None:
-        """The check of the last step if nobody acted upon it, which is no longer kept."""
-        late = self._late
-        self.num_skipped = self.num_skipped  # counts it
-        return late
+        """The check of the last step if it is open; it is no longer kept, and a step that it skipped is counted."""
+        check = self.deferred_check
+        self._num_skipped += self._skips(check)
+        self.forget_deferred_check()
+        return check
 
     def forget_deferred_check(self) -> None:
-        """After loading: a check that is still open was of a state that is gone."""
-        if self._late is not None:
-            self._late.settled()
-        self._late = None
-
-    @torch.no_grad()
-    def step(self) -> StepResult:
-        """Collective: statistics, then the update. Needs the reduced grads in this rank's shards.
-
-        Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
-                where the check is deferred.
-        """
-        (decision,) = decide_together([self], self.plan.stats_group())
-        result = StepResult(decision)
-        if result.may_have_updated:
-            self.update(decision.divisor, decision.found_inf)
-        return result
+        """After loading: a check that is open was of a state that is gone."""
+        if self.deferred_check is not None:
+            self.deferred_check.settled()
+        self.deferred_check = None
 
     def attach_grads(self) -> None:
         """Gives every main param its gradient."""
@@ -241,29 +225,6 @@ class ShardedOptimizer:
         self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
         self._round_into_model()
 
-    def update(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
-        """Divides, updates and rounds into the param buffers; the grads are let go of.
-
-        Args:
-            divisor: see `divisor`, times that of clipping; a tensor is 0-D, fp32 and on the device.
-            found_inf: fp32 0-D; where it is 1 nothing is changed. Only where `defers_check`.
-        """
-        self.advance(divisor, found_inf)
-        self.write_model()
-
-    def advance(self, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
-        """The first half of `update`: the inner optimizer's step."""
-        with profiled("update"):
-            grads = [flat.main.grad for flat in self.flat_params if flat.main.grad is not None]
-            step_divided(self.inner, grads, divisor, found_inf)
-
-    def write_model(self) -> None:
-        """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
-        with profiled("write model params"):
-            for flat in () if isinstance(self.inner, RoundsItself) else self.flat_params:
-                flat.write_model()
-            self.release_grads()
-
     def release_grads(self) -> None:
         """Lets go of attached grads."""
         for flat in self.flat_params:
@@ -302,3 +263,62 @@ def _key_of(name: str, group_of: Mapping[str, int], plan: StepPlan) -> FlatParam
 
 def _as_torch_group(group: ParamGroup, index: int, flat_params: Sequence[FlatParam]) -> dict[str, object]:
     return {**group.options, "params": [flat.main for flat in flat_params if flat.plan.key.group == index]}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on this rank.
+
+    Args:
+        param_nbytes: param buffers, padding included.
+        grad_nbytes: grad buffers, padding included.
+        main_nbytes: main params that are not the model params themselves.
+        moment_nbytes: what the inner optimizer keeps; 0 before the first step.
+        undistributed_state_nbytes: `state_nbytes` of a rank that holds the state of all params.
+    """
+
+    param_nbytes: int
+    grad_nbytes: int
+    main_nbytes: int
+    moment_nbytes: int
+    undistributed_state_nbytes: int
+
+    @property
+    def state_nbytes(self) -> int:
+        """Optimizer state: main params and moments."""
+        return self.main_nbytes + self.moment_nbytes
+
+
+def measure_memory(optimizer: ShardedOptimizer) -> Memory:
+    """Adds up what `optimizer` holds."""
+    owning = [flat for flat in optimizer.flat_params if flat.owns_memory]
+    return Memory(
+        param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
+        grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
+        main_nbytes=sum(_nbytes(flat.main) for flat in owning),
+        moment_nbytes=sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat)),
+        undistributed_state_nbytes=_undistributed(optimizer),
+    )
+
+
+def _undistributed(optimizer: ShardedOptimizer) -> int:
+    moment_nbytes = max((_moment_nbytes_an_element(optimizer, flat) for flat in optimizer.flat_params), default=0)
+    total = 0
+    for buffer in optimizer.buffers:
+        main_nbytes = 0 if buffer.param.dtype == torch.float32 else torch.float32.itemsize
+        total += (main_nbytes + moment_nbytes) * sum(
+            slot.in_buffer.numel for slot in buffer.layout.slots if buffer.holds(slot.name)
+        )
+    return total
+
+
+def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> int:
+    return sum(tensor.element_size() for tensor in _moments(optimizer, flat) if tensor.shape == flat.main.shape)
+
+
+def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
+    return [value for value in optimizer.inner.state.get(flat.main, {}).values() if torch.is_tensor(value)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

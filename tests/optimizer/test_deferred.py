@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
-from megatron_distopt.optimizer import clip_divisor, finish_deferred_check
+from megatron_distopt.optimizer import clip_divisor, finish_deferred_check, make_step
 from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
 from tests.support.models import Params, exact_grads, stepped
@@ -197,7 +197,7 @@ def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_
     _step(model, optimizer, 0, 0, poison=True)
     optimizer.sharded.attach_grads()  # copies of 16-bit grads, of no use to the step that is made anew
     with pytest.raises(NonFiniteGradError):
-        optimizer.sharded.step()
+        make_step([optimizer.sharded], Group.of())
     assert all(run.main.grad is None for run in optimizer.sharded.flat_params)
 
 

@@ -39,15 +39,15 @@ def _deferred(steps: list[bool]) -> Iterator[None]:
     Args:
         steps: for each decision, whether its check was deferred.
     """
-    from megatron_distopt.optimizer import decide, sharded
+    from megatron_distopt.optimizer import sharded, step
 
-    send = decide.send_deferred
+    keep = step.keep_check
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any) -> None:
         steps.append(True)
-        return send(*args)
+        keep(*args)
 
-    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(decide, "send_deferred", noted):
+    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(step, "keep_check", noted):
         yield
 
 

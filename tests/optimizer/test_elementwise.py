@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.base import adopt_instance
+from megatron_distopt.optimizer import adopt_instance
 from megatron_distopt.optimizer.elementwise import check_elementwise
 
 Params = Iterable[Tensor]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import ConfigError, NonFiniteGradError
-from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations
+from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations, make_step
 from megatron_distopt.optimizer.graph import Output
 from tests.support.models import Params, exact_grads
 
@@ -77,7 +78,7 @@ def _built(device: str = "cpu", **options: Any) -> tuple[Params, TorchDistribute
 
 
 def _reduced(model: Params, optimizer: TorchDistributedOptimizer, step: int, *, bad: int = BAD) -> None:
-    """Leaves gradients as they are before `ShardedOptimizer.step`, and the rate of the step."""
+    """Leaves gradients as they are before `make_step`, and the rate of the step."""
     optimizer.zero_grad()
     device = optimizer.sharded.device
     grads = {name: grad.to(device) for name, grad in exact_grads(step, 0, 0).items()}
@@ -95,11 +96,12 @@ def _train(
     """States and results after every step."""
     model, optimizer = _built(device, **options)
     stand_in = StandIn(optimizer.sharded) if record else None
-    step_of = CapturedStep(optimizer.sharded, stand_in).step if captured else optimizer.sharded.step
+    captured_step = CapturedStep(optimizer.sharded, stand_in) if captured else None
     states, results = [], []
     for step in range(STEPS):
         _reduced(model, optimizer, step)
-        results.append(repr(step_of()))
+        decision = captured_step.step() if captured_step else make_step([optimizer.sharded], Group.of())[0]
+        results.append(repr(decision))
         states.append([tensor.clone().cpu() for tensor in _tensors(optimizer.sharded)[1:]])
     if captured and stand_in is not None:
         assert stand_in.times == 1

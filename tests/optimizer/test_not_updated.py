@@ -9,7 +9,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, lay_out
-from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, choose_inner, make_loss_scale
+from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, choose_inner, make_loss_scale, make_step
 
 NUMEL = 3
 
@@ -45,7 +45,7 @@ def test_step_when_a_param_is_in_no_group_then_it_keeps_its_bits_and_counts_nowh
     (buffer,) = optimizer.buffers
     slots = buffer.layout.slot_of
     buffer.grad[slots[left_out].in_buffer.as_slice()] = 0.0  # its zeros are not counted either
-    result = optimizer.step()
+    (result,) = make_step([optimizer], Group.of())
     numbers = {"a": 1.0, "b": 2.0, "c": 3.0}
     for name, number in numbers.items():
         updated = number - 0.25 * number if name in names else number
@@ -62,14 +62,15 @@ def test_step_when_the_gradient_of_a_param_in_no_group_is_nan_then_it_is_nobodys
     optimizer = optimizer_of(("a", "c"), torch.float32)
     (buffer,) = optimizer.buffers
     buffer.grad[buffer.layout.slot_of["b"].in_buffer.as_slice()] = float("nan")
-    assert optimizer.step().updated
+    (result,) = make_step([optimizer], Group.of())
+    assert result.updated
     assert buffer.param[buffer.layout.slot_of["b"].in_buffer.as_slice()].tolist() == [2.0] * NUMEL
 
 
 def test_step_when_no_param_is_in_any_group_then_nothing_happens() -> None:
     optimizer = optimizer_of((), torch.float32)
     before = optimizer.buffers[0].param.clone()
-    result = optimizer.step()
+    (result,) = make_step([optimizer], Group.of())
     assert (result.updated, result.grad_norm) == (True, 0.0)
     assert optimizer.flat_params == ()
     assert torch.equal(optimizer.buffers[0].param, before)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.optimizer import ShardedOptimizer
+from megatron_distopt.comm import Group
+from megatron_distopt.optimizer import ShardedOptimizer, make_step
 from tests.support.models import Params, exact_grads
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -21,7 +22,7 @@ def _built(adam: str, dtype: torch.dtype) -> tuple[Params, ShardedOptimizer]:
 def _step(model: Params, sharded: ShardedOptimizer, step: int) -> None:
     sharded.buffers[0].grad.zero_()
     sharded.buffers[0].grad[: sharded.buffers[0].grad.numel()].copy_(_whole(model, sharded, exact_grads(step, 0, 0)))
-    sharded.step()
+    make_step([sharded], Group.of())
 
 
 def _whole(model: Params, sharded: ShardedOptimizer, grads: dict[str, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_distopt import TorchDistributedOptimizer
-from megatron_distopt.optimizer import StepResult
+from megatron_distopt.optimizer import StepDecision
 
 #: By name: larger than a shard at 4 ranks, smaller than any, cut by several shard borders, of one element.
 SHAPES = {"wide.weight": (31, 17), "wide.bias": (17,), "norm.weight": (5,), "deep.weight": (3, 7, 11), "scale": (1,)}
@@ -69,7 +69,7 @@ def summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([part[name] for part in parts]).sum(0) for name in SHAPES}
 
 
-def stepped(optimizer: TorchDistributedOptimizer) -> StepResult:
+def stepped(optimizer: TorchDistributedOptimizer) -> StepDecision:
     """Collective: makes a step and returns what it did."""
     optimizer.step()
     assert optimizer.last_step is not None

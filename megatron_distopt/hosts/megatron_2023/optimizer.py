@@ -40,18 +40,22 @@ from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_2023.communication import Communication
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
 from megatron_distopt.hosts.megatron_2023.ranges import ranges_of
-from megatron_distopt.hosts.megatron_2023.start import Request, Start, decide
+from megatron_distopt.hosts.megatron_2023.start import Request, Start, plan_start
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.optimizer import (
-    Complaint,
+    Notice,
     ShardedOptimizer,
     StepAction,
+    advance,
     clip_divisor,
-    decide_together,
+    decide,
+    finish_deferred_check,
     is_torchs,
-    measure_together,
+    measure,
+    measure_now,
+    write_model,
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
 
@@ -100,7 +104,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
     ) -> None:
         self.everyone = Group.of()
         request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
-        decided = raise_together(lambda: decide(request, self.everyone), self.everyone)
+        decided = raise_together(lambda: plan_start(request, self.everyone), self.everyone)
         # What is tried together must be the same, and the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
         for group in dict.fromkeys((decided.data, *(buffer.group for buffer in decided.buffers))):
@@ -214,25 +218,27 @@ class DistributedOptimizer(HostDistributedOptimizer):
         _check_no_closure(args)
         phase, sharded = _phases(args, timers), self.sharded
         self.finish_param_gather()
-        complaint = self._look_between_steps()
+        notice = self._look_between_steps()
         with phase(_NAMES.attach):
             sharded.attach_grads()
         with phase(_NAMES.measure):
-            (decision,) = decide_together([sharded], self.everyone, complaint=complaint)
+            finish_deferred_check([sharded], self.everyone)
+            measured = measure([sharded], self.everyone, notice)
+            (decision,) = decide([sharded], measured, self.everyone)
         if decision.action is StepAction.SKIP:
             self._used.mark()
             return False, None, None
         with phase(_NAMES.clip):
-            norm = decision.grad_norm
+            norm = decision.norm_to_log
         with phase(_NAMES.zeros):
-            num_zeros = decision.num_zeros  # counted while the gradient was measured
+            num_zeros = decision.zeros_to_log  # counted while the gradient was measured
         with phase(_NAMES.inner):
-            sharded.advance(decision.divisor, decision.found_inf)
+            advance(sharded, decision.divisor, decision.found_inf)
         with phase(_NAMES.write):
-            sharded.write_model()
+            write_model(sharded)
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
-    def _look_between_steps(self) -> Complaint:
+    def _look_between_steps(self) -> Notice:
         """What the user did to params, grads and groups since the last step, and what of it has to be raised.
 
         Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
@@ -242,11 +248,16 @@ class DistributedOptimizer(HostDistributedOptimizer):
             self._members.check()
             self._bring_params_back(with_values=self._may_be_stale)
         except LayoutError as error:
-            return Complaint(torch.ones_like(self._used.found), partial(_raise, error))
+            return self._notice(torch.ones_like(self._used.found), partial(_raise, error))
         if self._may_be_stale:
             self.sharded.follow_model()
             self._may_be_stale = False
-        return Complaint(self._used.found, partial(UsedGrads.check, self._used.found.clone()))
+        return self._notice(self._used.found, partial(UsedGrads.check, self._used.found.clone()))
+
+    def _notice(self, flag: Tensor, check: Callable[[], None]) -> Notice:
+        """All ranks raise what `check` raises on one of them."""
+        everyone = self.everyone
+        return Notice(flag, flag, lambda sums: raise_together(check, everyone, "step") if sums[0] > 0 else None)
 
     def _bring_params_back(self, *, with_values: bool) -> None:
         """See [Note: params that have left] in between_steps.py."""
@@ -315,7 +326,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         Returns:
             The norm before clipping, of the averaged and unscaled gradient.
         """
-        stats = measure_together([self.sharded], self.everyone)
+        stats = measure_now([self.sharded], self.everyone)
         self.sharded.release_grads()
         norm = stats.norm(self.sharded.divisor)
         for flat in self.sharded.flat_params:
@@ -325,7 +336,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
     @torch.no_grad()
     def count_zeros(self) -> int:
         """Collective: zeros of the whole reduced gradient."""
-        stats = measure_together([self.sharded], self.everyone, count_zeros=True)
+        stats = measure_now([self.sharded], self.everyone, count_zeros=True)
         self.sharded.release_grads()
         return stats.num_zeros or 0
 

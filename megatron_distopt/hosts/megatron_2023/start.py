@@ -31,7 +31,7 @@ from megatron_distopt.hosts.megatron_2023.groups import dense_group
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer import StepPlan
 
-__all__ = ["OverlapPlan", "Request", "Start", "decide", "num_microbatches_of"]
+__all__ = ["OverlapPlan", "Request", "Start", "num_microbatches_of", "plan_start"]
 
 #: Where a fork keeps the number of microbatches of a step.
 _COUNT, _COUNTED_IN = "get_num_microbatches", ("megatron", "megatron.global_vars")
@@ -121,7 +121,7 @@ class Start:
         return dataclasses.replace(self, buffers=buffers)
 
 
-def decide(request: Request, everyone: Group) -> Start:
+def plan_start(request: Request, everyone: Group) -> Start:
     """Looks at everything and moves nothing.
 
     Args:

@@ -17,7 +17,6 @@ from torch.nn import Module
 from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import HostMismatchError, refusal
-from megatron_distopt.hosts.megatron_core.chain import ChainedOptimizer
 from megatron_distopt.hosts.megatron_core.config import (
     check_model,
     check_parallel_state,
@@ -25,7 +24,7 @@ from megatron_distopt.hosts.megatron_core.config import (
     missing_parallel_state,
 )
 from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, PATCH_POINT
-from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
+from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.patch_points import Replacement, is_wanted, substituted
 from megatron_distopt.hosts.report import announce, describe
 

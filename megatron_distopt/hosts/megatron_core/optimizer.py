@@ -7,10 +7,12 @@ constructor, which allocates on CUDA by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -29,22 +31,13 @@ from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_par
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_excluded_from_norm, publish_main_params
 from megatron_distopt.hosts.megatron_core.sharded import HEAD
-from megatron_distopt.hosts.megatron_core.together import StepOfHost, gather, prepare_together, step_together, timer
-from megatron_distopt.optimizer import (
-    GradStats,
-    ShardedOptimizer,
-    StepAction,
-    StepDecision,
-    StepPlan,
-    choose_inner,
-    clip_divisor,
-    measure_memory,
-)
+from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.optimizer import ShardedOptimizer, StepDecision, StepPlan, choose_inner, measure_memory
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["ChainedOptimizer", "DistributedOptimizer"]
 
 
-class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
+class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):
     """The host's class, with the sharded step inside.
 
     Args:
@@ -94,12 +87,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self._groups = [] if optimizer is None else _groups_of(optimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
-        self._stats: GradStats | None = None
-        # What the grads have to be divided by when they were measured, and what is still left to divide by: the loss
-        # scale may change in between, and clipping adds to the second.
-        self._measured_at = 1.0
-        self._divisor: float | Tensor = 1.0
-        self._found_inf: Tensor | None = None
+        self.prepared: StepDecision | None = None
         publish_main_params(self.sharded, self.named)
         self._members = GroupMembers(self.sharded.inner)
 
@@ -147,69 +135,15 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def _stats_group(self) -> Group:
         return Group.of(self.get_grad_stats_parallel_group())
 
-    @torch.no_grad()
-    def step(self) -> StepOfHost:
-        """Collective: the whole step, as the host's: (updated, gradient norm, zeros)."""
-        return step_together([self])
-
-    def prepare_grads(self) -> bool:
-        """Collective: measures the gradients; True where the step must be skipped."""
-        return prepare_together([self]) is StepAction.SKIP
-
-    def get_grad_norm(self) -> float:
-        """Of the averaged, unscaled gradient; after `prepare_grads`."""
-        return self._measured.norm(self._measured_at)
-
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
-        norm = self.get_grad_norm()
-        self._divisor *= clip_divisor(norm, clip_grad)
-        return norm
-
-    def count_zeros(self) -> int:
-        """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
-        return self._measured.num_zeros or 0
-
-    def step_with_ready_grads(self) -> bool:
-        """Collective: updates, then gathers the params unless the host gathers them in forward."""
-        self.update()
-        self.gather()
-        return True
-
-    def update(self) -> None:
-        """The update alone; after `prepare_grads`."""
-        with timer(self.config, "optimizer-inner-step"):
-            self.sharded.update(self._divisor, self._found_inf)
-        self._stats, self._found_inf = None, None
-
-    def gather(self) -> None:
-        """Collective: the host's own all-gather, unless it overlaps it with forward."""
-        gather(self.config, self.ddp_config, self.model_chunks)
-
-    @property
-    def _measured(self) -> GradStats:
-        if self._stats is None:
-            rule, remedy = "be measured first", "Call prepare_grads() before it"
-            raise HostError(refusal("gradient statistics", "none", rule, remedy))
-        return self._stats
-
-    def accept(self, stats: GradStats, divisor: float) -> None:
-        """Keeps what `prepare_grads` found until the update."""
-        self._stats, self._measured_at, self._divisor = stats, divisor, divisor
-
-    def accept_decision(self, decision: StepDecision) -> None:
-        """Keeps what the whole step decided until the update."""
-        self._divisor, self._found_inf = decision.divisor, decision.found_inf
-
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""
         return [flat.main for flat in self.sharded.flat_params]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The main grads that are in the norm, divided by the loss scale, for a chain of the host's."""
-        if self._divisor != 1.0 and self.sharded.flat_params:
-            torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self._divisor)
-        self._divisor = 1.0
+        if self.prepared is not None and self.prepared.divisor != 1.0 and self.sharded.flat_params:
+            torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self.prepared.divisor)
+            self.prepared = replace(self.prepared, divisor=1.0)
         return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -294,6 +228,32 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def restore_from_cpu(self) -> NoReturn:
         """Refused, as `offload_to_cpu` is."""
         self.offload_to_cpu()
+
+
+class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
+    """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
+
+    chained_optimizers: list[DistributedOptimizer]
+
+    def ours(self) -> Sequence[DistributedOptimizer]:
+        """All of them."""
+        return self.chained_optimizers
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickled")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each.
+
+        Raises: as the optimizer's.
+        """
+        if isinstance(state_dict, Mapping) and HEAD in state_dict:
+            self.load_sharded(state_dict)
+        else:
+            super().load_state_dict(state_dict)
 
 
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -33,15 +33,15 @@ from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
 from megatron_distopt.optimizer import (
+    IMPLEMENTATION,
     Memory,
     ShardedOptimizer,
-    StepResult,
+    StepDecision,
     clip_divisor,
     measure_memory,
-    measure_together,
+    measure_now,
 )
 from megatron_distopt.optimizer.graph import Record
-from megatron_distopt.optimizer.torch_optimizers import IMPLEMENTATION
 
 __all__ = ["TorchDistributedOptimizer", "owner_of"]
 
@@ -81,7 +81,7 @@ class TorchDistributedOptimizer(Optimizer):
         super().__init__(groups, dict(inner.defaults if given is None else given.defaults))
         self._is_built = True
         self.param_groups = groups
-        self.last_step: StepResult | None = None
+        self.last_step: StepDecision | None = None
         self._stepper = Stepper(model, groups)
         self._saver = Saver(model.config, model.ranks.stats)
         #: Whole state that `state_dict()` returns until the next step or load; on the rank that `consolidate` named.
@@ -315,7 +315,7 @@ class TorchDistributedOptimizer(Optimizer):
         model = self._model
         model.admit()
         model.grads.reduce_ahead(model.sharded.divisor)
-        stats = measure_together([model.sharded], model.ranks.stats)
+        stats = measure_now([model.sharded], model.ranks.stats)
         model.sharded.release_grads()
         norm = stats.norm(float(model.grads.divisor))
         model.grads.clip(clip_divisor(norm, float(max_norm)))
@@ -417,7 +417,7 @@ class TorchDistributedOptimizer(Optimizer):
     def _before_state(self) -> None:
         """Collective: the state that is read now is that of the params as they are."""
         self.finish_param_gather()
-        self._stepper.settle()
+        self._stepper.heed()
         raise_together(self._follow_user, self._model.ranks.stats, "params")
 
     def _follow_user(self) -> None:

@@ -35,9 +35,9 @@ from megatron_distopt.optimizer import (
     check_devices,
     choose_inner,
     find_accelerator,
+    fused_instance,
 )
 from megatron_distopt.optimizer.accelerator import CPU
-from megatron_distopt.optimizer.torch_optimizers import fused_instance
 
 __all__ = ["ParamSet", "Plan", "Request", "decide", "group_names", "plan_sets"]
 

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import CommLog, Group, exchange, profiled, raise_together, sum_over
+from megatron_distopt.comm import CommLog, Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.torch.census import COMMON_NUMEL, HEAD_NUMEL, Census, CensusSums, active_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer import (
+    IMPLEMENTATION,
     CapturedStep,
+    DeferredCheck,
     GradStats,
+    Notice,
+    ShardedOptimizer,
     StepAction,
     StepDecision,
-    StepResult,
-    clip_divisor,
+    decide,
     finish_deferred_check,
-    judge_together,
-    measure_together,
+    measure,
+    measure_now,
+    update,
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.decide import divide_deferred, measure_deferred, send_deferred
-from megatron_distopt.optimizer.deferred import HostCopy
 from megatron_distopt.optimizer.grad_norm import sum_with
 from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import divides_in_place
-from megatron_distopt.optimizer.torch_optimizers import IMPLEMENTATION
+from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 __all__ = ["Stepper"]
+
+#: `measure` or `measure_now`.
+Measure = Callable[[Sequence[ShardedOptimizer], Group, Notice | None], GradStats | DeferredCheck]
 
 
 class Stepper:
@@ -46,14 +51,11 @@ class Stepper:
         self._model, self._torch_groups = model, torch_groups
         stats = model.ranks.stats
         self._log = CommLog(model.config.log_communication, is_first=stats.rank == 0)
-        #: What ranks said in the step before, if nobody has looked at it yet.
-        self._open_census: HostCopy | None = None
         self._captured: CapturedStep | None = None
-        self._extra: Tensor | None = None
         model.grads.on_drop = self._announce_drop
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self) -> StepDecision:
         """Collective.
 
         Raises:
@@ -61,21 +63,21 @@ class Stepper:
         """
         model = self._model
         gathered = model.gather.finish()
-        self.settle()
+        self.heed()
         self._collect()
         reduced = model.grads.reduce(model.sharded.divisor, for_step=True)
         self._log.step(reduced, gathered)
-        result = StepResult(self._decide_and_update())
-        if result.may_have_updated:
+        finish_deferred_check([model.sharded], model.ranks.stats)
+        decision = self._replay(self._captured) if self._captured and self._is_recordable else self._decide_and_update()
+        if decision.action is StepAction.UPDATE:
             model.gather.gather()
         model.module_buffers.sync()
         model.grads.end_round()
-        return result
+        return decision
 
-    def capture(self, record: Record | None) -> None:
-        """See `TorchDistributedOptimizer.capture_step`."""
-        self._extra = self._census().packed(self._numbers())
-        self._captured = CapturedStep(self._model.sharded, record, self._extra)
+    def heed(self) -> None:
+        """Collective where ranks said something unusual in the last step and its check was deferred."""
+        act_on_deferred_notice([self._model.sharded])
 
     def _collect(self) -> None:
         """What the user did to params and param groups since the last step."""
@@ -98,78 +100,83 @@ class Stepper:
                     ours[key] = value
 
     def _decide_and_update(self) -> StepDecision:
-        sharded, stats_group = self._model.sharded, self._model.ranks.stats
-        finish_deferred_check([sharded], stats_group)
-        if self._is_deferred:
-            return self._decide_deferred()
-        stats, packed = self._measure()
-        sums = self._said(packed[:HEAD_NUMEL].tolist())
-        if not sums.is_usual:
-            self._act_on(sums)
-            if sums.newcomers:
-                stats, packed = self._measure()
-        divisor = float(self._model.grads.divisor)
-        step_decision = judge_together([sharded], stats, stats_group)
-        clipped = divisor * clip_divisor(stats.norm(divisor), self._model.config.clip_grad)
-        decision = StepDecision(step_decision, stats, divisor, clipped)
-        if step_decision is StepAction.UPDATE:
-            self._update(decision, packed)
+        model = self._model
+        measured, census = self._measure()
+        divisor = float(model.grads.divisor)
+        (decision,) = decide([model.sharded], measured, model.ranks.stats, divisors=[divisor])
+        if decision.action is StepAction.UPDATE:
+            self._leave_out_absent(census)
+            update(model.sharded, decision)
+            self._note_division(decision)
         return decision
 
-    @property
-    def _is_deferred(self) -> bool:
-        """Whether the CPU learns later what was decided. A param that may begin to train has to be known at once."""
-        return self._model.sharded.defers_check and not self._model.may_grow
-
-    def _update(self, decision: StepDecision, packed: Tensor) -> None:
+    def _measure(self) -> tuple[GradStats | DeferredCheck, Tensor]:
+        """Collective: what was measured, and the sums of what ranks said."""
         model = self._model
-        self._leave_out_absent(packed)
-        model.sharded.update(decision.divisor, decision.found_inf)
-        model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
+        if not model.may_grow:
+            return self._measure_by(measure)
+        # A param that may begin to train has to be known at once; then all are measured once more.
+        num_params = len(model.grads.slots)
+        found = self._measure_by(measure_now)
+        return found if len(model.grads.slots) == num_params else self._measure_by(measure_now)
 
-    def _leave_out_absent(self, packed: Tensor) -> None:
+    def _measure_by(self, measure_with: Measure) -> tuple[GradStats | DeferredCheck, Tensor]:
+        """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model."""
+        model, packed = self._model, self._packed()
+        return measure_with([model.sharded], model.ranks.stats, self._notice(packed)), packed
+
+    def _leave_out_absent(self, census: Tensor) -> None:
         """A param without a gradient on any rank is left alone; one with a gradient somewhere has one everywhere."""
         grads = self._model.grads
         if all(grads.present):
             return
-        active = active_params(packed)
+        active = active_params(census)
         grads.settle(active)
         self._model.sharded.leave_out(
             {slot.name for slot, is_active in zip(grads.slots, active, strict=True) if not is_active}
         )
 
-    def _measure(self) -> tuple[GradStats, Tensor]:
-        """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model."""
-        model, packed = self._model, self._census().packed(self._numbers())
-        ranks = model.ranks
-        extra = packed if ranks.are_one else packed[:COMMON_NUMEL]
-        with profiled("measure gradients"):
-            stats = measure_together([model.sharded], ranks.stats, extra=extra)
-            if not ranks.are_one:
-                _sum_flags(packed, ranks.data)
-        return stats, packed
-
-    def _numbers(self) -> Tensor:
-        """Of the dtype and device of statistics."""
-        device = self._model.device
-        return torch.empty((), dtype=stats_dtype(device), device=device)
-
-    def _announce_drop(self) -> None:
-        """Collective, as a step is, so that a rank which makes one meanwhile meets the others here.
-
-        Raises:
-            RanksDisagreeError: on all ranks.
-        """
-        ranks, packed = self._model.ranks, self._census(is_dropped=True).packed(self._numbers())
-        sum_with(packed.new_zeros(3), packed if ranks.are_one else packed[:COMMON_NUMEL], ranks.stats)
-        if not ranks.are_one:
-            _sum_flags(packed, ranks.data)
-        if not self._said(packed[:HEAD_NUMEL].tolist()).is_one_round:
-            raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
-
-    def _census(self, *, is_dropped: bool = False) -> Census:
+    def _note_division(self, decision: StepDecision) -> None:
         model = self._model
-        return Census(
+        model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
+
+    def capture(self, record: Record | None) -> CapturedStep:
+        """See `TorchDistributedOptimizer.capture_step`."""
+        census = self._packed()
+        notice = Notice(census, census[:HEAD_NUMEL], self._act_on)
+        self._captured = CapturedStep(self._model.sharded, record, notice)
+        return self._captured
+
+    @property
+    def _is_recordable(self) -> bool:
+        model = self._model
+        defers = model.sharded.defers_check and not model.may_grow
+        return defers and all(model.grads.present) and model.grads.divisor == model.sharded.divisor
+
+    def _replay(self, captured: CapturedStep) -> StepDecision:
+        census, notice = self._packed(), captured.notice
+        if notice is None or notice.numbers.shape != census.shape:
+            captured = self.capture(captured.record)
+        else:
+            notice.numbers.copy_(census)
+        decision = captured.step()
+        self._note_division(decision)
+        return decision
+
+    def _notice(self, packed: Tensor) -> Notice:
+        """Collective where ranks hold different params: those that hold the same ones sum their flags by themselves."""
+        ranks = self._model.ranks
+        if ranks.are_one:
+            return Notice(packed, packed[:HEAD_NUMEL], self._act_on)
+        flags = packed[COMMON_NUMEL:].clone()
+        sum_over(flags, ranks.data)
+        packed[COMMON_NUMEL:] = flags
+        return Notice(packed[:COMMON_NUMEL], packed[:HEAD_NUMEL], self._act_on)
+
+    def _packed(self, *, is_dropped: bool = False) -> Tensor:
+        """What this rank says, of the dtype and device of statistics."""
+        model = self._model
+        census = Census(
             round=model.grads.num_rounds,
             complaints=len(model.grads.complaints),
             newcomers=len(model.newcomers()),
@@ -178,13 +185,27 @@ class Stepper:
             present=model.grads.present,
             is_dropped=is_dropped,
         )
+        return census.packed(torch.empty((), dtype=stats_dtype(model.device), device=model.device))
+
+    def _announce_drop(self) -> None:
+        """Collective, as a step is, so that a rank which makes one meanwhile meets the others here.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        ranks, packed = self._model.ranks, self._packed(is_dropped=True)
+        sum_with(packed.new_zeros(3), self._notice(packed).numbers, ranks.stats)
+        if not self._said(packed[:HEAD_NUMEL].tolist()).is_one_round:
+            raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
 
     def _said(self, head: Sequence[float]) -> CensusSums:
         return CensusSums(head, self._model.ranks.stats.size, self._model.ranks.data.size)
 
-    def _act_on(self, sums: CensusSums) -> None:
-        """Collective: what is not as in every other step."""
-        model, stats_group = self._model, self._model.ranks.stats
+    def _act_on(self, head: Sequence[float]) -> None:
+        """Collective where something is not as in every other step."""
+        model, stats_group, sums = self._model, self._model.ranks.stats, self._said(head)
+        if sums.is_usual:
+            return
         if not sums.is_one_round:
             raise _in_different_rounds(model.grads.num_rounds, stats_group)
         if not sums.keeps_the_same:
@@ -200,7 +221,6 @@ class Stepper:
     def _raise_complaints(self) -> None:
         """Collective: raises on all ranks what one of them found."""
         complaints: list[DistOptError] = self._model.grads.complaints
-        self._model.sharded.release_grads()
 
         def check() -> None:
             first = complaints[0] if complaints else None
@@ -209,51 +229,6 @@ class Stepper:
                 raise first
 
         raise_together(check, self._model.ranks.stats, "step")
-
-    def _decide_deferred(self) -> StepDecision:
-        """The same where the CPU waits for nothing; what is not as usual is acted upon in the next step."""
-        model, sharded = self._model, self._model.sharded
-        packed = self._census().packed(self._numbers())
-        if self._captured is not None and all(model.grads.present) and model.grads.divisor == sharded.divisor:
-            return self._replay(self._captured, packed)
-        ranks = model.ranks
-        with profiled("measure gradients"):
-            numbers = measure_deferred([sharded], ranks.stats, packed if ranks.are_one else packed[:COMMON_NUMEL])
-            if not ranks.are_one:
-                _sum_flags(packed, ranks.data)
-        self._open_census = HostCopy(packed[:HEAD_NUMEL])
-        divisor = float(model.grads.divisor)
-        late = send_deferred([sharded], numbers)
-        decision = StepDecision(
-            StepAction.UPDATE, late, divisor, *divide_deferred(sharded, numbers, model.config.clip_grad, divisor)
-        )
-        self._update(decision, packed)
-        return decision
-
-    def _replay(self, captured: CapturedStep, packed: Tensor) -> StepDecision:
-        if self._extra is None or self._extra.shape != packed.shape:
-            self.capture(captured.record)
-        assert self._extra is not None, "capture() makes it"
-        self._extra.copy_(packed)
-        decision = captured.decide()
-        self._open_census = HostCopy(self._extra[:HEAD_NUMEL])
-        self._model.grads.updated(decision.divisor, in_place=divides_in_place(self._model.sharded.inner))
-        return decision
-
-    def settle(self) -> None:
-        """Collective where ranks said something unusual in the last step and nobody has looked at it."""
-        census, self._open_census = self._open_census, None
-        if census is not None:
-            sums = self._said(census.values)
-            if not sums.is_usual:
-                self._act_on(sums)
-
-
-def _sum_flags(packed: Tensor, data: Group) -> None:
-    """Collective: ranks of other data-parallel groups have other params."""
-    flags = packed[COMMON_NUMEL:].clone()
-    sum_over(flags, data)
-    packed[COMMON_NUMEL:] = flags
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:

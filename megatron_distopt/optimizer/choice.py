@@ -14,15 +14,24 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
+from megatron_distopt.optimizer import blocked_adam
+from megatron_distopt.optimizer.accelerator import CPU, has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, named_adam
 from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 
-__all__ = ["adopt_instance", "choose_inner"]
+__all__ = ["IMPLEMENTATION", "adopt_instance", "choose_inner", "fused_instance"]
 
-#: Known to update each element by itself.
-_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+#: Options of torch's param groups that choose a kernel and not a result.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+#: torch's own that update each element by itself: the name of the source, and the class that rounds into the model
+#: param on a CPU.
+_FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
+    torch.optim.AdamW: ("torch_fused", blocked_adam.AdamW),
+    torch.optim.Adam: ("torch_fused", blocked_adam.Adam),
+    torch.optim.SGD: ("torch_sgd", torch.optim.SGD),
+}
 
 
 def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -59,12 +68,44 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
         raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
     options = _accepted(type(instance), instance.defaults)
     rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
-    if type(instance) not in _ELEMENTWISE:
+    if type(instance) not in _FUSED:
         device = next((param.device for group in instance.param_groups for param in group["params"]), None)
         check_elementwise(rebuild, type(instance).__name__, instance.param_groups, device)
     defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
     build = partial(_retarget, instance, rebuild)
     return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults)
+
+
+def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
+    """The fused kernel in place of a class of torch's own whose user chose no kernel.
+
+    Args:
+        instance: of any class; its defaults are kept.
+        config: `adam` may name another source, which is then for others to find.
+        device_type: of the main params.
+
+    Returns:
+        None where the instance is to be used itself.
+    """
+    known = _FUSED.get(type(instance))
+    others = [option for option in IMPLEMENTATION if option != "fused"]
+    has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
+    has_refused = any(group.get(option) is False for group in instance.param_groups for option in ("fused", "foreach"))
+    if known is None or has_chosen or has_refused or config.adam != "auto" or not has_torch_fused(device_type):
+        return None
+    name, on_cpu = known
+    chosen = on_cpu if device_type == CPU else type(instance)
+    accepted = inspect.signature(chosen).parameters
+    options = {key: value for key, value in instance.defaults.items() if key in accepted and key not in IMPLEMENTATION}
+    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
+    return InnerChoice(
+        name, partial(_build_fused, chosen, options), (f"{type(instance).__name__} was given",), defaults
+    )
+
+
+def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:
+    plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in groups]
+    return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
 
 
 _REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
@@ -105,7 +146,7 @@ def _user_class(config: DistOptConfig, device_type: str) -> Build:
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
     options = _with_own_pairs(chosen, options)
     build = _checked(partial(chosen, **options), repr(config.optimizer))
-    if chosen not in _ELEMENTWISE:
+    if chosen not in _FUSED:
         check_elementwise(build, chosen.__name__, device=usable_device(device_type))
     return build
 

@@ -1,0 +1,169 @@
+"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.errors import HostError, LayoutError, refusal
+from megatron_distopt.hosts.base import timed
+from megatron_distopt.optimizer import (
+    Notice,
+    ShardedOptimizer,
+    StepAction,
+    StepDecision,
+    clip_divisor,
+    decide,
+    finish_deferred_check,
+    measure,
+    measure_now,
+    update,
+)
+from megatron_distopt.optimizer.accelerator import stats_dtype
+
+__all__ = ["StepCalls", "StepOfHost"]
+
+StepOfHost = tuple[bool, float | None, int | None]
+
+
+class OneOptimizer(Protocol):
+    """What a step needs of each optimizer of a chain."""
+
+    config: Any
+    ddp_config: Any
+    model_chunks: list[Any]
+    sharded: ShardedOptimizer
+    #: What `prepare_grads` decided, until the update; None before it.
+    prepared: StepDecision | None
+
+    def check_between_steps(self) -> None:
+        """Raises LayoutError where params or groups are not as they have to be."""
+
+    def get_grad_stats_parallel_group(self) -> Any:
+        """All ranks that hold a part of the model."""
+
+
+class StepCalls:
+    """What a class of ours answers to the host's training loop; mixed in before the host's class."""
+
+    def ours(self) -> Sequence[OneOptimizer]:
+        """The optimizers whose step it is."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self) -> StepOfHost:
+        """Collective: the whole step.
+
+        Returns:
+            (updated, gradient norm, zeros or None), as the host's. Where the check is deferred "updated" is True, and
+            norm and zeros are 0-D tensors.
+
+        Raises:
+            LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
+        """
+        ours = self.ours()
+        config, sharded, group = ours[0].config, *_measured_by(ours)
+        with _timer(config, "optimizer-unscale-and-check-inf"):
+            finish_deferred_check(sharded, group)
+            measured = measure(sharded, group, _notice_of(ours, group))
+            decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
+        if decisions[0].action is StepAction.SKIP:
+            return False, None, None
+        _update(ours, decisions)
+        zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
+        return True, decisions[0].norm_to_log, zeros
+
+    def prepare_grads(self) -> bool:
+        """Collective: measures all gradients and decides; True where the step must be skipped."""
+        ours = self.ours()
+        sharded, group = _measured_by(ours)
+        with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
+            finish_deferred_check(sharded, group)
+            stats = measure_now(sharded, group, _notice_of(ours, group))
+            decisions = decide(sharded, stats, group, clip_grad=0.0)
+        for optimizer, decision in zip(ours, decisions, strict=True):
+            optimizer.prepared = decision
+        return decisions[0].action is StepAction.SKIP
+
+    def get_grad_norm(self) -> float:
+        """Of the averaged, unscaled gradient; after `prepare_grads`."""
+        return _prepared(self.ours()[0]).norm
+
+    def count_zeros(self) -> int:
+        """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
+        return _prepared(self.ours()[0]).stats.num_zeros or 0
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
+        norm = self.get_grad_norm()
+        for optimizer in self.ours():
+            prepared = _prepared(optimizer)
+            optimizer.prepared = replace(prepared, divisor=prepared.divisor * clip_divisor(norm, clip_grad))
+        return norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Collective: updates all, then gathers the params once; after `prepare_grads`."""
+        ours = self.ours()
+        _update(ours, [_prepared(optimizer) for optimizer in ours])
+        for optimizer in ours:
+            optimizer.prepared = None
+        return True
+
+
+def _measured_by(ours: Sequence[OneOptimizer]) -> tuple[list[ShardedOptimizer], Group]:
+    """What is measured, and the ranks that do it together."""
+    return [optimizer.sharded for optimizer in ours], Group.of(ours[0].get_grad_stats_parallel_group())
+
+
+def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
+    """What the user did to params and groups since the last step that cannot be followed."""
+    device = ours[0].sharded.device
+    flag = torch.zeros(1, dtype=stats_dtype(device), device=device)
+    check: Callable[[], None] = _raise_nothing
+    try:
+        for optimizer in ours:
+            optimizer.check_between_steps()
+    except LayoutError as error:
+        flag.fill_(1.0)
+        check = partial(_raise, error)
+    return Notice(flag, flag, lambda sums: raise_together(check, group, "step") if sums[0] > 0 else None)
+
+
+def _raise(error: LayoutError) -> NoReturn:
+    raise error
+
+
+def _raise_nothing() -> None:
+    """Another rank has something to raise, or none has."""
+
+
+def _prepared(optimizer: OneOptimizer) -> StepDecision:
+    if optimizer.prepared is None:
+        rule, remedy = "be measured first", "Call prepare_grads() before it"
+        raise HostError(refusal("gradient statistics", "none", rule, remedy))
+    return optimizer.prepared
+
+
+def _update(ours: Sequence[OneOptimizer], decisions: Sequence[StepDecision]) -> None:
+    """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
+    config = ours[0].config
+    for optimizer, decision in zip(ours, decisions, strict=True):
+        with _timer(config, "optimizer-inner-step"):
+            update(optimizer.sharded, decision)
+        if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
+            optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
+    if not ours[0].ddp_config.overlap_param_gather:
+        with _timer(config, "params-all-gather"):
+            for chunk in dict.fromkeys(chunk for optimizer in ours for chunk in optimizer.model_chunks):
+                chunk.start_param_sync()
+
+
+def _timer(config: Any, name: str) -> AbstractContextManager[None]:
+    """The host's timer of that name, where it keeps timers."""
+    return timed(config.timers, name, barrier=config.barrier_with_L1_time)

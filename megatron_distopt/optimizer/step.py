@@ -1,0 +1,395 @@
+"""One step of ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, section 5.1), between the reduce-scatter of the grads and the all-gather of the params, which the host does.
+
+`make_step` is the algorithm: measure -> decide -> update. Every host makes its steps of these three functions; what one
+of them finds is passed to the next. `measure` has a variation, in which the CPU does not wait for what was measured:
+[Note: deferred check] in deferred.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.comm import Group, profiled
+from megatron_distopt.config import NonFinitePolicy
+from megatron_distopt.optimizer.deferred import DeferredCheck, Notice, deferred_divisor, deferred_norm, found_inf_of
+from megatron_distopt.optimizer.grad_norm import (
+    GradStats,
+    local_numbers,
+    local_stats,
+    nonfinite_params,
+    reduce_stats,
+    report_nonfinite,
+    sum_with,
+)
+from megatron_distopt.optimizer.inner import RoundsItself, step_divided
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+
+__all__ = [
+    "StepAction",
+    "StepDecision",
+    "act_on_deferred_notice",
+    "advance",
+    "clip_divisor",
+    "decide",
+    "divide_on_device",
+    "finish_deferred_check",
+    "keep_check",
+    "make_step",
+    "measure",
+    "measure_now",
+    "measure_on_device",
+    "update",
+    "write_model",
+]
+
+
+class StepAction(Enum):
+    """What is done with a step after the gradients were checked, the same on all ranks."""
+
+    #: The params are updated.
+    UPDATE = "update"
+    #: Nothing is changed but the loss scale.
+    SKIP = "skip"
+    #: All ranks raise `NonFiniteGradError`.
+    RAISE = "raise"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepDecision:
+    """What all ranks decided about a step of one optimizer, and so what the step did.
+
+    Where the check is deferred, reading whether it updated, norm or zeros waits for the device.
+
+    Args:
+        action: UPDATE also where the kernel has to skip by itself, see `found_inf`.
+        measured: statistics of the gradient, or the deferred check that has them.
+        unclipped: what the gradient had to be divided by when it was measured.
+        divisor: the same with clipping; a tensor is 0-D, fp32 and on the device.
+        found_inf: fp32 0-D, given to the kernel: where it is 1 it changes nothing. None where that is known already.
+    """
+
+    action: StepAction
+    measured: GradStats | DeferredCheck
+    unclipped: float
+    divisor: float | Tensor
+    found_inf: Tensor | None = None
+
+    @property
+    def stats(self) -> GradStats:
+        """The statistics."""
+        return self.measured.stats if isinstance(self.measured, DeferredCheck) else self.measured
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the averaged, unscaled gradient before clipping."""
+        return self.stats.norm(self.unclipped)
+
+    @property
+    def updated(self) -> bool:
+        """False where it was skipped; params, moments and step counts are then bit for bit as before."""
+        return self.action is StepAction.UPDATE and (self.found_inf is None or self.stats.is_finite)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """`norm`; None where the step was skipped."""
+        return self.norm if self.updated else None
+
+    @property
+    def num_zeros(self) -> int | None:
+        """Elements of the gradient that are exactly zero; None where they were not counted, or the step was skipped."""
+        return self.stats.num_zeros if self.updated else None
+
+    @property
+    def norm_to_log(self) -> float:
+        """`norm` without waiting: where the check is deferred a 0-D tensor, which is used as the float is."""
+        if not isinstance(self.measured, DeferredCheck):
+            return self.norm
+        return cast(float, deferred_norm(self.measured.numbers, self.unclipped))
+
+    @property
+    def zeros_to_log(self) -> int | None:
+        """Zeros of the gradient in the same way; None where they were not counted."""
+        if not isinstance(self.measured, DeferredCheck):
+            return self.measured.num_zeros
+        return cast(int, self.measured.numbers[1].long()) if self.measured.counts_zeros else None
+
+    def __repr__(self) -> str:
+        return f"StepDecision(updated={self.updated}, grad_norm={self.grad_norm}, num_zeros={self.num_zeros})"
+
+
+@torch.no_grad()
+def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[StepDecision, ...]:
+    """Collective: one step. Needs the reduced grads in this rank's shards, and leaves the new params there.
+
+    Args:
+        optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal configs and device.
+        group: all ranks that hold a part of the model.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later where
+            the check is deferred.
+    """
+    finish_deferred_check(optimizers, group)
+    measured = measure(optimizers, group)
+    decisions = decide(optimizers, measured, group)
+    for optimizer, decision in zip(optimizers, decisions, strict=True):
+        if decision.action is StepAction.UPDATE:
+            update(optimizer, decision)
+    return decisions
+
+
+# --- measure: the norm of the whole gradient, and whether all of it is finite
+
+
+def measure(
+    optimizers: Sequence[ShardedOptimizer], group: Group, notice: Notice | None = None
+) -> GradStats | DeferredCheck:
+    """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
+
+    Args:
+        optimizers, group: see `make_step`.
+        notice: what ranks tell each other in the same all-reduce. They act on it now, or in the next step where the
+            check is deferred.
+
+    Raises: as `Notice.act`, on all ranks.
+    """
+    if not all(optimizer.defers_check for optimizer in optimizers):
+        return measure_now(optimizers, group, notice)
+    numbers = measure_on_device(optimizers, group, notice)
+    return DeferredCheck(
+        numbers, _flat_params(optimizers), counts_zeros=optimizers[0].config.count_zeros, notice=notice
+    )
+
+
+def measure_now(
+    optimizers: Sequence[ShardedOptimizer],
+    group: Group,
+    notice: Notice | None = None,
+    *,
+    count_zeros: bool | None = None,
+) -> GradStats:
+    """Collective: `measure` where the CPU has to know the statistics at once, and waits for them.
+
+    Args:
+        optimizers, group, notice: see `measure`.
+        count_zeros: as the config says where None.
+    """
+    count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
+    with profiled("measure gradients"):
+        local = local_stats(_attached(optimizers), optimizers[0].device, count_zeros=count_zeros)
+        stats = reduce_stats(local, group, count_zeros=count_zeros, extra=None if notice is None else notice.numbers)
+    if notice is not None:
+        try:
+            notice.act(notice.head.tolist())
+        except Exception:
+            _release(optimizers)
+            raise
+    return stats
+
+
+def measure_on_device(optimizers: Sequence[ShardedOptimizer], group: Group, notice: Notice | None) -> Tensor:
+    """Collective: the first half of a deferred `measure`, which waits for nothing and can be recorded.
+
+    Returns:
+        See `DeferredCheck`.
+    """
+    with profiled("measure gradients"):
+        config, device = optimizers[0].config, optimizers[0].device
+        stats, flags = local_numbers(_attached(optimizers), device, count_zeros=config.count_zeros)
+        return torch.cat([sum_with(stats, None if notice is None else notice.numbers, group), flags])
+
+
+def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
+    for optimizer in optimizers:
+        optimizer.attach_grads()
+    return _flat_params(optimizers)
+
+
+def _flat_params(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
+    return [flat for optimizer in optimizers for flat in optimizer.flat_params]
+
+
+def _release(optimizers: Sequence[ShardedOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.release_grads()
+
+
+# --- decide: update, skip or raise, and what the gradient is divided by
+
+
+def decide(
+    optimizers: Sequence[ShardedOptimizer],
+    measured: GradStats | DeferredCheck,
+    group: Group,
+    *,
+    clip_grad: float | None = None,
+    divisors: Sequence[float] | None = None,
+) -> tuple[StepDecision, ...]:
+    """Collective where a gradient is not finite: decides about the step, by optimizer.
+
+    Moves the loss scales, and lets go of the grads of a step that does not happen.
+
+    Args:
+        optimizers, group: see `make_step`.
+        measured: what `measure` returned.
+        clip_grad: as the config says where None; 0 for no clipping.
+        divisors: what the gradients have to be divided by; `ShardedOptimizer.divisor` of each where None.
+
+    Raises:
+        NonFiniteGradError: see `make_step`.
+    """
+    clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
+    divisors = divisors or [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
+    if isinstance(measured, DeferredCheck):
+        keep_check(optimizers, measured)
+        return tuple(_decide_on_device(optimizers[0], measured, divisor, clip_grad) for divisor in divisors)
+    action = _action_for(optimizers, measured)
+    _take(action, optimizers, measured, group)
+    return tuple(
+        StepDecision(action, measured, divisor, divisor * clip_divisor(measured.norm(divisor), clip_grad))
+        for divisor in divisors
+    )
+
+
+def _action_for(optimizers: Sequence[ShardedOptimizer], stats: GradStats) -> StepAction:
+    """What all ranks come to, because they know the same."""
+    if stats.is_finite:
+        return StepAction.UPDATE
+    policy = optimizers[0].config.policy
+    if policy is NonFinitePolicy.SKIP or all(optimizer.loss_scale.can_back_off() for optimizer in optimizers):
+        return StepAction.SKIP
+    return StepAction.RAISE if policy is NonFinitePolicy.RAISE else StepAction.UPDATE
+
+
+def _take(action: StepAction, optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> None:
+    """Collective where a gradient is not finite."""
+    for optimizer in optimizers:
+        optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
+        if action is StepAction.SKIP:
+            optimizer.num_skipped += 1
+    if action is not StepAction.UPDATE:
+        _release(optimizers)
+    if action is not StepAction.SKIP and not stats.is_finite:
+        report_nonfinite(nonfinite_params(_flat_params(optimizers)), group, raises=action is StepAction.RAISE)
+
+
+def clip_divisor(norm: float, clip_grad: float) -> float:
+    """What the gradient is divided by so that its norm is at most `clip_grad`; 1.0 where it already is.
+
+    Args:
+        norm: of the gradient; one that is not finite clips nothing.
+        clip_grad: 0 for no clipping.
+
+    Source: `clip_grad_by_total_norm_fp32` of megatron-core, which multiplies by clip_grad / (norm + 1e-6) if below 1.
+
+    >>> clip_divisor(8.0, 0.0), clip_divisor(0.5, 1.0), round(clip_divisor(8.0, 1.0), 3)
+    (1.0, 1.0, 8.0)
+    """
+    if clip_grad <= 0 or not math.isfinite(norm):
+        return 1.0
+    return max((norm + 1e-6) / clip_grad, 1.0)
+
+
+# --- update: divide, step the inner optimizer, round
+
+
+def update(optimizer: ShardedOptimizer, decision: StepDecision) -> None:
+    """Divides, updates and rounds into the param buffers; the grads are let go of.
+
+    Args:
+        optimizer: whose grads are attached.
+        decision: about its step.
+    """
+    advance(optimizer, decision.divisor, decision.found_inf)
+    write_model(optimizer)
+
+
+def advance(optimizer: ShardedOptimizer, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
+    """The first half of `update`: the step of the inner optimizer.
+
+    Args:
+        optimizer, divisor, found_inf: see `StepDecision`.
+    """
+    with profiled("update"):
+        grads = [flat.main.grad for flat in optimizer.flat_params if flat.main.grad is not None]
+        step_divided(optimizer.inner, grads, divisor, found_inf)
+
+
+def write_model(optimizer: ShardedOptimizer) -> None:
+    """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
+    with profiled("write model params"):
+        for flat in () if isinstance(optimizer.inner, RoundsItself) else optimizer.flat_params:
+            flat.write_model()
+        optimizer.release_grads()
+
+
+# --- the variation: see [Note: deferred check] in deferred.py
+
+
+def _decide_on_device(
+    optimizer: ShardedOptimizer, check: DeferredCheck, unclipped: float, clip_grad: float
+) -> StepDecision:
+    divisor, found_inf = divide_on_device(optimizer, check.numbers, unclipped, clip_grad)
+    return StepDecision(StepAction.UPDATE, check, unclipped, divisor, found_inf)
+
+
+def divide_on_device(
+    optimizer: ShardedOptimizer, numbers: Tensor, unclipped: float, clip_grad: float
+) -> tuple[float | Tensor, Tensor | None]:
+    """`StepDecision.divisor` and `found_inf` from what `measure_on_device` returned; waits for nothing.
+
+    Args:
+        optimizer: of those that were measured.
+        numbers, unclipped, clip_grad: see `DeferredCheck`, `StepDecision` and `decide`.
+    """
+    found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(numbers)
+    return deferred_divisor(numbers, unclipped, clip_grad), found_inf
+
+
+def keep_check(optimizers: Sequence[ShardedOptimizer], check: DeferredCheck) -> None:
+    """Leaves a check to the next step. It is all that outlives a step besides the state."""
+    if optimizers[0].config.policy is NonFinitePolicy.RAISE:
+        check.report_unless_settled()
+    for optimizer in optimizers:
+        optimizer.deferred_check = check
+
+
+def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Collective: acts on what ranks told each other in the last step, if its check was deferred and is open.
+
+    Raises: as `Notice.act`, on all ranks.
+    """
+    check = optimizers[0].deferred_check
+    if check is not None:
+        try:
+            check.act_on_notice()
+        except Exception:
+            _release(optimizers)
+            raise
+
+
+def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+    """Collective: does what the policy says about a last step whose check is open. Waits for its statistics.
+
+    Raises:
+        NonFiniteGradError: on all ranks, where its gradient was not finite and the policy is "raise".
+        DistOptError: on all ranks, as `act_on_deferred_notice`.
+    """
+    act_on_deferred_notice(optimizers)
+    checks = [optimizer.take_deferred_check() for optimizer in optimizers]
+    check, policy = checks[0], optimizers[0].config.policy
+    if check is None or policy is NonFinitePolicy.SKIP or check.stats.is_finite:
+        return
+    raises = policy is NonFinitePolicy.RAISE
+    if raises:
+        _release(optimizers)  # a host may have attached the grads of this step already, and makes it anew
+    report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, when=", in the step before")
