@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
 
@@ -15,25 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers import GradSlot
-from megatron_distopt.checkpoint import (
-    Share,
-    WholeModel,
-    check_local_state_dict,
-    load_local_state_dict,
-    local_state_dict,
-)
-from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
-from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
-from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
-from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
 from megatron_distopt.optimizer import (
-    IMPLEMENTATION,
     Memory,
     ShardedOptimizer,
     StepDecision,
@@ -55,7 +43,7 @@ def owner_of(param: Parameter) -> TorchDistributedOptimizer | None:
     return None if owner is None else owner()
 
 
-class TorchDistributedOptimizer(Optimizer):
+class TorchDistributedOptimizer(StateCalls):
     """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by `distribute`.
 
     `param_groups` hold the params of the model, and their options are live, as in torch. A param without a gradient on
@@ -76,7 +64,6 @@ class TorchDistributedOptimizer(Optimizer):
             given: the user's optimizer, whose class is inside; its methods lead here from now on.
         """
         self._model, self._given = model, given
-        self._is_built = False
         inner = model.sharded.inner
         super().__init__(groups, dict(inner.defaults if given is None else given.defaults))
         self._is_built = True
@@ -84,8 +71,6 @@ class TorchDistributedOptimizer(Optimizer):
         self.last_step: StepDecision | None = None
         self._stepper = Stepper(model, groups)
         self._saver = Saver(model.config, model.ranks.stats)
-        #: Whole state that `state_dict()` returns until the next step or load; on the rank that `consolidate` named.
-        self._consolidated: dict[int, Any] | None = None
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
         if given is not None:
@@ -101,20 +86,6 @@ class TorchDistributedOptimizer(Optimizer):
     def sharded(self) -> ShardedOptimizer:
         """Updates what this rank owns."""
         return self._model.sharded
-
-    @property
-    def state(self) -> Any:
-        """The state by param, made when it is read; see [Note: torch's format] in checkpoint/torch_state.py.
-
-        On several ranks its values are shards, which torch.distributed.checkpoint saves.
-        """
-        if not self._is_built:
-            return {}
-        return StateByParam(self._torch_params(), self._names_of_grouped())
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """torch's constructor sets an empty one."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: reduce-scatter, update, all-gather.
@@ -195,75 +166,6 @@ class TorchDistributedOptimizer(Optimizer):
         if any(param in grouped for param in group["params"]):
             remedy = "Edit the options of the group that it is in"
             raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
-
-    def _names_of_grouped(self) -> dict[Parameter, str]:
-        names = {param: name for name, param in named_params(self._model.chunks).items()}
-        return {param: names[param] for group in self.param_groups for param in group["params"]}
-
-    def _torch_params(self) -> TorchParams:
-        name_of, ranks = self._names_of_grouped(), self._model.ranks
-        names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
-        return TorchParams(self._share(), names, self.param_groups, ranks.data, ranks.stats)
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """The state in torch's own format; no collective.
-
-        On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its values are shards:
-        `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)`,
-        `full_state_dict()` and `local_state_dict()` are other ways.
-        """
-        self.finish_param_gather()
-        self._follow_user()
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        state = torch_state_dict(self._torch_params())
-        if self._consolidated is not None:
-            state["state"] = self._consolidated
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state = post_hook(self, state) or state
-        return state
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an optimizer of torch.
-
-        Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
-        """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, dict(state_dict)) or state_dict
-        self._before_state()
-        self._consolidated = None
-        if self._model.may_grow:
-            self._model.grow_to(names_with_state(self._torch_params(), state_dict))
-        load_torch_state_dict(self._torch_params(), state_dict)
-        self._model.params.doubt()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Any]:
-        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
-        self.finish_param_gather()
-        return full_state_dict(self._torch_params())
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`, for `torch.save`.
-
-        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by themselves, as they do for
-        `torch.distributed.optim.ZeroRedundancyOptimizer`.
-
-        Args:
-            to: 0; no other rank of the data-parallel group can have it.
-
-        Raises:
-            ConfigError: another rank.
-        """
-        if to != 0:
-            raise ConfigError(refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0"))
-        whole = self.full_state_dict()
-        self._consolidated = whole.get("state")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise _not_copied("copied")
@@ -384,95 +286,6 @@ class TorchDistributedOptimizer(Optimizer):
         self._model.release()
         for slot in self._model.grads.slots:
             _owners.pop(slot.param, None)
-
-    # --- checkpoints
-
-    def _whole_model(self) -> WholeModel:
-        model, ranks = self._model, self._model.ranks
-        about: dict[str, str | int] = {
-            "host": "any torch module",
-            "ranks": ranks.stats.size,
-            "data_parallel": ranks.data.size,
-        }
-        return WholeModel([self._share()], frozen=model.frozen, about=about)
-
-    def _share(self) -> Share:
-        model, plan = self._model, self.sharded.plan
-        return Share(self.sharded, model.placements, lambda name: not plan.excluded_from_norm(name), model.resting())
-
-    def save(self, folder: str | Path) -> None:
-        """Collective: writes the state of all ranks, for any other data-parallel size.
-
-        Args:
-            folder: of the checkpoint, the same on all ranks; made where it is missing.
-
-        Raises:
-            CheckpointError: on a rank that cannot write; the folder holds what it held before.
-            RanksDisagreeError: on the others.
-        """
-        self._before_state()
-        self._saver.save(Path(folder), self._whole_model())
-
-    @torch.no_grad()
-    def _before_state(self) -> None:
-        """Collective: the state that is read now is that of the params as they are."""
-        self.finish_param_gather()
-        self._stepper.heed()
-        raise_together(self._follow_user, self._model.ranks.stats, "params")
-
-    def _follow_user(self) -> None:
-        """The state is that of the params and options as they are now."""
-        self._model.follow(self._model.params.collect())
-        self._stepper.take_options()
-
-    def finish_saving(self) -> None:
-        """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
-        self._saver.finish()
-
-    @torch.no_grad()
-    def load(self, folder: str | Path) -> None:
-        """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
-
-        Args:
-            folder: of the checkpoint, the same on all ranks; also one of other software that has these param names.
-
-        Raises:
-            CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
-            RanksDisagreeError: on the others.
-        """
-        self.finish_saving()
-        self._before_state()
-        if self._model.may_grow and is_checkpoint(Path(folder)):
-            manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.ranks.stats, "load")
-            self._model.grow_to(manifest.names)
-        load_any(Path(folder), self._whole_model(), self._model.ranks.stats)
-        self._after_load()
-
-    def _after_load(self) -> None:
-        self._consolidated = None
-        for theirs, ours in zip(self.param_groups, self.sharded.inner.param_groups, strict=True):
-            theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
-        self._model.gather.gather_now()
-        self._model.params.forget()
-
-    @torch.no_grad()
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's state by param name, for a restart at the same size; see checkpoint/local_state.py."""
-        self.finish_param_gather()
-        self._follow_user()
-        return local_state_dict(self.sharded)
-
-    @torch.no_grad()
-    def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes this rank's `local_state_dict()` back and gathers the params.
-
-        Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
-        """
-        self._before_state()
-        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._model.ranks.stats)
-        load_local_state_dict(self.sharded, state_dict)
-        self._after_load()
 
 
 def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
