@@ -24,7 +24,7 @@ from megatron_distopt.comm import Field, Group, compare, exchange, profiled, rai
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
-from megatron_distopt.optimizer import ParamGroup, StepPlan
+from megatron_distopt.optimizer import ConstantLossScale, LossScale, ParamGroup, StepPlan
 from megatron_distopt.version import VERSION
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "check_groups_are_used",
     "compare_ranks",
     "groups_of",
+    "loss_scale_of",
     "named_params",
     "named_trainable",
     "names_by_param",
@@ -247,6 +248,50 @@ def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
         if not any(column):
             got, remedy = f"no params on any of {group.size} ranks", "Leave the group out"
             raise LayoutError(refusal(f"param group {index}", got, "have a param on at least 1 rank", remedy))
+
+
+def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
+    """The host's grad scaler, or a constant 1.0 where it has none."""
+    return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
+
+
+class HostLossScale:
+    """The host's own grad scaler: its rules, its state.
+
+    Args:
+        grad_scaler: a MegatronGradScaler.
+    """
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self._grad_scaler = grad_scaler
+
+    @property
+    def scale(self) -> Tensor:
+        """fp32 [1]."""
+        scale: Tensor = self._grad_scaler.scale
+        return scale
+
+    @property
+    def value(self) -> float:
+        """The scale as a Python number; the CPU waits for the device."""
+        return float(self.scale.item())
+
+    def can_back_off(self) -> bool:
+        """A dynamic scaler until its scale is at the minimum, a constant one never."""
+        minimum = getattr(self._grad_scaler, "min_scale", None)
+        return minimum is not None and bool(self.scale > minimum)
+
+    def update(self, found_nonfinite: bool) -> None:
+        """Updates the scale; called once a step."""
+        self._grad_scaler.update(found_nonfinite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The host's."""
+        return dict(self._grad_scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The host's."""
+        self._grad_scaler.load_state_dict(state)
 
 
 @dataclass(frozen=True)

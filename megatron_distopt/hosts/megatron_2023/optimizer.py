@@ -34,7 +34,14 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
-from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParams, not_copied
+from megatron_distopt.hosts.between_steps import (
+    GroupMembers,
+    PlacedParam,
+    not_copied,
+    notice_for,
+    params_that_left,
+    raising,
+)
 from megatron_distopt.hosts.megatron_2023.buffers import main_grads, take_over
 from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_2023.communication import Communication
@@ -133,7 +140,8 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.host_is_torchs = is_torchs(optimizer)
         self._checkpoints = CheckpointCalls(self)
         self._may_be_stale = True
-        self._placed, self._members = PlacedParams(self.start.named), GroupMembers(self.optimizer)
+        self._placed = [PlacedParam(name, param) for name, param in self.start.named.items()]
+        self._members = GroupMembers(self.optimizer)
         numbers = torch.empty((), dtype=stats_dtype(self.sharded.device), device=self.sharded.device)
         self._used = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
         if self.everyone.rank == 0:
@@ -248,20 +256,16 @@ class DistributedOptimizer(HostDistributedOptimizer):
             self._members.check()
             self._bring_params_back(with_values=self._may_be_stale)
         except LayoutError as error:
-            return self._notice(torch.ones_like(self._used.found), partial(_raise, error))
+            return notice_for(raising(error), torch.ones_like(self._used.found), self.everyone)
         if self._may_be_stale:
             self.sharded.follow_model()
             self._may_be_stale = False
-        return self._notice(self._used.found, partial(UsedGrads.check, self._used.found.clone()))
-
-    def _notice(self, flag: Tensor, check: Callable[[], None]) -> Notice:
-        """All ranks raise what `check` raises on one of them."""
-        everyone = self.everyone
-        return Notice(flag, flag, lambda sums: raise_together(check, everyone, "step") if sums[0] > 0 else None)
+        found = self._used.found
+        return notice_for(partial(UsedGrads.check, found.clone()), found, self.everyone)
 
     def _bring_params_back(self, *, with_values: bool) -> None:
         """See [Note: params that have left] in between_steps.py."""
-        for each in self._placed.that_left():
+        for each in params_that_left(self._placed):
             each.bring_back(with_values=with_values)
 
     @torch.no_grad()
@@ -375,10 +379,6 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def load_parameter_state(self, filename: str) -> None:
         """Collective: see `CheckpointCalls.load_parameter_state`."""
         self._checkpoints.load_parameter_state(filename)
-
-
-def _raise(error: LayoutError) -> NoReturn:
-    raise error
 
 
 def _check_no_closure(args: Any) -> None:

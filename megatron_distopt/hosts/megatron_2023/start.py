@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.base import check_bucket_size, names_by_param, plan_groups, reduce_dtype_of
-from megatron_distopt.hosts.loss_scale import loss_scale_of
+from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config
 from megatron_distopt.hosts.megatron_2023.facts import check_flags

@@ -24,9 +24,16 @@ from megatron_distopt.checkpoint import check_local_state_dict, load_local_state
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, refusal
-from megatron_distopt.hosts.base import StartUp, compare_ranks, groups_of, names_by_param, plan_groups, unserved_options
+from megatron_distopt.hosts.base import (
+    StartUp,
+    compare_ranks,
+    groups_of,
+    loss_scale_of,
+    names_by_param,
+    plan_groups,
+    unserved_options,
+)
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
-from megatron_distopt.hosts.loss_scale import loss_scale_of
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.params import idle_device, is_excluded_from_norm, publish_main_params

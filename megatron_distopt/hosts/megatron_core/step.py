@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import timed
+from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.optimizer import (
     Notice,
     ShardedOptimizer,
@@ -123,24 +123,14 @@ def _measured_by(ours: Sequence[OneOptimizer]) -> tuple[list[ShardedOptimizer], 
 
 def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
     """What the user did to params and groups since the last step that cannot be followed."""
-    device = ours[0].sharded.device
-    flag = torch.zeros(1, dtype=stats_dtype(device), device=device)
-    check: Callable[[], None] = _raise_nothing
+    device, found = ours[0].sharded.device, None
     try:
         for optimizer in ours:
             optimizer.check_between_steps()
     except LayoutError as error:
-        flag.fill_(1.0)
-        check = partial(_raise, error)
-    return Notice(flag, flag, lambda sums: raise_together(check, group, "step") if sums[0] > 0 else None)
-
-
-def _raise(error: LayoutError) -> NoReturn:
-    raise error
-
-
-def _raise_nothing() -> None:
-    """Another rank has something to raise, or none has."""
+        found = error
+    flag = torch.full((1,), 0.0 if found is None else 1.0, dtype=stats_dtype(device), device=device)
+    return notice_for(raising(found), flag, group)
 
 
 def _prepared(optimizer: OneOptimizer) -> StepDecision:

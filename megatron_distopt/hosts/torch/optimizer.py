@@ -15,8 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers import GradSlot
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
-from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
+from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
@@ -168,10 +169,10 @@ class TorchDistributedOptimizer(StateCalls):
             raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise _not_copied("copied")
+        raise not_copied("copied")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _not_copied("pickled")
+        raise not_copied("pickled")
 
     # --- what it has beside that
 
@@ -300,9 +301,3 @@ def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
         setattr(given, name, getattr(ours, name))
     ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
     ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
-
-
-def _not_copied(how: str) -> AccessError:
-    rule = "stay where its model is, whose params lie in its buffers"
-    remedy = "Keep optimizer.state_dict(), or copy the model and call distribute(...) for the copy"
-    return AccessError(refusal("optimizer", how, rule, remedy))

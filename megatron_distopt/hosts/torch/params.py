@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.hosts.between_steps import PlacedParam, params_that_left, torch_data
 
 __all__ = ["Params", "TrainedParam"]
 
-#: torch's own `param.data`.
-_data: Any = torch._C.TensorBase.data
 
-
-class TrainedParam:
-    """A param whose values lie in a param buffer.
+class TrainedParam(PlacedParam):
+    """A param of a user's module whose values lie in a param buffer.
 
     Args:
         name: of the param.
@@ -34,13 +31,11 @@ class TrainedParam:
         homes: where modules hold it: the dict of the module, and the key.
     """
 
-    __slots__ = ("__weakref__", "_aliases", "_version", "address", "homes", "is_doubtful", "name", "param", "view")
+    __slots__ = ("__weakref__", "_aliases", "_version", "homes", "is_doubtful")
 
     def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
-        self.name, self.param, self.homes = name, param, tuple(homes)
-        self.view: Tensor = _data.__get__(param)
-        #: `param.data_ptr()` as long as `param.data` is the view of the buffer.
-        self.address = self.view.data_ptr()
+        super().__init__(name, param)
+        self.homes = tuple(homes)
         self._aliases: list[ReferenceType[Tensor]] = []
         #: Whether its values have to be compared before the next step, whoever changed what.
         self.is_doubtful = False
@@ -66,12 +61,6 @@ class TrainedParam:
         """Whether its modules still hold it."""
         return all(held.get(key) is self.param for held, key in self.homes)
 
-    @torch.no_grad()
-    def bring_back(self) -> None:
-        """Takes over the values that it has elsewhere."""
-        self.view.copy_(_data.__get__(self.param))
-        _data.__set__(self.param, self.view)
-
 
 class _DataWatch:
     """Knows who asked for `param.data` of a 16-bit param; see [Note: weights changed by the user]."""
@@ -94,7 +83,7 @@ class _DataWatch:
             del Parameter.data
 
     def _get(self, param: Parameter) -> Tensor:
-        alias: Tensor = _data.__get__(param)
+        alias: Tensor = torch_data.__get__(param)
         known = self._watched.get(id(param))
         watched = None if known is None else known()
         if watched is not None and watched.param is param:
@@ -102,7 +91,7 @@ class _DataWatch:
         return alias
 
     def _set(self, param: Parameter, value: Tensor) -> None:
-        _data.__set__(param, value)
+        torch_data.__set__(param, value)
 
 
 _data_watch = _DataWatch()
@@ -119,7 +108,6 @@ class Params:
         self._chunks = chunks
         self._params: list[TrainedParam] = []
         self._short: list[TrainedParam] = []
-        self._buffers: list[Tensor] = []
 
     def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
         """Watches further params.
@@ -131,7 +119,6 @@ class Params:
         homes = self._homes()
         added = [TrainedParam(name, param, homes.get(param, ())) for name, param in named.items()]
         self._params += added
-        self._buffers.append(buffer)
         if buffer.dtype != torch.float32:
             self._short += added
             _data_watch.add(self, added)
@@ -158,15 +145,13 @@ class Params:
         Raises:
             LayoutError: what was done to one of them cannot be followed.
         """
-        moved = [each for each in self._params if each.param.data_ptr() != each.address]
-        if moved:
-            self._check_moved(moved)
-        for each in moved:
-            each.bring_back()
+        left = params_that_left(self._params)
+        for each in left:
+            each.bring_back(with_values=True)
         if any(held.get(key) is not each.param for each in self._params for held, key in each.homes):
             self._look_for_replaced()
         changed = {each.name for each in self._short if each.may_have_changed}
-        return frozenset(changed.union(each.name for each in moved))
+        return frozenset(changed.union(each.name for each in left))
 
     def forget(self) -> None:
         """What was done to the values by now is known."""
@@ -185,16 +170,6 @@ class Params:
             each.is_doubtful = False
         return names
 
-    def _check_moved(self, moved: Sequence[TrainedParam]) -> None:
-        names_at: dict[int, str] = {}
-        for each in moved:
-            data: Tensor = _data.__get__(each.param)
-            if (data.dtype, data.device, data.shape) != (each.view.dtype, each.view.device, each.view.shape):
-                raise _converted(each, data)
-            first = names_at.setdefault(data.data_ptr(), each.name)
-            if first != each.name or any(_contains(buffer, data) for buffer in self._buffers):
-                raise _tied(each.name)
-
     def _look_for_replaced(self) -> None:
         """A param that left its module without a successor trains no more, as in torch."""
         homes, ours = self._homes(), {each.param for each in self._params}
@@ -206,23 +181,6 @@ class Params:
                 if any((id(held), key) in new_at for held, key in each.homes):
                     raise _replaced(each.name)
                 each.homes = tuple(homes.get(each.param, ()))
-
-
-def _contains(buffer: Tensor, data: Tensor) -> bool:
-    offset = data.data_ptr() - buffer.data_ptr()
-    return buffer.device == data.device and 0 <= offset < buffer.numel() * buffer.element_size()
-
-
-def _converted(each: TrainedParam, data: Tensor) -> LayoutError:
-    before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, data))
-    got, rule = f"{after} where it was {before}", "keep its dtype, shape and device"
-    return LayoutError(refusal(f"param {each.name!r}", got, rule, "Convert the model before distribute(...)"))
-
-
-def _tied(name: str) -> LayoutError:
-    got, rule = "given the memory of another param", "have memory of its own"
-    remedy = "Tie params before distribute(...), as one Parameter: b.weight = a.weight"
-    return LayoutError(refusal(f"param {name!r}", got, rule, remedy))
 
 
 def _replaced(name: str) -> LayoutError:

@@ -26,7 +26,7 @@ from megatron_distopt.hosts.base import (
     reduce_dtype_of,
     spec_of,
 )
-from megatron_distopt.hosts.watch import in_one_memory
+from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
@@ -103,7 +103,7 @@ def decide(request: Request, data: Group) -> Plan:
     torch_groups = _torch_groups(request, named)
     trained = _trained(named, torch_groups)
     check_trained(trained, config)
-    _check_memory(named)
+    check_own_memory(named)
     device = check_devices({param.device for param in trained.values()}, find_accelerator(config.accelerator))
     _check_backend(data, device)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
@@ -180,15 +180,6 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
     check_dtypes(named, config)
     for name, param in named.items():
         check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
-
-
-def _check_memory(named: Mapping[str, Parameter]) -> None:
-    """Refuses two Parameters over the same memory: torch would update it twice."""
-    if tied := in_one_memory(named):
-        first, second = tied
-        got, rule = f"in the same memory as {first!r}", "have memory of its own"
-        remedy = "Tie them as one Parameter (b.weight = a.weight), or write b.weight.data = a.weight.data.clone()"
-        raise LayoutError(refusal(f"param {second!r}", got, rule, remedy))
 
 
 def _check_backend(group: Group, device: torch.device) -> None:

@@ -151,7 +151,7 @@ class Stepper:
     def _is_recordable(self) -> bool:
         model = self._model
         defers = model.sharded.defers_check and not model.may_grow
-        return defers and all(model.grads.present) and model.grads.divisor == model.sharded.divisor
+        return defers and all(model.grads.present) and bool(model.grads.divisor == model.sharded.divisor)
 
     def _replay(self, captured: CapturedStep) -> StepDecision:
         census, notice = self._packed(), captured.notice
