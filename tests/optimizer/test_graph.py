@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
@@ -16,17 +18,42 @@ from megatron_distopt.errors import ConfigError, NonFiniteGradError
 from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations, make_step
 from megatron_distopt.optimizer.graph import Output
 from tests.support.models import Params, exact_grads
+from tests.support.refusals import assert_says
 
 STEPS, BAD = 7, 4
 #: Powers of two, which an fp32 tensor holds exactly.
 RATES = [2.0**-power for power in (7, 7, 8, 6, 7, 9, 7)]
 
 
-class StandIn:
-    """Records by remembering the function with the param groups as they were, and replays by calling it again.
+class Tape(TorchDispatchMode):
+    """Notes the operations that are carried out while it is entered, and carries them out again."""
 
-    As a graph does, it carries nothing out while it records, keeps the numbers of the groups, and writes its output to
-    the same place every time.
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero"), "the CPU reads a number"
+        self._noted.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._noted:
+            again = func(*args, **kwargs)
+            for place, value in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+
+
+class StandIn:
+    """Records operations on the CPU as a graph of a device does.
+
+    While it records nothing is carried out. A replay calls no Python of the step: it carries out the same operations on
+    the same memory, and writes its output to the same place every time.
     """
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
@@ -37,24 +64,11 @@ class StandIn:
         self.times += 1
         tensors = _tensors(self.sharded)
         before = [tensor.clone() for tensor in tensors]
-        output = work()
+        with Tape() as tape:
+            output = work()
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
-        groups = [dict(group) for group in self.sharded.inner.param_groups]
-
-        def replay() -> None:
-            now = [dict(group) for group in self.sharded.inner.param_groups]
-            self._set(groups)
-            for place, value in zip(output, work(), strict=True):
-                if isinstance(place, Tensor):
-                    place.copy_(value)
-            self._set(now)
-
-        return replay, output
-
-    def _set(self, groups: list[dict[str, Any]]) -> None:
-        for group, values in zip(self.sharded.inner.param_groups, groups, strict=True):
-            group.update(values)
+        return tape.replay, output
 
 
 def _tensors(sharded: ShardedOptimizer) -> list[Tensor]:
@@ -182,9 +196,10 @@ def test_captured_step_when_the_cpu_has_to_decide_then_refused() -> None:
     _, optimizer = _built(loss_scale="dynamic")
     with pytest.raises(ConfigError) as error:
         CapturedStep(optimizer.sharded)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         "Invalid captured step: torch_fused with DynamicLossScale on cpu. Must leave no decision to the CPU. "
-        "Write adam='torch_fused', train on a GPU, and leave loss_scale='dynamic' out."
+        "Write adam='torch_fused', train on a GPU, and leave loss_scale='dynamic' out.",
     )
 
 
@@ -193,8 +208,9 @@ def test_captured_step_when_the_device_records_nothing_then_refused() -> None:
     _, optimizer = _built()
     with pytest.raises(ConfigError) as error:
         CapturedStep(optimizer.sharded)
-    assert str(error.value) == (
-        "Invalid captured step: on cpu. Must be made on a device that records. Call optimizer.step() there."
+    assert_says(
+        str(error.value),
+        "Invalid captured step: on cpu. Must be made on a device that records. Call optimizer.step() there.",
     )
 
 

@@ -24,6 +24,7 @@ from megatron_distopt.optimizer import choose_inner, count_updates, moments_of, 
 from megatron_distopt.optimizer.inner import RoundsItself, skips_by_itself, step_divided
 from megatron_distopt.optimizer.triton_adam import TritonAdamW
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.refusals import assert_says
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = find_spec("triton") is not None
@@ -236,9 +237,10 @@ def _refused(device_type: str) -> str:
 
 def test_choose_inner_when_triton_is_asked_for_and_not_installed_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert _refused("cuda") == (
+    assert_says(
+        _refused("cuda"),
         "Invalid adam 'triton': not installed. Must be usable when it is asked for by name. "
-        "Install it, or write adam='auto'."
+        "Install it, or write adam='auto'.",
     )
 
 
@@ -247,9 +249,10 @@ def test_choose_inner_when_triton_has_no_kernels_for_the_device_then_refused(
 ) -> None:
     _fake_triton(tmp_path, "jit = None", monkeypatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert _refused("cpu") == (
+    assert_says(
+        _refused("cpu"),
         "Invalid adam 'triton': has no kernels for cpu (TRITON_INTERPRET=1 interprets them there, which is for tests). "
-        "Must be usable when it is asked for by name. Install it, or write adam='auto'."
+        "Must be usable when it is asked for by name. Install it, or write adam='auto'.",
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_inner(DistOptConfig(adam="triton"), "cpu").name == "triton"
@@ -280,6 +283,7 @@ def test_choose_inner_when_adam_is_auto_then_triton_is_never_taken_nor_named(dev
 def test_triton_adamw_when_a_group_asks_for_more_than_the_kernel_does_then_refused(option: str) -> None:
     with pytest.raises(ConfigError) as error:
         TritonAdamW([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], option: True}])
-    assert str(error.value) == (
-        f"Invalid param group 1: {option}=True. Must leave {option} off with adam='triton'. Write adam='torch_fused'."
+    assert_says(
+        str(error.value),
+        f"Invalid param group 1: {option}=True. Must leave {option} off with adam='triton'. Write adam='torch_fused'.",
     )
