@@ -70,13 +70,13 @@ def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:
-    """Says when the check of the gradient is known to the host; nothing on a CPU, where it is known at once."""
+    """Whether the CPU waits for the check of a step, see optimizer/deferred.py; nothing where the CPU is the device."""
     if optimizer.defers_check:
         return ", known one step later"
     if optimizer.device.type == CPU:
         return ""
-    can_be_late = stats_dtype(optimizer.device) is torch.float64 and isinstance(optimizer.loss_scale, ConstantLossScale)
-    return ", and every step waits for the check" + ("; with adam torch_fused no step waits" if can_be_late else "")
+    can_defer = stats_dtype(optimizer.device) is torch.float64 and isinstance(optimizer.loss_scale, ConstantLossScale)
+    return ", and every step waits for the check" + ("; with adam torch_fused no step waits" if can_defer else "")
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:

@@ -139,7 +139,7 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Meanwhile the device is the one that libraries take which are told of none."""
+    """Makes the device the current one, for libraries that are not given a device."""
     return nullcontext() if device.type == CPU else getattr(torch, device.type).device(device)
 
 
@@ -158,7 +158,7 @@ def record(work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         A function that carries it out (queues it again as one launch), and what `work` returned.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as NCCL's that watches over collectives, may go on asking the device meanwhile.
+    # Other threads, such as NCCL's watchdog, may query the device during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = work()
     return graph.replay, output

@@ -69,7 +69,7 @@ def _needs_cuda(device_type: str) -> str | None:
 
 
 def _missing_symbol(module: str, symbol: str) -> str | None:
-    """Other people's packages check themselves while they are imported, and raise whatever they like."""
+    """Imports the module, which may raise any exception: some packages check the machine when they are imported."""
     try:
         return None if hasattr(import_module(module), symbol) else f"{module} has no {symbol}"
     except ModuleNotFoundError as error:
@@ -79,7 +79,7 @@ def _missing_symbol(module: str, symbol: str) -> str | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Also for a stand-in that somebody put into sys.modules, which has no spec."""
+    """True also for a module without a spec that was put into sys.modules."""
     try:
         return find_spec(package) is not None
     except ValueError:
@@ -158,12 +158,12 @@ def _build_fused(groups: Groups, config: DistOptConfig) -> Optimizer:
     return adam(groups, **adam_options(config), fused=True)
 
 
-#: Options of torch's Adam in a param group that other implementations have no look at, with what they do.
-_NOT_ELSEWHERE = {"amsgrad": False, "maximize": False, "differentiable": False}
+#: Options of torch's Adam in a param group that other implementations ignore, with the value that they behave as.
+_TORCH_ONLY = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 
 def _check_groups(groups: Groups, name: str, config: DistOptConfig) -> None:
-    wanted = {**_NOT_ELSEWHERE, "decoupled_weight_decay": config.is_decoupled}
+    wanted = {**_TORCH_ONLY, "decoupled_weight_decay": config.is_decoupled}
     for number, group in enumerate(groups):
         for option, value in wanted.items():
             if group.get(option, value) != value:

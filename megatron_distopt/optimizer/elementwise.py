@@ -1,8 +1,8 @@
 """Whether an optimizer updates each element by itself, as a shard needs it: tried, because no name says it.
 
 [Note: the trial] Two small tensors are stepped whole, and a second time as the flat pieces that two ranks would own, by
-an optimizer for each rank. Whoever looks at a row, a norm, a trust ratio or an estimate over all params comes to other
-values then: the gradients of the two tensors differ ten thousandfold. The pieces are cut through the middle of a
+an optimizer for each rank. A class that uses a row, a norm, a trust ratio or an estimate over all params then computes
+other values: the gradients of the two tensors differ ten thousandfold. The pieces are cut through the middle of a
 tensor, and larger than the 4,096 elements below which some classes keep their state in another form. What a class keeps
 for a param has to be as large as the param, or one number: checkpoints cut it like the param.
 """

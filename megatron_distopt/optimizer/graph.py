@@ -138,7 +138,7 @@ class CapturedStep:
 
     @contextmanager
     def _recordable_groups(self) -> Iterator[None]:
-        """Rates are tensors meanwhile, and torch's own check sees that the groups are meant to be recorded."""
+        """In the block rates are tensors, and the groups are marked `capturable`, which torch checks."""
         groups = self.optimizer.inner.param_groups
         before = [dict(group) for group in groups]
         for rate, group in zip(self._rates, groups, strict=True):

@@ -32,7 +32,7 @@ __all__ = [
     "step_divided",
 ]
 
-#: What a class keeps for every element; of those that a user names nobody says it beforehand.
+#: What a class keeps for every element. Of a class that a user names it is known after its first step only.
 _MOMENTS = {
     **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
     "torch_sgd": frozenset(("momentum_buffer",)),
@@ -126,7 +126,7 @@ def _has_some_momentum(inner: Optimizer) -> bool:
 
 @contextmanager
 def _not_fused(inner: Optimizer) -> Iterator[None]:
-    """Meanwhile every group has torch's own choice of kernel."""
+    """In the block torch chooses the kernel of every group."""
     for group in inner.param_groups:
         group["fused"] = False
     try:
@@ -168,7 +168,7 @@ def _divides_itself(inner: Optimizer) -> bool:
 def skips_by_itself(inner: Optimizer) -> bool:
     """Whether `inner.found_inf` makes a step change nothing.
 
-    torch's fused SGD reads it too, but keeps momentum buffers that nobody wrote where that happens in the first step.
+    torch's fused SGD reads it too, but then keeps momentum buffers that were never written if it is the first step.
     """
     return _divides_itself(inner) and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 

@@ -204,7 +204,7 @@ class ShardedOptimizer:
 
         Args:
             buffers: of those.
-            groups: all param groups, with the names of those in each; groups behind the known ones are new.
+            groups: all param groups, with the names of those in each; groups after the known ones are new.
         """
         group_of = {name: index for index, group in enumerate(groups) for name in group.names}
         flat_params = build_flat_params(
@@ -232,7 +232,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Refreshes the main params after somebody else changed the model params."""
+        """Refreshes the main params after the model params were changed."""
         for buffer in self.buffers:
             buffer.collect()
         for flat in self.flat_params:

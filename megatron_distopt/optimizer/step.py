@@ -356,7 +356,7 @@ def divide_on_device(
 
 
 def keep_check(optimizers: Sequence[ShardedOptimizer], check: DeferredCheck) -> None:
-    """Leaves a check to the next step. It is all that outlives a step besides the state."""
+    """Leaves a check to the next step."""
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         check.report_unless_settled()
     for optimizer in optimizers:

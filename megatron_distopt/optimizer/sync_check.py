@@ -57,7 +57,7 @@ _here = threading.local()
 
 @contextmanager
 def arrived() -> Iterator[None]:
-    """What is read meanwhile has been copied to the CPU before and waited for: reading it is no synchronisation."""
+    """In the block numbers are read that were copied to the CPU and waited for before: that is no synchronisation."""
     before = getattr(_here, "reads_a_copy", False)
     _here.reads_a_copy = True
     try:

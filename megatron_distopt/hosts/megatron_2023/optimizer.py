@@ -1,4 +1,4 @@
-"""The sharded step behind the calls of the DistributedOptimizer of the forks of 2023.
+"""The sharded optimizer with the methods of the DistributedOptimizer of the forks of 2023.
 
 The fork's training loop drives it: `reduce_model_grads`, `step`, and after a successful one `gather_model_params`. It
 is a subclass of the fork's own class, whose reductions over tensor- and pipeline-parallel groups it uses, and does not
@@ -112,7 +112,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         self.everyone = Group.of()
         request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
         decided = raise_together(lambda: plan_start(request, self.everyone), self.everyone)
-        # What is tried together must be the same, and the rest of what is compared is not known yet.
+        # Ranks try collectives with these options; the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
         for group in dict.fromkeys((decided.data, *(buffer.group for buffer in decided.buffers))):
             allow_shared_memory(group, decided.plan.config.shared_memory)
@@ -291,7 +291,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; the others are zeroed here.
 
-        Collective where grads are overlapped with backward, backward ran and no step followed.
+        Collective where the reduce-scatter overlaps with backward, backward ran and no step followed.
         """
         for param in self.start.named.values():
             if set_to_none:
@@ -305,7 +305,7 @@ class DistributedOptimizer(HostDistributedOptimizer):
         return self.sharded.loss_scale.scale
 
     def reload_model_params(self) -> None:
-        """Refreshes the main params after somebody changed the model params.
+        """Refreshes the main params after the model params were changed.
 
         One child calls it after every resume; main params that still round to the model's are more precise and stay.
         """

@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
-from megatron_distopt.hosts.megatron_core.sharded import load_sharded_state, state_to_load, state_to_save
+from megatron_distopt.hosts.megatron_core.dist_checkpointing import load_sharded_state, state_to_load, state_to_save
 from megatron_distopt.hosts.megatron_core.whole import whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.optimizer import count_updates
@@ -121,7 +121,7 @@ class CheckpointCalls:
         sharding_type: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Collective: the state of this rank, for `dist_checkpointing` to save or to fill, see sharded.py.
+        """Collective: the state of this rank, for `dist_checkpointing` to save or to fill, see dist_checkpointing.py.
 
         Args:
             model_sharded_state_dict: kept for the host; our names come from the model itself.

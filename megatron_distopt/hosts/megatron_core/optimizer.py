@@ -1,6 +1,6 @@
-"""The sharded step behind the calls of megatron-core's own DistributedOptimizer.
+"""The sharded optimizer with the methods of megatron-core's own DistributedOptimizer, and the chain over several.
 
-It is a subclass of the host's, because the host's training loop asks `isinstance`, and does not run the host's
+Both are subclasses of the host's, because the host's training loop asks `isinstance`, and do not run the host's
 constructor, which allocates on CUDA by name.
 """
 
@@ -15,6 +15,8 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -36,10 +38,16 @@ from megatron_distopt.hosts.base import (
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
-from megatron_distopt.hosts.megatron_core.params import idle_device, is_excluded_from_norm, publish_main_params
-from megatron_distopt.hosts.megatron_core.sharded import HEAD
+from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.step import StepCalls
-from megatron_distopt.optimizer import ShardedOptimizer, StepDecision, StepPlan, choose_inner, measure_memory
+from megatron_distopt.optimizer import (
+    ShardedOptimizer,
+    StepDecision,
+    StepPlan,
+    choose_inner,
+    find_accelerator,
+    measure_memory,
+)
 
 __all__ = ["ChainedOptimizer", "DistributedOptimizer"]
 
@@ -95,11 +103,11 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: StepDecision | None = None
-        publish_main_params(self.sharded, self.named)
+        _publish_main_params(self.sharded, self.named)
         self._members = GroupMembers(self.sharded.inner)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
-        device = next(iter(self.named.values())).device if self.named else idle_device(self._options)
+        device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
         tp_group = getattr(self.model_chunks[0], "tp_group", None)
         plan = StepPlan(
             groups=plan_groups(self.named, self._groups),
@@ -107,7 +115,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self._stats_group,
-            excluded_from_norm=lambda name: is_excluded_from_norm(self.named[name], tp_group),
+            excluded_from_norm=lambda name: _is_excluded_from_norm(self.named[name], tp_group),
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
@@ -275,3 +283,33 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         rule, remedy = "be off with this distributed optimizer", "Drop it"
         raise ConfigError(refusal(f"options of the host's {type(optimizer).__name__}", shown, rule, remedy))
     return groups_of(optimizer)
+
+
+def _idle_device(config: DistOptConfig) -> torch.device:
+    """Where a rank without any param takes part in the statistics: the backend carries tensors of this device."""
+    return torch.device(find_accelerator(config.accelerator).device_type)
+
+
+def _is_excluded_from_norm(param: Parameter, tp_group: Any) -> bool:
+    """See the note of that name in optimizer/grad_norm.py; the host marks shared and duplicated params itself."""
+    return not (param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=tp_group))
+
+
+def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
+    """`param.main_param`: live views of the main params, which the host's parameter norm and qk-clip read and write."""
+    for param in named.values():
+        if param.dtype != torch.float32:
+            param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
+    for flat in sharded.flat_params:
+        # Where a chain of the host's measures our params, its filters exclude those that are shared.
+        flat.main.tensor_model_parallel = True  # type: ignore[attr-defined]
+        flat.main.shared = flat.plan.key.excluded_from_norm  # type: ignore[attr-defined]
+        for shard in flat.plan.shards if flat.owns_memory else ():
+            _publish_main_param(named[shard.name], flat.cut(flat.main, shard))
+
+
+def _publish_main_param(param: Any, main_param: Any) -> None:
+    copy_tensor_model_parallel_attributes(main_param, param)
+    if hasattr(param, "shared"):
+        main_param.shared = param.shared
+    param.main_param = main_param

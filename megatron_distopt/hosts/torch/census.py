@@ -1,4 +1,4 @@
-"""What ranks tell each other in every step, beside the gradient statistics and in the same all-reduce."""
+"""What ranks tell each other in every step, in the all-reduce of the gradient statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["COMMON_NUMEL", "HEAD_NUMEL", "Census", "CensusSums", "active_params"
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
 _MODULUS = 64
-#: Numbers that all ranks sum; and with those that the ranks with the same params sum, as they do the flags behind them.
+#: Numbers that all ranks sum; the same with those that only ranks with the same params sum. Flags by param follow.
 COMMON_NUMEL, HEAD_NUMEL = 5, 7
 
 
@@ -91,7 +91,7 @@ class CensusSums:
 
     @property
     def is_usual(self) -> bool:
-        """Whether there is nothing to be done beside the step."""
+        """Whether nothing has to be done but the step."""
         return self.is_one_round and self.keeps_the_same and not any(self._head[2:COMMON_NUMEL])
 
 

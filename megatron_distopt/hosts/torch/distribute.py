@@ -18,7 +18,7 @@ from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.model import Ranks, ShardedModel, compare_models
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, owner_of
-from megatron_distopt.hosts.torch.plan import Plan, Request, decide
+from megatron_distopt.hosts.torch.plan import Plan, UserRequest, decide
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import StepPlan, make_loss_scale
 
@@ -117,7 +117,7 @@ class _Given:
     options: Mapping[str, Any]
 
 
-def _planned(given: _Given, data: Group) -> tuple[Request, Plan]:
+def _planned(given: _Given, data: Group) -> tuple[UserRequest, Plan]:
     request = _request_of(given)
     for chunk in request.chunks:
         for name, param in chunk.named_parameters():
@@ -133,7 +133,7 @@ def _check_free(name: str, param: Parameter) -> None:
         raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
 
 
-def _request_of(given: _Given) -> Request:
+def _request_of(given: _Given) -> UserRequest:
     """Raises: ConfigError: something of another kind was given, with the call that was meant."""
     chunks = [given.model] if isinstance(given.model, Module) else list(given.model)
     wrong = [each for each in chunks if not isinstance(each, Module)]
@@ -155,7 +155,7 @@ def _request_of(given: _Given) -> Request:
     if optimizer is not None and given.param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
         raise ConfigError(refusal("param_groups", "given beside an optimizer", "be the optimizer's own", remedy))
-    return Request(chunks, with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
+    return UserRequest(chunks, with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
 
 
 def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: Ranks) -> None:

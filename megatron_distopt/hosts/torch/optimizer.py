@@ -174,7 +174,7 @@ class TorchDistributedOptimizer(StateCalls):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise not_copied("pickled")
 
-    # --- what it has beside that
+    # --- what torch's class does not have
 
     @property
     def data(self) -> Any:

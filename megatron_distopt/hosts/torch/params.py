@@ -37,22 +37,22 @@ class TrainedParam(PlacedParam):
         super().__init__(name, param)
         self.homes = tuple(homes)
         self._aliases: list[ReferenceType[Tensor]] = []
-        #: Whether its values have to be compared before the next step, whoever changed what.
+        #: Whether its values have to be compared before the next step, also where no change was seen.
         self.is_doubtful = False
         self.forget()
 
     def forget(self) -> None:
-        """What was done to its values by now is known. An alias that somebody keeps may be written to later."""
+        """Takes its values as they are now for known. An alias that still exists may be written to later."""
         self._version = self.param._version
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
     def keep(self, alias: Tensor) -> None:
-        """Somebody may change the values through an alias."""
+        """Notes an alias, through which the values may be changed."""
         self._aliases.append(ref(alias))
 
     @property
     def may_have_changed(self) -> bool:
-        """Whether anybody could have written to it since `forget`."""
+        """Whether it could have been written to since `forget`."""
         is_written = bool(self.param._version != self._version)
         return is_written or bool(self._aliases)
 
@@ -124,7 +124,7 @@ class Params:
             _data_watch.add(self, added)
 
     def release(self) -> None:
-        """Nobody watches them any more."""
+        """Stops watching."""
         _data_watch.remove(self, self._short)
         self._params, self._short = [], []
 
@@ -154,7 +154,7 @@ class Params:
         return frozenset(changed.union(each.name for each in left))
 
     def forget(self) -> None:
-        """What was done to the values by now is known."""
+        """Takes all values as they are now for known."""
         for each in self._short:
             each.forget()
 

@@ -39,7 +39,7 @@ from megatron_distopt.optimizer import (
 )
 from megatron_distopt.optimizer.accelerator import CPU
 
-__all__ = ["ParamSet", "Plan", "Request", "decide", "group_names", "plan_sets"]
+__all__ = ["ParamSet", "Plan", "UserRequest", "decide", "group_names", "plan_sets"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ParamSet:
 
 
 @dataclass(frozen=True)
-class Request:
+class UserRequest:
     """What the user gave."""
 
     chunks: Sequence[Module]
@@ -86,11 +86,11 @@ class Plan:
     how: Reduction
 
 
-def decide(request: Request, data: Group) -> Plan:
+def decide(request: UserRequest, data: Group) -> Plan:
     """Looks at everything and moves nothing.
 
     Args:
-        request: see `Request`.
+        request: see `UserRequest`.
         data: the data-parallel group.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_model(named: Mapping[str, Parameter]) -> None:
             raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
 
 
-def _torch_groups(request: Request, named: Mapping[str, Parameter]) -> list[dict[str, Any]]:
+def _torch_groups(request: UserRequest, named: Mapping[str, Parameter]) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
     given = request.param_groups
     if given is None and request.optimizer is not None:
