@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 
-__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of", "with_own_storage"]
+__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of"]
 
 #: Dtypes that model params may have; any other is refused.
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) ->
     return flat if shape is None else flat.view(shape)
 
 
-def with_own_storage(view: Tensor) -> Tensor:
+def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
 
     torch.save writes whole storages, and safetensors refuses params that share one. Where a device has no DLPack the
@@ -127,5 +127,5 @@ def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> T
     for name, param in params.items():
         view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
         view.copy_(param)
-        param.data = with_own_storage(view)
+        param.data = _with_own_storage(view)
     return buffer

@@ -29,7 +29,6 @@ from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
 
 __all__ = [
-    "FORMAT_VERSION",
     "MAIN",
     "Chunk",
     "FileRecord",
@@ -47,7 +46,7 @@ __all__ = [
     "to_text",
 ]
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
 #: File names; a path would let a manifest name files elsewhere.
 _FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
@@ -220,7 +219,7 @@ def to_text(manifest: Manifest) -> str:
             for key, record in manifest.tensors.items()
         },
     }
-    head = {"format": _FORMAT, "version": FORMAT_VERSION, "crc32": _crc(body)}
+    head = {"format": _FORMAT, "version": _FORMAT_VERSION, "crc32": _crc(body)}
     return json.dumps({**head, "body": body}, separators=(",", ":")) + "\n"
 
 
@@ -249,8 +248,8 @@ def from_text(text: str, where: str) -> Manifest:
         found, version, body = document["format"], document["version"], document["body"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(refusal(what, f"{error!r} while reading it", "be one JSON document", remedy)) from None
-    if found != _FORMAT or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
-        rule = f"be {_FORMAT!r} of version 1 to {FORMAT_VERSION}"
+    if found != _FORMAT or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
+        rule = f"be {_FORMAT!r} of version 1 to {_FORMAT_VERSION}"
         newer = "Load it with the version of megatron-distopt that wrote it"
         raise CheckpointError(refusal(what, f"format {found!r} of version {version!r}", rule, newer))
     if document.get("crc32") != _crc(body):

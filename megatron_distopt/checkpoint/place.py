@@ -18,9 +18,9 @@ from megatron_distopt.checkpoint.folder import (
 )
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["SUFFIX", "disown", "drop_older", "finished_beside", "folder_beside", "not_found"]
+__all__ = ["disown", "drop_older", "finished_beside", "folder_beside", "not_found"]
 
-SUFFIX = ".distopt"
+_SUFFIX = ".distopt"
 #: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one checkpoint.
 _OF_A_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -34,7 +34,7 @@ def folder_beside(filename: str) -> Path:
     """
     path = Path(filename)
     parent = path.parent.parent if _OF_A_RANK.fullmatch(path.parent.name) else path.parent
-    return parent / f"{path.stem}{SUFFIX}"
+    return parent / f"{path.stem}{_SUFFIX}"
 
 
 def finished_beside(folder: Path) -> list[Path]:

@@ -36,7 +36,6 @@ __all__ = [
     "StateByParam",
     "TorchParams",
     "full_state_dict",
-    "initial_kinds",
     "is_adam",
     "torch_state_dict",
 ]
@@ -174,7 +173,7 @@ def _has_state(here: _Here, name: str) -> bool:
     if name not in here.trained:
         return False
     pieces, inner = here.pieces.get(name, []), here.params.share.optimizer.inner
-    return bool(initial_kinds(here.params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
+    return bool(_initial_kinds(here.params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
 
 def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
@@ -183,7 +182,7 @@ def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
         return None
     pieces = here.pieces.get(name, [])
     flat = pieces[0].flat if pieces else None
-    initial = initial_kinds(here.params, name)
+    initial = _initial_kinds(here.params, name)
     moments = moments_of(here.params.share.optimizer.inner, flat.main) if flat is not None else {}
     kinds = dict.fromkeys([*initial, *moments])
     scalars = _scalars(here, flat, has_begun=bool(moments)) if flat is not None else None
@@ -213,7 +212,7 @@ def is_adam(optimizer: ShardedOptimizer) -> bool:
     return "exp_avg_sq" in needed_moments(optimizer)
 
 
-def initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
+def _initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     """Moments that are zero before the first update of a param, see [Note: torch's format]."""
     optimizer, group = params.share.optimizer, params.group_of(name)
     if is_adam(optimizer):

@@ -68,11 +68,6 @@ class Footprint:
         """What stays allocated between steps."""
         return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes
 
-    @property
-    def peak_nbytes(self) -> int:
-        """The same and the larger of what backward and the step allocate for a time; activations are not counted."""
-        return self.lasting_nbytes + max(self.backward_nbytes, self.step_nbytes)
-
     def plus(self, other: Footprint) -> Footprint:
         """The footprint of two buffers together. Only one gradient at a time is outside of them."""
         added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
