@@ -17,7 +17,13 @@ from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, Sa
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import WholeModel, flat_params_of, load_loss_scale, remember_loaded
+from megatron_distopt.checkpoint.whole_model import (
+    WholeModel,
+    flat_params_of,
+    load_loss_scale,
+    remember_loaded,
+    shards_of,
+)
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
@@ -109,8 +115,7 @@ def _names_begun_here(model: WholeModel) -> list[str]:
     return [
         share.placements[shard.name].name
         for share in model.shares
-        for flat in share.optimizer.flat_params
-        for shard in flat.plan.shards
+        for _, shard in shards_of(share.optimizer)
         if shard.in_param.start == 0
     ]
 

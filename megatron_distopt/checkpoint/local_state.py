@@ -7,12 +7,13 @@ is cut by param, and anything else ("step") is kept with each param.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.whole_model import shards_of
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
@@ -37,7 +38,7 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """
     shards = {
         _key(shard): {"main": _main_of(flat, shard), **_state_of(optimizer, flat, shard)}
-        for flat, shard in _shards(optimizer)
+        for flat, shard in shards_of(optimizer)
     }
     return {
         "format": _FORMAT,
@@ -80,18 +81,12 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for group, saved in zip(optimizer.inner.param_groups, state["param_groups"], strict=True):
         group.update(_without_implementation(saved))
     optimizer.loss_scale.load_state_dict(state["loss_scale"])
-    keys = {shard.name: _in_common(state["param_shards"][_key(shard)]) for _, shard in _shards(optimizer)}
+    keys = {shard.name: _in_common(state["param_shards"][_key(shard)]) for _, shard in shards_of(optimizer)}
     optimizer.separate(keys.get)
     for flat in optimizer.flat_params:
         _load_flat(optimizer, flat, state["param_shards"])
         flat.write_model()
     optimizer.forget_deferred_check()
-
-
-def _shards(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatParam, ParamShard]]:
-    for flat in optimizer.flat_params:
-        for shard in flat.plan.shards:
-            yield flat, shard
 
 
 def _key(shard: ParamShard) -> str:
@@ -127,14 +122,14 @@ def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def _check_shards(optimizer: ShardedOptimizer, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    ours = {_key(shard) for _, shard in _shards(optimizer)}
+    ours = {_key(shard) for _, shard in shards_of(optimizer)}
     if ours != set(saved):
         first = min(ours ^ set(saved))
         got = f"{first} only in the {'optimizer' if first in ours else 'state'}"
         remedy = "Load each rank's own state at the data-parallel size at which it was saved"
         raise CheckpointError(refusal("optimizer state", got, "hold exactly this rank's param shards", remedy))
     usual: dict[int, tuple[set[str], set[str]]] = {}  # keys of params with moments, by param group
-    for flat, shard in _shards(optimizer):
+    for flat, shard in shards_of(optimizer):
         part, group = saved[_key(shard)], flat.plan.key.group
         tensors = [part["main"], *part["cut"].values()]
         keys = usual.setdefault(group, (set(part["cut"]), set(part["whole"]))) if part["cut"] else None

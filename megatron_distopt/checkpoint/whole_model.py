@@ -31,6 +31,7 @@ __all__ = [
     "remember_loaded",
     "remember_saved",
     "saved_loss_scale",
+    "shards_of",
     "without_wrappers",
 ]
 
@@ -133,14 +134,18 @@ def flat_params_of(optimizer: ShardedOptimizer, number: int) -> Iterator[FlatPar
     return (flat for flat in optimizer.flat_params if flat.plan.key.group == number)
 
 
+def shards_of(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatParam, ParamShard]]:
+    """The param shards of this rank with their flat params, in the order of the buffers."""
+    return ((flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards)
+
+
 def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
     """Everything that this rank owns, in the order of its buffers."""
     for share in model.shares:
-        for flat in share.optimizer.flat_params:
-            for shard in flat.plan.shards:
-                placement = share.placements[shard.name]
-                for piece in placement.pieces(shard.in_param):
-                    yield OwnedPiece(share, flat, shard, placement, piece)
+        for flat, shard in shards_of(share.optimizer):
+            placement = share.placements[shard.name]
+            for piece in placement.pieces(shard.in_param):
+                yield OwnedPiece(share, flat, shard, placement, piece)
 
 
 def earlier_saves(model: WholeModel) -> tuple[str, ...]:

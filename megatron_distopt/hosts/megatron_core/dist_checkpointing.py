@@ -35,7 +35,7 @@ from megatron_distopt.checkpoint.manifest import (
     to_text,
 )
 from megatron_distopt.checkpoint.save import Written, contribution_of
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
@@ -163,11 +163,8 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
 
 
 def _kinds_of_group(optimizer: ShardedOptimizer, number: int) -> tuple[str, ...]:
-    choice, flat_params = (
-        optimizer.plan.choice,
-        [flat for flat in optimizer.flat_params if flat.plan.key.group == number],
-    )
-    kept = {kind for flat in flat_params for kind in moments_of(optimizer.inner, flat.main)}
+    choice = optimizer.plan.choice
+    kept = {kind for flat in flat_params_of(optimizer, number) for kind in moments_of(optimizer.inner, flat.main)}
     return tuple(sorted(kept | choice.moments if choice.is_adam else kept or _kinds_in_a_trial(optimizer, number)))
 
 
