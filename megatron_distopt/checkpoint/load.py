@@ -50,7 +50,7 @@ class Loadable:
         manifest: what the state consists of.
         where: the place of the state, for errors.
         read: yields the tensors of a plan's reads, in their order.
-        verify: raises where something that a plan needs cannot be read.
+        verify: raises where something that a plan needs cannot be read. It may keep what it reads, for `read`.
     """
 
     manifest: Manifest
