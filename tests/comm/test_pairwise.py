@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, collectives, pairwise, shared_memory
 from megatron_distopt.comm.collectives import begin_reduce_scatter, carrier_of
 from megatron_distopt.errors import RanksDisagreeError
+from tests.support.refusals import assert_says
 from tests.support.spawn import RankError, run_ranks
 
 RANKS = 4
@@ -349,14 +350,16 @@ def _lost_before(rank: int, size: int, file: str) -> None:
 def test_pairwise_when_a_rank_ends_then_the_others_are_told_who(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost_before, 2, str(tmp_path / "text"))
-    assert (tmp_path / "text").read_text() == (
+    assert_says(
+        (tmp_path / "text").read_text(),
         "Invalid collective: rank 1 has ended. Must be called by every rank of its group. "
-        "Read what rank 1 wrote last; its error is the first one."
+        "Read what rank 1 wrote last; its error is the first one.",
     )
 
 
 def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds() -> None:
-    assert run_ranks(_lost, 2, "late")[0] == (
+    assert_says(
+        run_ranks(_lost, 2, "late")[0],
         "Invalid collective: rank 1 did not come within 1 s. Must be called by every rank of its group. "
-        "Read what rank 1 wrote last; its error is the first one."
+        "Read what rank 1 wrote last; its error is the first one.",
     )

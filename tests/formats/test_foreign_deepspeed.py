@@ -20,6 +20,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.deepspeed import universal, zero
 from megatron_distopt.formats.deepspeed.state import loss_scale_of
 from megatron_distopt.formats.inert import Inert
+from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.long
@@ -231,10 +232,11 @@ def test_open_when_params_were_dealt_out_and_nobody_says_where_then_it_is_refuse
         content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
 
     path = rewritten(step_folder(folder, "stage 2"), tmp_path / "old", change)
-    assert refused(path) == (
+    assert_says(
+        refused(path),
         f"Invalid checkpoint {path}: round_robin_gradients without param_slice_mappings. "
         "Must say where params are, or have them one after the other. "
-        "Save it without round_robin_gradients."
+        "Save it without round_robin_gradients.",
     )
 
 
@@ -282,10 +284,11 @@ def command(path: Path) -> str:
 
 def test_open_when_nobody_says_how_params_are_cut_then_it_is_refused(folder: Path, live: Live, tmp_path: Path) -> None:
     path = tensor_parallel(step_folder(folder, "stage 1"), tmp_path / "tp", None)
-    assert refused(path) == (
+    assert_says(
+        refused(path),
         f"Invalid checkpoint {path}: 2 tensor-parallel slices. Must say how params are cut, in an entry "
         "universal_checkpoint_info of mp_rank_XX_model_states.pt. "
-        "Load it with tensor-parallel size 1 where it was trained, and save it again."
+        "Load it with tensor-parallel size 1 where it was trained, and save it again.",
     )
 
 
@@ -301,9 +304,10 @@ def test_open_when_slices_are_no_parts_of_one_dimension_then_it_is_refused(
     folder: Path, live: Live, tmp_path: Path, key: str, entry: Any
 ) -> None:
     path = tensor_parallel(step_folder(folder, "stage 1"), tmp_path / "tp", {**PATTERNS, key: entry})
-    assert refused(path) == (
+    assert_says(
+        refused(path),
         f"Invalid checkpoint {path}: '0.bias', which is among {key}. "
-        f"Must have slices that are parts of one dimension. {command(path)}"
+        f"Must have slices that are parts of one dimension. {command(path)}",
     )
 
 
@@ -313,7 +317,7 @@ def test_open_when_it_is_of_stage_3_then_it_is_refused(folder: Path, live: Live,
             content["optimizer_state_dict"]["zero_stage"] = 3
 
     path = rewritten(step_folder(folder, "stage 1"), tmp_path / "stage3", change)
-    assert refused(path) == f"Invalid checkpoint {path}: ZeRO stage 3. Must be of stage 1 or 2. {command(path)}"
+    assert_says(refused(path), f"Invalid checkpoint {path}: ZeRO stage 3. Must be of stage 1 or 2. {command(path)}")
 
 
 def test_open_when_experts_have_other_ranks_then_it_is_refused(folder: Path, live: Live, tmp_path: Path) -> None:
@@ -322,9 +326,10 @@ def test_open_when_experts_have_other_ranks_then_it_is_refused(folder: Path, liv
             content["optimizer_state_dict"]["partition_count"] = [2, 1]
 
     path = rewritten(step_folder(folder, "stage 1"), tmp_path / "experts", change)
-    assert refused(path) == (
+    assert_says(
+        refused(path),
         f"Invalid checkpoint {path}: param groups over [1, 2] ranks. Must have all param groups over the same ranks. "
-        "Convert a model without experts; DeepSpeed alone reads these."
+        "Convert a model without experts; DeepSpeed alone reads these.",
     )
 
 
@@ -343,7 +348,7 @@ def test_open_when_a_file_is_missing_then_that_is_said(
     (path / gone).unlink()
     rule = "hold those of all 2 data-parallel ranks" if "optim" in gone else "hold both of every rank"
     remedy = "Copy the files of all ranks into the folder."
-    assert refused(path) == f"Invalid checkpoint {path}: {got}. Must {rule}. {remedy}"
+    assert_says(refused(path), f"Invalid checkpoint {path}: {got}. Must {rule}. {remedy}")
 
 
 def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
@@ -354,9 +359,10 @@ def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
     (path / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError) as error:
         universal.open_deepspeed_universal(path)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid checkpoint {path}: 2 param groups, and names of params of 0. Must say in mp_rank_XX_model_states.pt "
-        "which params are in which of them. Run python -m deepspeed.checkpoint.ds_to_universal again."
+        "which params are in which of them. Run python -m deepspeed.checkpoint.ds_to_universal again.",
     )
 
 

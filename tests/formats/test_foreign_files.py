@@ -26,6 +26,7 @@ from megatron_distopt.formats.inert import Inert, load_bytes, load_file
 from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
 from megatron_distopt.formats.torch.dcp_reader import open_dcp
 from megatron_distopt.layout import Box
+from tests.support.refusals import assert_says
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -354,9 +355,10 @@ def test_metadata_when_it_names_a_function_then_it_is_refused(tmp_path: Path) ->
     path.write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
     with pytest.raises(CheckpointError) as error:
         open_dcp(folder)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid file {path}: it names posix.system. Must be the metadata of a torch checkpoint. "
-        "Give a file that the training wrote, unchanged."
+        "Give a file that the training wrote, unchanged.",
     )
 
 
@@ -366,9 +368,10 @@ def test_metadata_when_it_names_a_file_elsewhere_then_it_is_refused(tmp_path: Pa
     path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../../passwd"))
     with pytest.raises(CheckpointError) as error:
         open_dcp(folder)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid file {path}: ValueError(\"'../../passwd' is no file name\"). Must say of every tensor where it is. "
-        "Load an earlier checkpoint; this one is damaged or incomplete."
+        "Load an earlier checkpoint; this one is damaged or incomplete.",
     )
 
 
@@ -377,10 +380,11 @@ def test_file_when_it_names_what_is_unknown_then_the_user_may_allow_it(tmp_path:
     torch.save({"path": tmp_path, "what": pytest.ExitCode.OK}, path)
     with pytest.raises(CheckpointError) as error:
         load_file(path)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid file {path}: it names pytest.ExitCode. Must hold tensors, plain values, and what Megatron and "
         "DeepSpeed save. If you trust it, convert it in Python after "
-        "torch.serialization.add_safe_globals([pytest.ExitCode])."
+        "torch.serialization.add_safe_globals([pytest.ExitCode]).",
     )
 
 
@@ -423,7 +427,7 @@ def test_open_when_the_state_is_not_there_then_it_is_refused(
     folder = save_dcp(tmp_path / "checkpoint", change(tensors), common())
     with pytest.raises(CheckpointError) as error:
         torch_dist.open_torch_dist(folder)
-    assert str(error.value) == f"Invalid checkpoint {folder}: {text}"
+    assert_says(str(error.value), f"Invalid checkpoint {folder}: {text}")
 
 
 def test_open_when_groups_are_of_no_known_rule_then_what_they_share_is_kept(tmp_path: Path) -> None:
@@ -442,7 +446,8 @@ def test_open_when_groups_have_other_steps_then_it_is_refused(tmp_path: Path) ->
     folder = save_dcp(tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
     with pytest.raises(CheckpointError) as error:
         torch_dist.open_torch_dist(folder)
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid param groups in {folder}: [7, 8] updates. Must be as many for all param groups. "
-        "Convert a run whose params were all trained from its start."
+        "Convert a run whose params were all trained from its start.",
     )

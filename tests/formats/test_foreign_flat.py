@@ -14,6 +14,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.flat_names import Order, names_of
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate, FlatMain, Slot, Values, slots_of
 from megatron_distopt.layout import Placement
+from tests.support.refusals import assert_says
 
 BF16 = torch.bfloat16
 REMEDY = "Give the optimizer state and the model of one save."
@@ -101,9 +102,10 @@ def test_slots_when_a_value_is_not_the_models_then_it_is_refused() -> None:
     flat[500] += 1.0
     with pytest.raises(CheckpointError) as error:
         found_in(flat, candidates_of(mains))
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         f"Invalid flat buffer 0: no param of the model begins after element 360 of {flat.numel()}. Must hold main "
-        f"params of the model one after the other, which round to the model's values. {REMEDY}"
+        f"params of the model one after the other, which round to the model's values. {REMEDY}",
     )
 
 
@@ -119,9 +121,10 @@ def test_slots_when_zeros_may_lie_in_several_places_then_it_is_refused() -> None
     flat = torch.cat([mains[2], torch.zeros(4), torch.zeros(4), torch.zeros(60), mains[0]])
     with pytest.raises(CheckpointError) as error:
         found_in(flat, candidates_of(mains))
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         "Invalid flat buffer 0: params of the model fit it in several ways. Must be covered by params of the model in "
-        "one way. Train a step more, so that params which are all zeros differ, and save again."
+        "one way. Train a step more, so that params which are all zeros differ, and save again.",
     )
 
 
@@ -170,9 +173,10 @@ def test_names_when_an_order_contradicts_what_is_known_then_it_is_not_used() -> 
 def test_names_when_two_params_may_be_meant_then_both_are_named() -> None:
     with pytest.raises(CheckpointError) as error:
         names([slots({5}, {1, 3})], [REGISTERED])
-    assert str(error.value) == (
+    assert_says(
+        str(error.value),
         "Invalid params in FOLDER: 'p1' or 'p3' at element 64. Must be told apart by their values, or by the order in "
-        "which the file lists them. Train a few steps more, so that params which are alike differ, and save again."
+        "which the file lists them. Train a few steps more, so that params which are alike differ, and save again.",
     )
 
 

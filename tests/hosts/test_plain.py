@@ -18,6 +18,7 @@ from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, DistOptError, LayoutError, RanksDisagreeError
 from megatron_distopt.version import VERSION
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 
 SIZE = 3
@@ -414,9 +415,10 @@ def test_reload_model_params_when_model_changed_then_main_params_follow(results:
 def test_distribute_when_process_group_is_missing_then_says_how_to_start() -> None:
     with pytest.raises(ConfigError) as caught:
         distribute(Linear(2, 2), CONFIG)
-    assert str(caught.value) == (
+    assert_says(
+        str(caught.value),
         "Invalid process group: torch.distributed is not initialised. Must exist. "
-        "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed."
+        "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed.",
     )
 
 

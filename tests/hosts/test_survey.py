@@ -26,7 +26,7 @@ from tests.support.fork_trees import (
     pre_distopt,
     write_tree,
 )
-from tests.support.refusals import Said
+from tests.support.refusals import Said, assert_says
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -130,7 +130,7 @@ def test_survey_when_somebody_binds_the_name_again_then_refused_with_the_line(pa
     patch_point = read(tmp_path).patch_points[0]
     line = 7 if "try" in patcher else 6
     assert patch_point.state is PatchPointState.REPLACED
-    assert patch_point.refusal() == f"Invalid {REPLACED} {FACTORY}:{line}. {TAKE_OUT}"
+    assert_says(patch_point.refusal(), f"Invalid {REPLACED} {FACTORY}:{line}. {TAKE_OUT}")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: P
     for path, text in cases.items():
         with pytest.raises(UnknownHostError) as error:
             fork_at(path)
-        assert str(error.value) == f"Invalid fork: {text}"
+        assert_says(str(error.value), f"Invalid fork: {text}")
 
 
 def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: Path) -> None:
