@@ -111,5 +111,5 @@ def last_line(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _last_words(ranks: Mapping[str, Any]) -> str:
     ratios = [f"{name}/ours {ratio.median:.2f}" for name, ratio in ranks["peer / ours"].items() if ratio]
-    without = "no peer ran" if "ours" in ranks["seconds"] else "ours did not run"
+    without = "nothing to compare with" if ranks["seconds"].get("ours") else "ours did not run"
     return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.0f} M: " + (", ".join(ratios) or without)

@@ -100,7 +100,7 @@ def _check_alike(each: PlacedParam) -> None:
     before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, each.param))
     if before != after:
         got, rule = f"{after} where it was {before}", "keep its dtype, shape and device"
-        remedy = "Convert the model before its distributed optimizer is built"
+        remedy = "Convert the model before distribute(...) or get_megatron_optimizer(...) builds its optimizer"
         raise LayoutError(refusal(f"param {each.name!r}", got, rule, remedy))
 
 
@@ -173,5 +173,7 @@ def raising(error: Exception | None) -> Callable[[], None]:
 def not_copied(how: str) -> AccessError:
     """What copying and pickling an optimizer raise."""
     rule = "stay where its model is, whose params lie in its buffers"
-    remedy = "Keep optimizer.state_dict(), or build the model and its distributed optimizer once more"
+    remedy = (
+        "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"
+    )
     return AccessError(refusal("optimizer", how, rule, remedy))

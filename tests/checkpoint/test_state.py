@@ -26,6 +26,7 @@ from megatron_distopt.optimizer import (
     StepPlan,
     choose_inner,
     make_loss_scale,
+    make_step,
 )
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
@@ -340,7 +341,7 @@ def test_state_when_written_then_the_file_is_as_large_as_the_shards_and_not_as_t
         stats_group=lambda: ONE_RANK,
     )
     optimizer = ShardedOptimizer([buffer], plan)
-    optimizer.step()
+    make_step([optimizer], ONE_RANK)
     file = io.BytesIO()
     torch.save(local_state_dict(optimizer), file)
     state_nbytes = numel // num_shards * 4 * 3

@@ -132,7 +132,7 @@ def _refused(*words: str, first: str = "LayoutError") -> Refused:
     return Refused((first, "LayoutError"), words)
 
 
-CONVERTED = ("float32[64, 16]", "bfloat16[64, 16]", "before its distributed optimizer is built")
+CONVERTED = ("float32[64, 16]", "bfloat16[64, 16]", "before distribute(...) or get_megatron_optimizer(...)")
 TIED = (LAYER.format(0), LAYER.format(1), "b.weight = a.weight")
 USED = ("zero_grad_buffer()", "optimizer.zero_grad()")
 

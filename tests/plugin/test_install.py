@@ -97,6 +97,8 @@ def test_install_when_switched_on_again_then_it_is_active(host: Any, monkeypatch
 @pytest.mark.parametrize("switch", ["1", "require"])
 def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT", switch)
+    for name in [name for name in sys.modules if name.startswith("megatron.")]:  # of another test of this process
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)  # an import of it fails as if it were not installed
     with pytest.raises(UnknownHostError) as error:
         install()

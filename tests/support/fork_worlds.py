@@ -51,7 +51,7 @@ class ForkInWorlds:
         sizes = {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), **sizes)
         store = dist.FileStore(str(self.folder / f"world{self._worlds}"), size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=200))
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=600))
         return True
 
     def leaves(self) -> None:
