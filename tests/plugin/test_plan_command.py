@@ -38,7 +38,7 @@ from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_ma
 from megatron_distopt.cli.plan_timeline import Assumed, TimelineLane, times_of
 from megatron_distopt.comm import Group, fake_world, shared_memory
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL
-from megatron_distopt.hosts.torch.plan import Request, decide
+from megatron_distopt.hosts.torch.plan import UserRequest, decide
 from megatron_distopt.layout import default_bucket_size
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from tests.support.cases import Case
@@ -606,7 +606,7 @@ def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_tak
     plan = plan_stage(gpt, Choice(ParallelSizes(dp=size), bucket_size=AUTO), 0)
     config = DistOptConfig(adam="torch_foreach", accelerator="torch", overlap_grad_reduce=True)
     with fake_world(0, size) as everybody:
-        decided = decide(Request([module_of(plan)], config, None, None), everybody)
+        decided = decide(UserRequest([module_of(plan)], config, None, None), everybody)
     (real,), (planned,) = decided.sets, plan.parts
     assert planned.layout.buckets == real.layout.buckets
     assert [slot.in_buffer for slot in planned.layout.slots] == [slot.in_buffer for slot in real.layout.slots]
