@@ -73,7 +73,7 @@ def judge(
         return Outcome("failed", f"the reference itself raised:\n{faults[0]}")
     ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
     must_refuse = any(rank["end"] != "finished" for rank in theirs)
-    if ended == ["refused"] or _only_waited_for(ours, theirs):
+    if ended == ["refused"] or _only_waited_for(ours, theirs) or (may_refuse and _lost_at_the_end(ours, theirs)):
         difference = _differences([_trained_on(rank) for rank in ours], theirs, dtype, prefix=True)
         if difference:
             return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
@@ -117,6 +117,18 @@ def _only_waited_for(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dic
         return False
     pairs = list(zip(ends, (rank["end"] for rank in theirs), strict=True))
     return "refused" in ends and all((mine == "finished") is (other == "finished") for mine, other in pairs)
+
+
+def _lost_at_the_end(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:
+    """Whether all errors say that a rank is gone, and those that are gone had carried out their whole program.
+
+    A rank without data in the last backward has nothing left to do, so that nobody can tell it that the others wait.
+    """
+    pairs = list(zip(ours, theirs, strict=True))
+    gone = [(mine, other) for mine, other in pairs if mine and mine["end"] == "finished" == other["end"]]
+    told = [mine for mine in ours if mine and mine.get("class") == "RanksDisagreeError"]
+    is_whole = all(len(mine["seen"]) == len(other["seen"]) for mine, other in gone)
+    return bool(gone) and bool(told) and len(gone) + len(told) == len(pairs) and is_whole
 
 
 def _ends(ours: Sequence[dict[str, Any] | None]) -> str:

@@ -93,6 +93,13 @@ def test_judge_when_anything_else_happened_then_failed(ours: list[dict[str, obje
     assert outcome.kind == "failed" and words in outcome.text
 
 
+def test_judge_when_a_rank_has_ended_and_the_others_miss_it_then_refused_but_only_with_its_whole_program() -> None:
+    gone, told = _ranks("finished")[0], {**_ranks("refused")[0], "class": "RanksDisagreeError"}
+    assert judge([gone, told], _ranks("finished"), "float32", may_refuse=True).kind == "refused"
+    assert judge([gone, told], _ranks("finished"), "float32", may_refuse=False).kind == "failed"
+    assert judge([{**gone, "seen": []}, told], _ranks("finished"), "float32", may_refuse=True).kind == "failed"
+
+
 def test_judge_when_the_reference_could_not_go_on_then_finishing_is_a_failure() -> None:
     outcome = judge(_ranks("finished"), _ranks("must be refused: a gradient is not finite"), "float32", True)
     assert outcome == Outcome("failed", "finished, where the reference must be refused: a gradient is not finite")
