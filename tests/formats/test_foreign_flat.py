@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.megatron_core.flat_names import Order, names_of
-from megatron_distopt.formats.megatron_core.flat_slots import Candidate, FlatMain, Slot, Values, slots_of
+from megatron_distopt.formats.megatron_core.flat_slots import (
+    Candidate,
+    FlatMain,
+    Order,
+    Slot,
+    Values,
+    names_of,
+    slots_of,
+)
 from megatron_distopt.layout import Placement
 from tests.support.refusals import assert_says
 

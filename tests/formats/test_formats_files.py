@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint import disk, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import TARGETS, convert, open_any
-from megatron_distopt.formats.megatron_2023.names import ModelCut, placement_of, registered
+from megatron_distopt.formats.megatron_2023.model_file import ModelCut, placement_of, registered
 from tests.support.fork_files import EMBEDDING, MOMENTS, Fork
 from tests.support.refusals import assert_says
 

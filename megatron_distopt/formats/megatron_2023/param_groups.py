@@ -15,8 +15,7 @@ import torch
 
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.model_file import ModelFile
-from megatron_distopt.formats.megatron_2023.names import decays
+from megatron_distopt.formats.megatron_2023.model_file import ModelFile, decays
 
 __all__ = [
     "FileGroup",

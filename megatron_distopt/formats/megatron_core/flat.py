@@ -13,8 +13,15 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.located import Flat, Located
-from megatron_distopt.formats.megatron_core.flat_names import Order, names_of
-from megatron_distopt.formats.megatron_core.flat_slots import Candidate, FlatMain, Slot, Values, slots_of
+from megatron_distopt.formats.megatron_core.flat_slots import (
+    Candidate,
+    FlatMain,
+    Order,
+    Slot,
+    Values,
+    names_of,
+    slots_of,
+)
 from megatron_distopt.layout import Span
 
 __all__ = ["FlatBucket", "coalesced", "layer_orders", "locate", "whole_of"]

@@ -22,6 +22,7 @@ __all__ = [
     "PARSER",
     "PATCH_POINT",
     "Conflict",
+    "HostRange",
     "StepTimers",
     "check_flags",
 ]
@@ -137,3 +138,19 @@ class StepTimers:
     inner: str = "optimizer-inner-step"
     write: str = "optimizer-copy-main-to-model-params"
     gather: str = "params-all-gather"
+
+
+@dataclass(frozen=True)
+class HostRange:
+    """A span with the attribute names that the fork's tools ask for."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.end - self.start
+
+    def __len__(self) -> int:
+        return self.size

@@ -45,9 +45,9 @@ from megatron_distopt.hosts.between_steps import (
 from megatron_distopt.hosts.megatron_2023.buffers import main_grads, take_over
 from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_2023.communication import Communication
-from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
-from megatron_distopt.hosts.megatron_2023.ranges import ranges_of
+from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, HostRange, StepTimers
 from megatron_distopt.hosts.megatron_2023.start import Request, Start, plan_start
+from megatron_distopt.hosts.megatron_2023.state import shards_of
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch
@@ -347,16 +347,19 @@ class DistributedOptimizer(HostDistributedOptimizer):
     def get_model_parallel_group(self) -> None:
         """None: statistics are added up over all ranks."""
 
-    def get_model_param_range_map(self, param: Parameter) -> Mapping[str, Any]:
-        """Which elements of a model param this rank owns.
+    def get_model_param_range_map(self, param: Parameter) -> Mapping[str, HostRange]:
+        """Which elements of a model param this rank owns, in the fork's three index spaces.
 
         Returns:
-            {"gbuf_world", "gbuf_local", "param"}: ranges with `start`, `end` and `size`, as the fork's.
+            {"gbuf_world": in the whole buffer, "gbuf_local": in this rank's shard of the param's bucket, "param"}.
 
         Raises:
             KeyError: this rank owns nothing of it.
         """
-        return ranges_of(self.sharded, next(name for name, each in self.start.named.items() if each is param))
+        name = next(name for name, each in self.start.named.items() if each is param)
+        _, shard = shards_of(self.sharded)[name]
+        spans = {"gbuf_world": shard.in_buffer, "gbuf_local": shard.in_shard, "param": shard.in_param}
+        return {key: HostRange(span.start, span.stop) for key, span in spans.items()}
 
     def names_as_registered(self) -> list[str]:
         """Names of the params in grad buffers, in the order of the fork's index maps."""
