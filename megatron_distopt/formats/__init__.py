@@ -1,7 +1,7 @@
 """Files of other software: one reader and one writer for each layout.
 
 Every file becomes a `Source`, named by the software's own names in the whole model; every `Source` becomes any file
-that can be written. Nothing that a file says is executed, see safe.py and inert.py. Hosts use the same readers and
+that can be written. Nothing that a file says is executed, see pickles.py. Hosts use the same readers and
 writers for the files that their fork saves and loads.
 """
 

@@ -26,8 +26,8 @@ from megatron_distopt.formats.megatron_2023.model_file import MODEL
 from megatron_distopt.formats.megatron_2023.per_rank import write_per_rank
 from megatron_distopt.formats.megatron_2023.plain import write_plain
 from megatron_distopt.formats.megatron_2023.slices import Slices, check_all_written
+from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
-from megatron_distopt.formats.safe import save_whole
 from megatron_distopt.formats.torch.single_file import write_torch_file
 
 __all__ = ["TARGETS", "Converted", "convert"]

@@ -19,7 +19,7 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.deepspeed import universal, zero
 from megatron_distopt.formats.deepspeed.state import loss_scale_of
-from megatron_distopt.formats.inert import Inert
+from megatron_distopt.formats.pickles import Inert
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 

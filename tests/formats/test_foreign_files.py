@@ -22,8 +22,8 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.deepspeed import universal, zero
-from megatron_distopt.formats.inert import Inert, load_bytes, load_file
 from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
+from megatron_distopt.formats.pickles import Inert, load_bytes, load_file
 from megatron_distopt.formats.torch.dcp_reader import open_dcp
 from megatron_distopt.layout import Box
 from tests.support.refusals import assert_says

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import as_number, attribute
 from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
+from megatron_distopt.formats.pickles import as_number, attribute
 from megatron_distopt.layout import Placement
 
 __all__ = ["convert_with_deepspeed", "folder_of", "group_record", "head_of", "loss_scale_of", "placement_of", "step_of"]

@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.deepspeed.state import folder_of, group_record, head_of, step_of
-from megatron_distopt.formats.inert import as_number, load_file, understood
+from megatron_distopt.formats.pickles import as_number, load_file, understood
 
 __all__ = ["open_deepspeed_universal", "recognises"]
 

@@ -33,8 +33,8 @@ from megatron_distopt.formats.deepspeed.state import (
     placement_of,
     step_of,
 )
-from megatron_distopt.formats.inert import as_number, attribute, load_file, understood
 from megatron_distopt.formats.located import Flat, Located, source_of
+from megatron_distopt.formats.pickles import as_number, attribute, load_file, understood
 from megatron_distopt.layout import Span
 
 __all__ = ["open_deepspeed_zero", "recognises"]

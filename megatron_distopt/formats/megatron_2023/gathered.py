@@ -34,7 +34,7 @@ from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, 
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
 from megatron_distopt.formats.megatron_2023.saved import Origin
 from megatron_distopt.formats.megatron_2023.slices import Slices
-from megatron_distopt.formats.safe import load_safely, save_whole
+from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout
 
 __all__ = [
@@ -197,7 +197,7 @@ def read_gathered(file: ModelFile) -> FileState:
         CheckpointError: it is damaged, or of another model, or in an unknown order.
     """
     path = file.folder / _GATHERED
-    state, entry, origin = load_safely(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
+    state, entry, origin = load_kept(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
         got = "no gathered state, or a model file without param groups"
         raise origin.refused(got, "be what a fork's distributed optimizer saves")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.safe import load_safely
+from megatron_distopt.formats.pickles import load_kept
 from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 
 __all__ = [
@@ -132,7 +132,7 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
         CheckpointError: one is missing, or damaged, or the model is cut in a way that its files do not say.
     """
     found = dict(sorted(_places(iteration)))
-    states = {place: load_safely(path) for place, path in found.items()}
+    states = {place: load_kept(path) for place, path in found.items()}
     for place, state in states.items():
         if not isinstance(state, Mapping) or not _chunks(state):
             got, remedy = "no state dict of a model", "Give an iteration folder that a Megatron wrote"

@@ -39,7 +39,7 @@ from megatron_distopt.formats.megatron_2023.param_groups import (
 )
 from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
 from megatron_distopt.formats.megatron_2023.slices import Slices
-from megatron_distopt.formats.safe import load_safely, save_whole
+from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
 __all__ = ["is_per_rank", "missing_in", "rank_entry", "rank_params", "read_per_rank", "write_per_rank"]
@@ -169,7 +169,7 @@ class _SavedShard:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = load_safely(path)
+    state: Mapping[str, Any] = load_kept(path)
     entry = state.get("optimizer") if isinstance(state, Mapping) else None
     missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
     if missing:

@@ -27,7 +27,7 @@ from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in, the_step
 from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
 from megatron_distopt.formats.megatron_2023.slices import Slices
-from megatron_distopt.formats.safe import save_whole
+from megatron_distopt.formats.pickles import save_whole
 
 __all__ = ["inner_of", "is_plain", "is_plain_file", "plain_params", "read_plain", "write_plain"]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import attribute
 from megatron_distopt.formats.located import Flat, Located
 from megatron_distopt.formats.megatron_core.flat import FlatBucket, coalesced, layer_orders, locate, whole_of
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate, Order
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor
+from megatron_distopt.formats.pickles import attribute
 from megatron_distopt.formats.torch.dcp_reader import DcpFolder
 from megatron_distopt.layout import Box, Placement, Span
 

@@ -20,11 +20,11 @@ import torch
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import load_file, understood
 from megatron_distopt.formats.located import Located, source_of
 from megatron_distopt.formats.megatron_core.flat import coalesced, locate, whole_of
 from megatron_distopt.formats.megatron_core.head import head_of
 from megatron_distopt.formats.megatron_core.model_files import CoreModel, open_core_models
+from megatron_distopt.formats.pickles import load_file, understood
 
 __all__ = ["open_distrib_optim", "recognises"]
 

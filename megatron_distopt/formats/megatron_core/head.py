@@ -9,9 +9,9 @@ from megatron_distopt.checkpoint.manifest import MAIN, Manifest, kind_of, name_o
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import as_number
 from megatron_distopt.formats.megatron_2023.model_file import decays
 from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
+from megatron_distopt.formats.pickles import as_number
 
 __all__ = ["head_of"]
 

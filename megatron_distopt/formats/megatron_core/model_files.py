@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import attribute, load_file
 from megatron_distopt.formats.megatron_2023.model_file import registered
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate
+from megatron_distopt.formats.pickles import attribute, load_file
 from megatron_distopt.layout import Placement
 
 __all__ = ["CoreModel", "open_core_models"]

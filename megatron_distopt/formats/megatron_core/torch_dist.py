@@ -27,11 +27,11 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import load_file, understood
 from megatron_distopt.formats.located import source_of
 from megatron_distopt.formats.megatron_core.buckets import located_in_buckets, objects_of
 from megatron_distopt.formats.megatron_core.head import head_of
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor, named_tensors
+from megatron_distopt.formats.pickles import load_file, understood
 from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box
 

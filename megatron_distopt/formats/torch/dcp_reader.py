@@ -1,6 +1,6 @@
 """A distributed checkpoint of torch (DCP): a folder of `.distcp` files and `.metadata`, which says where everything is.
 
-`.metadata` is a pickle and is read by `inert.load_metadata`; every tensor is read by `torch.load(weights_only=True)`.
+`.metadata` is a pickle and is read by `pickles.load_metadata`; every tensor is read by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import Chunk
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.inert import attribute, load_bytes, load_metadata
+from megatron_distopt.formats.pickles import attribute, load_bytes, load_metadata
 from megatron_distopt.layout import Box
 
 __all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "StoredBytes", "open_dcp"]
@@ -105,7 +105,7 @@ class DcpFolder:
             raise CheckpointError(refusal(f"file {path}", error, "be readable", _REMEDY)) from error
 
     def read_object(self, key: str) -> Any:
-        """An object that is no tensor; see `inert.load_bytes`.
+        """An object that is no tensor; see `pickles.load_bytes`.
 
         Raises:
             CheckpointError: it is missing or damaged.

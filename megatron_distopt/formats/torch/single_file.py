@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.safe import load_safely, save_whole
+from megatron_distopt.formats.pickles import load_kept, save_whole
 
 __all__ = ["open_torch_file", "write_torch_file"]
 
@@ -35,7 +35,7 @@ def open_torch_file(path: Path) -> Source:
     Raises:
         CheckpointError: it is anything else.
     """
-    state = load_safely(path)
+    state = load_kept(path)
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != _FORMAT or state.get("version") != _VERSION:
         rule = f"be {_FORMAT!r} of version {_VERSION}, or lie in an iteration folder"
