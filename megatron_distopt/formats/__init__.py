@@ -6,7 +6,7 @@ writers for the files that their fork saves and loads.
 """
 
 from megatron_distopt.formats.convert import TARGETS, Converted, convert
-from megatron_distopt.formats.megatron_2023.file_state import check_step
+from megatron_distopt.formats.head import check_step
 from megatron_distopt.formats.recognise import open_any
 
 __all__ = ["TARGETS", "Converted", "check_step", "convert", "open_any"]

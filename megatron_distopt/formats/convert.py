@@ -17,7 +17,8 @@ from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.file_state import check_step
+from megatron_distopt.formats.head import check_step
+from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written
 from megatron_distopt.formats.megatron_2023.gathered import (
     head_gathered,
     write_gathered,
@@ -25,7 +26,6 @@ from megatron_distopt.formats.megatron_2023.gathered import (
 from megatron_distopt.formats.megatron_2023.model_file import MODEL
 from megatron_distopt.formats.megatron_2023.per_rank import write_per_rank
 from megatron_distopt.formats.megatron_2023.plain import write_plain
-from megatron_distopt.formats.megatron_2023.slices import Slices, check_all_written
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
 from megatron_distopt.formats.torch.single_file import write_torch_file

@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.file_state import check_step
+from megatron_distopt.formats.head import check_step
 from megatron_distopt.formats.recognise import open_any
 from megatron_distopt.layout import Box
 

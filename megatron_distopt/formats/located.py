@@ -15,7 +15,7 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
-__all__ = ["Flat", "Located", "fill", "gather", "source_of"]
+__all__ = ["Flat", "Located", "cut", "fill", "gather", "source_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,3 +134,18 @@ def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[P
             stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
             inside = stretch[piece.inside.as_slices()][both.relative_to(piece.in_global.offsets).as_slices()]
             found[both.relative_to(box.offsets).as_slices()] = inside
+
+
+def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
+    """The inverse: a rank's param, from the whole tensor.
+
+    Args:
+        placement: of the rank's param.
+        dtype: of it.
+        read: a box of the whole tensor.
+    """
+    local = torch.empty(placement.shape, dtype=dtype)
+    for piece in placement.pieces(Span(0, local.numel())):
+        stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
+        stretch[piece.inside.as_slices()] = read(piece.in_global)
+    return local

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.deepspeed import universal, zero
+from megatron_distopt.formats.head import with_step
 from megatron_distopt.formats.megatron_2023.file_state import FileState, whole_of
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
@@ -17,6 +18,7 @@ from megatron_distopt.formats.megatron_2023.param_groups import Kept, kept_in
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
 from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
 from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
+from megatron_distopt.formats.pickles import understood
 from megatron_distopt.formats.torch.single_file import open_torch_file
 
 __all__ = ["BESIDE_MODEL", "Opened", "open_any", "open_with_files"]
@@ -76,47 +78,21 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
     ours = _ours_at(path)
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
-        source = _with_step(open_checkpoint(ours), resume_step, ours)
+        source = with_step(open_checkpoint(ours), resume_step, ours)
         return Opened(source, "distopt", files, tuple(kept_in(file.state) for file in files))
     if path.is_file():
-        return Opened(_with_step(open_torch_file(path), resume_step, path), "torch")
+        return Opened(with_step(open_torch_file(path), resume_step, path), "torch")
     for name, is_so, read in _READ_ONLY if path.is_dir() else ():
         if is_so(path):
-            return Opened(_with_step(read(path), resume_step, path), name)
+            return Opened(with_step(read(path), resume_step, path), name)
     files = open_model_files(path)
     for name, holds, read_part in _OF_2023:
         if files and holds(files[0]):
-            return _of_fork(path, files, name, read_part, resume_step)
+            with understood(path, f"hold what a fork saves as {name}"):
+                parts = [read_part(file) for file in files]
+                source = with_step(whole_of(parts, name), resume_step, path)
+            return Opened(source, name, files, tuple(part.kept for part in parts))
     raise _nothing_at(path, files)
-
-
-def _of_fork(
-    path: Path, files: tuple[ModelFile, ...], written_as: str, read: Callable[[ModelFile], FileState], step: int | None
-) -> Opened:
-    try:
-        parts = [read(file) for file in files]
-        return Opened(whole_of(parts, step, written_as), written_as, files, tuple(part.kept for part in parts))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # what strange content leads to
-        got, rule = f"{error!r} while reading it", f"hold what a fork saves as {written_as}"
-        remedy = "Give an iteration folder that a Megatron wrote, unchanged"
-        raise CheckpointError(refusal(f"checkpoint {path}", got, rule, remedy)) from error
-
-
-def _with_step(source: Source, resume_step: int | None, path: Path) -> Source:
-    """The same with an update count that the checkpoint lost.
-
-    Raises:
-        CheckpointError: the checkpoint knows another one.
-    """
-    known = {group.step for group in source.head.groups} - {None}
-    if resume_step is None or known == {resume_step}:
-        return source
-    if known:
-        got, remedy = ", ".join(map(str, sorted(known, key=str))), "Drop --resume-step: the checkpoint knows it"
-        rule = f"be the {resume_step} of --resume-step"
-        raise CheckpointError(refusal(f"update count in {path}", got, rule, remedy))
-    groups = tuple(replace(group, step=resume_step) for group in source.head.groups)
-    return replace(source, head=replace(source.head, groups=groups))
 
 
 def _nothing_at(path: Path, files: tuple[ModelFile, ...]) -> CheckpointError:

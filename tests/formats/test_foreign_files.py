@@ -448,6 +448,6 @@ def test_open_when_groups_have_other_steps_then_it_is_refused(tmp_path: Path) ->
         torch_dist.open_torch_dist(folder)
     assert_says(
         str(error.value),
-        f"Invalid param groups in {folder}: [7, 8] updates. Must be as many for all param groups. "
+        f"Invalid update count in {folder}: 7, 8. Must be the same for all params. "
         "Convert a run whose params were all trained from its start.",
     )

@@ -10,13 +10,12 @@ from typing import Any
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
+from megatron_distopt.formats.head import inner_name
 from megatron_distopt.formats.pickles import as_number, attribute
 from megatron_distopt.layout import Placement
 
-__all__ = ["convert_with_deepspeed", "folder_of", "group_record", "head_of", "loss_scale_of", "placement_of", "step_of"]
+__all__ = ["convert_with_deepspeed", "folder_of", "head_of", "loss_scale_of", "placement_of", "step_of"]
 
-_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 #: Patterns of params that a reader here does not put together, by their keys in the checkpoint.
 _NOT_SLICED = ("parameter_to_average_patterns", "parameter_with_sub_params")
 
@@ -45,11 +44,6 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any], common: Any = No
     return None if found is None else int(as_number(found))
 
 
-def group_record(names: Iterable[str], options: Mapping[str, Any], step: int | None) -> GroupRecord:
-    """A param group of a `Source`."""
-    return record_of(FileGroup(options, step, ()), tuple(names), step)
-
-
 def loss_scale_of(scaler: Any) -> dict[str, float]:
     """The loss scale of DeepSpeed's scaler; empty for a constant one."""
     if not attribute(scaler, "dynamic"):
@@ -72,8 +66,7 @@ def head_of(
         skipped: number of steps that were skipped.
         about: of the writer.
     """
-    inner = "adam" if set(kinds) >= _ADAM else "unknown"
-    return Manifest("", (), {}, tuple(groups), inner, loss_scale_of(scaler), int(skipped or 0), about)
+    return Manifest("", (), {}, tuple(groups), inner_name(kinds), loss_scale_of(scaler), int(skipped or 0), about)
 
 
 def placement_of(

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.deepspeed.state import folder_of, group_record, head_of, step_of
-from megatron_distopt.formats.pickles import as_number, load_file, understood
+from megatron_distopt.formats.deepspeed.state import folder_of, head_of, step_of
+from megatron_distopt.formats.pickles import load_file, understood
 
 __all__ = ["open_deepspeed_universal", "recognises"]
 
@@ -144,4 +144,4 @@ def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]
             remedy = "Convert a run whose params were all trained from its start"
             raise CheckpointError(refusal(f"param group in {folder.path}", got, rule, remedy))
         if names:
-            yield group_record(names, group, as_number(next(iter(steps))))
+            yield GroupRecord(tuple(names), options_of(group)[0], steps.pop())

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join
-from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.deepspeed.state import (
     convert_with_deepspeed,
     folder_of,
-    group_record,
     head_of,
     placement_of,
     step_of,
@@ -185,7 +184,7 @@ def _group(number: int, shapes: Mapping[str, tuple[int, ...]], states: Sequence[
     flats = tuple(_flat(_inner_state(state, number), state, number) for state in states)
     fragments = tuple(_fragments(state, number) for state in states)
     numel = states[0]["single_partition_of_fp32_groups"][number].numel()
-    return _Group(shapes, flats, numel, fragments, group_record(shapes, options, step))
+    return _Group(shapes, flats, numel, fragments, GroupRecord(tuple(shapes), options_of(options)[0], step))
 
 
 def _inner_state(state: Mapping[str, Any], number: int) -> Mapping[str, Any]:

@@ -1,9 +1,11 @@
-"""Optimizer state of one model file, param by param, and how such parts become the state of the whole model."""
+"""Optimizer state of one model file, and of the whole model: `whole_of` for readers, and `Slices` for writers."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,22 +13,19 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.located import fill
+from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
+from megatron_distopt.formats.located import cut, fill
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, record_of, the_step
+from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, written_groups
 from megatron_distopt.layout import Box, Span
 
-__all__ = ["NUM_SKIPPED", "OURS", "FileState", "check_rounds", "check_step", "ours_in", "skipped_in", "whole_of"]
+__all__ = ["NUM_SKIPPED", "OURS", "FileState", "Slices", "check_all_written", "ours_in", "skipped_in", "whole_of"]
 
 #: The key of what this package puts into a fork's file, and a key in it.
 OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
-_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
-#: What a source of another software calls its inner optimizer.
-_IS_ADAM = "adam"
-_NAMES_OF_SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 #: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own size.
 _LARGEST_DRIFT = 0.1
 
@@ -54,7 +53,7 @@ class FileState:
     def main(self, number: int) -> Tensor:
         """The main param, compared with the model's own."""
         tensor = self.read(MAIN, number)
-        check_rounds(tensor, self.file.params[number], self.file)
+        _check_rounds(tensor, self.file.params[number], self.file)
         return tensor
 
 
@@ -81,7 +80,7 @@ def skipped_in(state: Mapping[Any, Any]) -> int:
     return int(ours_in(state).get(NUM_SKIPPED, 0))
 
 
-def check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
+def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
     """Whether the model's values are the main param's, to the rounding of the model's dtype.
 
     It says that the state is of this very model, and that every element is where it is looked for.
@@ -99,12 +98,11 @@ def check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
         raise CheckpointError(refusal("optimizer state", got, rule, remedy))
 
 
-def whole_of(parts: Sequence[FileState], resume_step: int | None, written_as: str) -> Source:
+def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     """The state of the whole model from that of its model files.
 
     Args:
         parts: of all model files.
-        resume_step: updates so far, for files that do not say it.
         written_as: name of the format.
 
     Raises:
@@ -115,7 +113,7 @@ def whole_of(parts: Sequence[FileState], resume_step: int | None, written_as: st
         if part.kinds != kinds:
             got, remedy = f"{_listed(part.kinds)} in {part.file.folder}", "Give the files of one save"
             raise CheckpointError(refusal("optimizer state", got, f"hold {_listed(kinds)} as the others", remedy))
-    step = _known_step(parts, resume_step)
+    step = the_step([{"step": group.step} for part in parts for group in part.groups], parts[0].file.folder.parent)
     infos = {
         key_of(kind, name): TensorInfo(home.param.placement.global_shape, dtype_name(dtype))
         for name, home in homes.items()
@@ -126,18 +124,6 @@ def whole_of(parts: Sequence[FileState], resume_step: int | None, written_as: st
     return Source(
         replace(head, groups=groups), infos, lambda key, box: _read(homes[name_of(key)], kind_of(key), infos[key], box)
     )
-
-
-def check_step(source: Source, where: object) -> None:
-    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any.
-
-    Raises:
-        CheckpointError: the state is Adam's, and its update count is unknown.
-    """
-    if source.head.inner == _IS_ADAM and any(group.step is None for group in source.head.groups):
-        got = "none: torch's Adam keeps it where this file layout does not save it"
-        remedy = "Convert it with --resume-step N, the number of updates so far (iterations without skipped ones)"
-        raise CheckpointError(refusal(f"update count in {where}", got, "be there for Adam", remedy))
 
 
 def _homes_of(parts: Sequence[FileState]) -> dict[str, _Home]:
@@ -157,30 +143,17 @@ def _listed(kinds: Mapping[str, torch.dtype]) -> str:
     return ", ".join(sorted(kinds)) or "main params alone"
 
 
-def _known_step(parts: Sequence[FileState], resume_step: int | None) -> int | None:
-    where = parts[0].file.folder.parent
-    known = the_step([{"step": group.step} for part in parts for group in part.groups], where)
-    if known is not None and resume_step is not None and known != resume_step:
-        remedy = "Drop --resume-step: the checkpoint knows it"
-        raise CheckpointError(
-            refusal(f"update count in {where}", known, f"be the {resume_step} of --resume-step", remedy)
-        )
-    return known if known is not None else resume_step
-
-
 def _head(part: FileState, kinds: Mapping[str, torch.dtype], written_as: str) -> Manifest:
-    inner = _IS_ADAM if kinds.keys() >= _ADAM else "torch_sgd" if "momentum_buffer" in kinds else "unknown"
-    saved = part.kept.grad_scaler or {}
-    scale = {name: float(saved[key]) for key, name in _NAMES_OF_SCALE.items() if key in saved}
+    inner = "torch_sgd" if "momentum_buffer" in kinds else inner_name(kinds)
     sizes = {"tensor_parallel": part.file.tensor[1], "pipeline_parallel": part.file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    return Manifest("", (), {}, (), inner, scale, part.num_skipped, about)
+    return Manifest("", (), {}, (), inner, loss_scale_of(part.kept.grad_scaler), part.num_skipped, about)
 
 
 def _records(part: FileState, step: int | None) -> Iterator[GroupRecord]:
     for group in part.groups:
         names = dict.fromkeys(part.file.params[number].name for number in group.members)
-        yield record_of(group, tuple(names), step)
+        yield GroupRecord(tuple(names), options_of(group.options)[0], step)
 
 
 @torch.no_grad()
@@ -206,3 +179,126 @@ def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> N
     got, rule = f"another one on tensor-parallel rank {rank}", "be cut along a dimension that Megatron's names tell"
     remedy = "Convert it at tensor-parallel size 1; this name says nothing about how it is cut"
     raise CheckpointError(refusal(f"param {name!r}", got, rule, remedy))
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """A model file and the state that is written for it.
+
+    Args:
+        file: of the model.
+        source: of the whole model.
+        kept: from the fork's files that are converted.
+        progress: called with bytes as they are read.
+    """
+
+    file: ModelFile
+    source: Source
+    kept: Kept
+    progress: Callable[[int], None] = lambda nbytes: None
+    _last: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """What is kept for each element in addition to the main param."""
+        return tuple(sorted({kind_of(key) for key in self.source.tensors} - {MAIN}))
+
+    @cached_property
+    def groups(self) -> list[FileGroup]:
+        """Param groups of this file."""
+        return written_groups(self.file, self.source.head.groups, self.kept)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Numbers of the params that the optimizer updates, in the order in which the fork registers them."""
+        return tuple(sorted(number for group in self.groups for number in group.members))
+
+    @property
+    def step(self) -> int | None:
+        """Updates so far."""
+        return max((record.step for record in self.source.head.groups if record.step is not None), default=None)
+
+    @property
+    def is_16_bit(self) -> bool:
+        """Whether the fork keeps main params apart from the model's."""
+        told = self.file.option("fp16") or self.file.option("bf16")
+        return bool(told) or any(self.file.params[number].has_main for number in self.trained)
+
+    @torch.no_grad()
+    def read(self, kind: str, number: int) -> Tensor:
+        """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept.
+
+        Raises:
+            CheckpointError: it does not fit the model.
+        """
+        known = self._last.get(kind)
+        if known is None or known[0] != number:  # a param on the border of two ranks is asked for twice
+            self._last[kind] = known = (number, self._cut(kind, number))
+        return known[1]
+
+    def _cut(self, kind: str, number: int) -> Tensor:
+        param = self.file.params[number]
+        key, shape, placement = key_of(kind, param.name), tuple(param.model.shape), param.placement
+        if key not in self.source.tensors:
+            return torch.zeros(shape)
+        if self.source.tensors[key].shape != placement.global_shape:
+            got, remedy = f"of shape {list(self.source.tensors[key].shape)}", "Give the state and the model of one save"
+            rule = f"have the shape {list(placement.global_shape)} of the model in {self.file.path}"
+            raise CheckpointError(refusal(f"tensor {key!r}", got, rule, remedy))
+        whole = self.source.read(key)
+        local = cut(placement, torch.float32, lambda box: whole[box.as_slices()])
+        if kind == MAIN:
+            _check_rounds(local, param, self.file)
+        self.progress(local.numel() * local.element_size())
+        return local
+
+    def also_saved(self) -> dict[str, Any]:
+        """Entries that forks save with the optimizer or with the model."""
+        return dict(self.kept.also_saved)
+
+    def model_state(self, ranks: int | None = None) -> dict[str, Any]:
+        """The entries of the model file that are the model's.
+
+        Args:
+            ranks: data-parallel, where the files fit no other number; the file's arguments say so then.
+        """
+        gone = {"optimizer", OURS, *self.also_saved()}
+        state = {key: value for key, value in self.file.state.items() if key not in gone}
+        if ranks is not None and "args" in state:
+            state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})
+        return state
+
+    def grad_scaler(self) -> dict[str, Any]:
+        """The loss scale as the entry of a fork's state, where there is one."""
+        if self.kept.grad_scaler is not None:
+            return {"grad_scaler": dict(self.kept.grad_scaler)}
+        scale = self.source.head.loss_scale
+        if not scale:
+            return {}
+        trackers = {"growth_tracker": int(scale["good_steps"]), "hysteresis_tracker": int(scale["tolerated"])}
+        return {"grad_scaler": {"scale": torch.tensor([scale["scale"]]), **trackers}}
+
+    def step_in_state(self) -> dict[str, int]:
+        """The update count where torch's and DeepSpeed's classes look for it; both take a number."""
+        return {} if self.step is None or not self.kinds else {"step": self.step}
+
+    def ours(self) -> dict[str, Any]:
+        """The entry of this package's own with the number of skipped steps, where there are any."""
+        count = self.source.head.num_skipped
+        return {OURS: {NUM_SKIPPED: count}} if count else {}
+
+
+def check_all_written(slices: list[Slices]) -> None:
+    """Whether every param of the source is in one of the model files.
+
+    Raises:
+        CheckpointError
+    """
+    here = {each.file.params[number].name for each in slices for number in each.trained}
+    source = slices[0].source
+    foreign = [name_of(key) for key in source.tensors if kind_of(key) == MAIN and name_of(key) not in here]
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        got = f"{', '.join(map(repr, foreign[:3]))}{more}, which no model file has"
+        rule = f"hold the params of the model files in {slices[0].file.folder.parent}"
+        raise CheckpointError(refusal("optimizer state", got, rule, "Give the state and the model of one save"))

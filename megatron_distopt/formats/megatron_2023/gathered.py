@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, ours_in, skipped_in
+from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, Slices, ours_in, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
 from megatron_distopt.formats.megatron_2023.saved import Origin
-from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout
 
@@ -262,5 +261,5 @@ def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
         slices: of the model file.
         ranks: see `Slices.model_state`.
     """
-    head = {"optimizer": {"param_groups": list(slices.inner_groups())}, **slices.grad_scaler()}
+    head = {"optimizer": {"param_groups": [group.as_saved for group in slices.groups]}, **slices.grad_scaler()}
     return {**slices.model_state(ranks), "optimizer": head, **slices.also_saved()}

@@ -6,32 +6,28 @@ two groups: one that decays and one that does not.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.head import the_step
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, decays
 
 __all__ = [
     "FileGroup",
     "Kept",
-    "WrittenGroup",
     "described",
     "group_decays",
     "groups_by_rule",
     "identity",
     "kept_in",
-    "record_of",
-    "the_step",
     "written_groups",
 ]
 
-_log = logging.getLogger("megatron_distopt")
 #: Entries that some forks save with the model and others with the optimizer.
 _BESIDE = ("opt_param_scheduler",)
 _IDENTITY = ("name", "wd_mult", "lr_mult")
@@ -52,13 +48,10 @@ class FileGroup:
     step: int | None
     members: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class WrittenGroup:
-    """A param group for a fork's file; `options` with the update count."""
-
-    options: Mapping[str, Any]
-    members: tuple[int, ...]
+    @property
+    def as_saved(self) -> dict[str, Any]:
+        """The options, and the update count as an inner optimizer's class has it that counts in its groups."""
+        return {**self.options} if self.step is None else {**self.options, "step": self.step}
 
 
 @dataclass(frozen=True)
@@ -133,42 +126,7 @@ def described(group: Mapping[str, Any]) -> str:
     return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
 
 
-def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
-    """The update count, wherever the inner optimizer's class keeps it; None where it was lost.
-
-    Some classes leave it out in groups that had no param on the rank that wrote them.
-
-    Raises:
-        CheckpointError: there are several.
-    """
-    steps = {int(holder["step"]) for holder in holders if holder.get("step") is not None}
-    if len(steps) > 1:
-        got, rule = ", ".join(map(str, sorted(steps))), "be the same for all params"
-        remedy = "Convert a run whose params were all trained from its start"
-        raise CheckpointError(refusal(f"update count in {where}", got, rule, remedy))
-    return next(iter(steps), None)
-
-
-def record_of(group: FileGroup, names: Sequence[str], step: int | None) -> GroupRecord:
-    """A group of a `Source`. Tuples become lists; a value that is not plain is left out with a warning."""
-    options = {}
-    for key, value in _without(group.options, *NOT_OPTIONS).items():
-        plain = value.item() if torch.is_tensor(value) and value.numel() == 1 else value
-        plain = list(plain) if isinstance(plain, tuple) else plain
-        if _is_plain(plain):
-            options[key] = plain
-        else:
-            _log.warning("param group option %r is a %s and is not converted", key, type(value).__name__)
-    return GroupRecord(tuple(names), options, step)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def written_groups(file: ModelFile, records: Sequence[GroupRecord], kept: Kept) -> list[WrittenGroup]:
+def written_groups(file: ModelFile, records: Sequence[GroupRecord], kept: Kept) -> list[FileGroup]:
     """The groups of a model file in the order in which a fork makes them, without those that it has no param of.
 
     Args:
@@ -181,7 +139,7 @@ def written_groups(file: ModelFile, records: Sequence[GroupRecord], kept: Kept) 
         names = set(record.names)
         members = tuple(number for number, param in enumerate(file.params) if param.name in names)
         if members:
-            found.append(WrittenGroup(_options(record, kept), members))
+            found.append(FileGroup(_options(record, kept), record.step, members))
     return found
 
 
@@ -198,7 +156,7 @@ def _options(record: GroupRecord, kept: Kept) -> dict[str, Any]:
         options = {key: options.get(key, value) for key, value in like[0].items()}
     elif "betas" in options:
         options.setdefault("bias_correction", True)  # apex asks for it
-    return options if record.step is None else options | {"step": record.step}
+    return options
 
 
 def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:

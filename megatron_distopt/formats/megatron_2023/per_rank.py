@@ -26,19 +26,17 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.file_state import FileState, skipped_in
+from megatron_distopt.formats.head import the_step
+from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import (
     FileGroup,
-    WrittenGroup,
     group_decays,
     groups_by_rule,
     identity,
     kept_in,
-    the_step,
 )
 from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
-from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
@@ -243,7 +241,7 @@ def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
     save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
 
 
-def _state_of_rank(slices: Slices, owned: Sequence[tuple[WrittenGroup, list[_Shard]]]) -> dict[str, Any]:
+def _state_of_rank(slices: Slices, owned: Sequence[tuple[FileGroup, list[_Shard]]]) -> dict[str, Any]:
     mains: dict[_Shard, Tensor] = {}
     states: dict[_Shard, dict[str, Any]] = {}
     # In the order of the buffer, where the shards of two ranks meet in one param.
@@ -254,7 +252,7 @@ def _state_of_rank(slices: Slices, owned: Sequence[tuple[WrittenGroup, list[_Sha
         state: dict[str, Any] = {kind: _cut(slices, shard, kind) for kind in slices.kinds}
         if slices.kinds:
             states[shard] = state | slices.step_in_state()
-    groups = [(group.options, shards) for group, shards in owned]
+    groups = [(group.as_saved, shards) for group, shards in owned]
     return {**rank_entry(groups, mains, states), **slices.grad_scaler()}
 
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.formats.megatron_2023.file_state import FileState, skipped_in
+from megatron_distopt.formats.head import the_step
+from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in, the_step
+from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
 from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
-from megatron_distopt.formats.megatron_2023.slices import Slices
 from megatron_distopt.formats.pickles import save_whole
 
 __all__ = ["inner_of", "is_plain", "is_plain_file", "plain_params", "read_plain", "write_plain"]
@@ -114,7 +114,7 @@ def write_plain(slices: Slices, folder: Path) -> None:
     inner = {
         "state": state,
         "param_groups": [
-            {**group.options, "params": [place[number] for number in group.members]} for group in slices.groups
+            {**group.as_saved, "params": [place[number] for number in group.members]} for group in slices.groups
         ],
     }
     entry: dict[str, Any] = inner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.located import Flat, Located
+from megatron_distopt.formats.located import Flat, Located, cut
 from megatron_distopt.formats.megatron_core.flat import FlatBucket, coalesced, layer_orders, locate, whole_of
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate, Order
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor
@@ -72,7 +73,10 @@ def _of_rank(
 ) -> Iterator[Located]:
     placements = {name: _placement_of(name, tensor, (rank, size)) for name, tensor in model.items()}
     known = {name: placement for name, placement in placements.items() if placement is not None}
-    candidates = [_candidate(placement, model[name]) for name, placement in known.items()]
+    candidates = [
+        Candidate(placement, model[name].dtype, partial(cut, placement, model[name].dtype, model[name].read))
+        for name, placement in known.items()
+    ]
     mine = [buckets for (group, *_), buckets in sorted(buffers.items()) if group % size == rank]
     orders = [*_orders_in_files([model[name] for name in known]), *layer_orders(list(known))]
     yield from locate(mine, candidates, orders, str(folder.folder))
@@ -134,17 +138,6 @@ def _placement_of(name: str, tensor: NamedTensor, cut: tuple[int, int]) -> Place
     if len(dims) > 1 or rest or stride not in (1, 2) or tensor.shape[dims[0]] % (size * stride):
         return None
     return Placement(name, shape, dims[0], rank, size, stride)
-
-
-def _candidate(placement: Placement, tensor: NamedTensor) -> Candidate:
-    def values() -> Tensor:
-        local = torch.empty(placement.shape, dtype=tensor.dtype)
-        for piece in placement.pieces(Span(0, local.numel())):
-            stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
-            stretch[piece.inside.as_slices()] = tensor.read(piece.in_global)
-        return local
-
-    return Candidate(placement, tensor.dtype, values)
 
 
 def _orders_in_files(tensors: Sequence[NamedTensor]) -> list[Order]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import decays
-from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, record_of
 from megatron_distopt.formats.pickles import as_number
 
 __all__ = ["head_of"]
 
-_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
-_SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 #: Options other than weight decay that tell groups apart.
 _IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
@@ -40,17 +37,10 @@ def head_of(
     Raises:
         CheckpointError: groups were updated a different number of times.
     """
-    inner = "adam" if {kind_of(key) for key in infos} >= _ADAM else "unknown"
+    inner = inner_name(map(kind_of, infos))
     shapes = {name_of(key): info.shape for key, info in infos.items() if kind_of(key) == MAIN}
     records = tuple(_records(shapes, groups, where))
-    return Manifest("", (), {}, records, inner, _loss_scale(scaler), about=about)
-
-
-def _loss_scale(scaler: Mapping[str, Any] | None) -> dict[str, float]:
-    """The loss scale for a `Source`; empty for a constant one."""
-    if not scaler or not _SCALE.keys() <= scaler.keys():
-        return {}
-    return {name: float(as_number(scaler[key])) for key, name in _SCALE.items()}
+    return Manifest("", (), {}, records, inner, loss_scale_of(scaler), about=about)
 
 
 def _records(
@@ -58,20 +48,16 @@ def _records(
 ) -> Iterator[GroupRecord]:
     """By megatron-core's rule where there is a group that decays and one that does not; otherwise what all groups
     share is said of all params, and the rest is left to the run that loads."""
-    step = _step(groups, where)
+    step = the_step(groups, where)
     by_decay = {bool(group.get("wd_mult", 1.0)): group for group in groups}
     if len(groups) == len(by_decay) == 2 and len({_identity(group) for group in groups}) == 1:
         for decay, group in by_decay.items():
             names = [name for name, shape in shapes.items() if decays(name, shape) is decay]
             if names:
-                yield _record(names, group, step)
+                yield GroupRecord(tuple(names), options_of(group)[0], step)
     else:
         shared = {key: value for key, value in groups[0].items() if all(_same(each, key, value) for each in groups)}
-        yield _record(shapes, shared, step)
-
-
-def _record(names: Iterable[str], options: Mapping[str, Any], step: int | None) -> GroupRecord:
-    return record_of(FileGroup(options, step, ()), tuple(names), step)
+        yield GroupRecord(tuple(shapes), options_of(shared)[0], step)
 
 
 def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -80,13 +66,3 @@ def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in _IDENTITY)
-
-
-def _step(groups: Sequence[Mapping[str, Any]], where: str) -> int | None:
-    """The update count. A group that had no param on the rank that wrote may lack it."""
-    steps = {int(as_number(group["step"])) for group in groups if group.get("step") is not None}
-    if len(steps) > 1:
-        got, rule = f"{sorted(steps)} updates", "be as many for all param groups"
-        remedy = "Convert a run whose params were all trained from its start"
-        raise CheckpointError(refusal(f"param groups in {where}", got, rule, remedy))
-    return next(iter(steps), None)
