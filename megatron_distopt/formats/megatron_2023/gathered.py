@@ -32,7 +32,7 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, Slices, ours_in, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
-from megatron_distopt.formats.megatron_2023.saved import Origin
+from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout
 

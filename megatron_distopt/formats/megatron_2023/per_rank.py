@@ -36,11 +36,11 @@ from megatron_distopt.formats.megatron_2023.param_groups import (
     identity,
     kept_in,
 )
-from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
-__all__ = ["is_per_rank", "missing_in", "rank_entry", "rank_params", "read_per_rank", "write_per_rank"]
+__all__ = ["is_per_rank", "missing_in", "rank_entry", "rank_state", "read_per_rank", "write_per_rank"]
 
 _OPTIM, _MAINS = "optim.pt", "shard_fp32_from_float16_groups"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
@@ -74,25 +74,9 @@ def missing_in(entry: Mapping[str, Any]) -> list[str]:
     return missing or [key for key in ("state", "param_groups") if key not in entry["optimizer"]]
 
 
-def rank_params(
-    entry: Mapping[str, Any], place: int, expected: Sequence[ExpectedParam], origin: Origin
-) -> Iterator[SavedParam]:
-    """What a rank's entry holds of each of its shards of one group.
-
-    Args:
-        entry: see above.
-        place: of the group in it.
-        expected: the rank's shards, in the order of the file.
-        origin: for errors.
-
-    Raises:
-        CheckpointError: the group has other shards.
-    """
-    inner, mains = entry["optimizer"], entry[_MAINS]
-    if len(mains) != len(inner["param_groups"]):
-        rule = f"be as many as its {len(inner['param_groups'])} param groups"
-        raise origin.refused(f"main params of {len(mains)} groups", rule)
-    return params_of_group(inner, mains, place, expected, origin)
+def rank_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
+    """The state in a rank's entry, which lacks nothing."""
+    return SavedState(entry["optimizer"], entry[_MAINS], origin, lists_every_group=True)
 
 
 def is_per_rank(file: ModelFile) -> bool:
@@ -121,13 +105,17 @@ def read_per_rank(file: ModelFile) -> FileState:
         CheckpointError: a rank's file is missing or damaged, or has other shards than it must have.
     """
     paths = _paths(file)
-    states = [_loaded(path) for path in paths]
+    contents = [_loaded(path) for path in paths]
+    states = [
+        rank_state(content["optimizer"], Origin(f"file {path}", _SAME_SAVE))
+        for content, path in zip(contents, paths, strict=True)
+    ]
     groups = groups_by_rule(file, _groups_of_all(states))
     found: dict[int, list[_SavedShard]] = {}
     buffers = buffers_of(file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)).values()
-    for rank, (state, path) in enumerate(zip(states, paths, strict=True)):
-        owned = [_owned(file, group.members, buffers, rank) for group in groups]
-        for each in _of_rank(file, state["optimizer"], list(zip(groups, owned, strict=True)), path):
+    for rank, state in enumerate(states):
+        owned = [(group, _owned(file, group.members, buffers, rank)) for group in groups]
+        for each in _of_rank(file, state, owned):
             found.setdefault(each.shard.number, []).append(each)
     groups = tuple(replace(group, step=the_step(_holders(states, found, group), file.folder)) for group in groups)
     saved = [each.saved for shards in found.values() for each in shards]
@@ -139,10 +127,8 @@ def read_per_rank(file: ModelFile) -> FileState:
             return model
         return torch.cat([each.tensor(kind) for each in found[number]]).view(model.shape)
 
-    kept = kept_in(states[0])
-    return FileState(
-        file, groups, kinds, read, replace(kept, groups=tuple(group.options for group in groups)), skipped_in(states[0])
-    )
+    kept = replace(kept_in(contents[0]), groups=tuple(group.options for group in groups))
+    return FileState(file, groups, kinds, read, kept, skipped_in(contents[0]))
 
 
 @dataclass(frozen=True)
@@ -162,7 +148,7 @@ class _SavedShard:
 
     def tensor(self, kind: str) -> Tensor:
         """1-D; zeros for a param that was never updated."""
-        found = self.saved.main if kind == MAIN else self.saved.moments.get(kind)
+        found = self.saved.tensors.get(kind)
         return torch.zeros(self.shard.in_param.numel) if found is None else found
 
 
@@ -176,11 +162,11 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _groups_of_all(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _groups_of_all(states: Sequence[SavedState]) -> list[Mapping[str, Any]]:
     """Param groups of all ranks, each once, in the fork's order. A rank has those that it owns params of."""
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for state in states:
-        for group in state["optimizer"]["optimizer"]["param_groups"]:
+        for group in state.groups:
             found.setdefault(identity(group), group)
     return sorted(found.values(), key=group_decays, reverse=True)
 
@@ -194,34 +180,28 @@ def _owned(file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayo
 
 
 def _of_rank(
-    file: ModelFile, entry: Mapping[str, Any], owned: Sequence[tuple[FileGroup, list[_Shard]]], path: Path
+    file: ModelFile, state: SavedState, owned: Sequence[tuple[FileGroup, list[_Shard]]]
 ) -> Iterator[_SavedShard]:
     """What one file holds of the shards that the rank must have owned."""
-    places = {group_decays(group): place for place, group in enumerate(entry["optimizer"]["param_groups"])}
-    origin = Origin(f"file {path}", _SAME_SAVE)
+    places = {group_decays(group): place for place, group in enumerate(state.groups)}
     for group, shards in owned:
         place = places.get(group_decays(group.options))
         if place is None and shards:
-            raise origin.refused("a param group missing", f"hold {len(shards)} params of {dict(group.options)}")
-        expected = [_expected(file, shard) for shard in shards]
-        saved = [] if place is None else rank_params(entry, place, expected, origin)
+            raise state.origin.refused("a param group missing", f"hold {len(shards)} params of {dict(group.options)}")
+        params = [(file.params[shard.number], shard.in_param.numel) for shard in shards]
+        expected = [ExpectedParam(param.name, (numel,), param.has_main) for param, numel in params]
+        saved = [] if place is None else state.params(place, expected)
         for shard, each in zip(shards, saved, strict=True):
-            each.check_numbers(origin)
+            each.check_numbers(state.origin)
             yield _SavedShard(shard, each)
 
 
-def _expected(file: ModelFile, shard: _Shard) -> ExpectedParam:
-    param = file.params[shard.number]
-    return ExpectedParam(param.name, (shard.in_param.numel,), param.has_main)
-
-
 def _holders(
-    states: Sequence[Mapping[str, Any]], found: Mapping[int, Sequence[_SavedShard]], group: FileGroup
+    states: Sequence[SavedState], found: Mapping[int, Sequence[_SavedShard]], group: FileGroup
 ) -> Iterator[Mapping[str, Any]]:
     """What may keep the update count of a group."""
     for state in states:
-        groups = state["optimizer"]["optimizer"]["param_groups"]
-        yield from (each for each in groups if group_decays(each) is group_decays(group.options))
+        yield from (each for each in state.groups if group_decays(each) is group_decays(group.options))
     yield from (each.saved.state for number in group.members for each in found[number])
 
 

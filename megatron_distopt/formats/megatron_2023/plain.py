@@ -7,14 +7,15 @@
     {"optimizer": {"state": ..., "param_groups": ...}}                                        with fp32 params alone
 
 Numbers go through the groups, in a group in the order in which the fork registers its params; main params are those of
-the 16-bit ones, in the same order, shaped as the params. A running fork hands the entry "optimizer" to every rank, so
-that a distributed optimizer can be switched on in the middle of training.
+the 16-bit ones, in the same order, shaped as the params. The values of fp32 params come with the model. A running fork
+hands the entry "optimizer" to every rank, so that a distributed optimizer can be switched on in the middle of training.
+A rank's entry in per-rank files has the same form, with the shards of one rank in the place of params (`SavedState`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,151 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.head import the_step
 from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
-from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, params_of_group
 from megatron_distopt.formats.pickles import save_whole
 
-__all__ = ["inner_of", "is_plain", "is_plain_file", "plain_params", "read_plain", "write_plain"]
+__all__ = [
+    "ExpectedParam",
+    "Origin",
+    "SavedParam",
+    "SavedState",
+    "is_plain",
+    "is_plain_file",
+    "plain_state",
+    "read_plain",
+    "write_plain",
+]
 
 _MAINS = "fp32_from_fp16_params"
 _REMEDY = "Give a model file that a fork wrote, of a model without frozen params"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a state comes from, for errors.
+
+    Args:
+        what: the state and its file, if that is known.
+        remedy: what to do where it does not fit.
+    """
+
+    what: str
+    remedy: str
+
+    def refused(self, got: object, rule: str) -> CheckpointError:
+        """The error for a state that does not fit."""
+        return CheckpointError(refusal(self.what, got, rule, self.remedy))
+
+
+@dataclass(frozen=True)
+class ExpectedParam:
+    """A param, or a rank's shard of one, that a state must hold.
+
+    Args:
+        name: of the param.
+        shape: of its tensors.
+        has_main: whether it has a main param: one of fp32 is its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    has_main: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SavedParam:
+    """What a state holds of a param, or of a shard of one.
+
+    Args:
+        name: of the param.
+        main: its main param; None for one of fp32.
+        state: of the inner optimizer.
+    """
+
+    name: str
+    main: Tensor | None
+    state: Mapping[str, Any]
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """What is kept for each element, by key."""
+        return {key: value for key, value in self.state.items() if torch.is_tensor(value) and value.dim() > 0}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The same with the main param."""
+        return ({} if self.main is None else {MAIN: self.main}) | self.moments
+
+    def check_numbers(self, origin: Origin) -> None:
+        """Whether the inner optimizer keeps nothing for the param but moments and an update count.
+
+        Raises:
+            CheckpointError: another number would be lost.
+        """
+        for key, value in self.state.items():
+            if torch.is_tensor(value) and value.dim() == 0 and key != "step":
+                raise origin.refused(f"one number {key!r} for {self.name!r}", "hold what is kept for each element")
+
+
+@dataclass(frozen=True, eq=False)
+class SavedState:
+    """An entry "optimizer" of a plain file, or of a rank's.
+
+    Args:
+        inner: torch's own state dict.
+        mains: main params, by group.
+        origin: for errors.
+        lists_every_group: whether `mains` has a list for every group, even an empty one.
+    """
+
+    inner: Mapping[str, Any]
+    mains: Sequence[Sequence[Tensor]]
+    origin: Origin
+    lists_every_group: bool = False
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Its param groups."""
+        groups: Sequence[Mapping[str, Any]] = self.inner["param_groups"]
+        return groups
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is of an optimizer that had updated anything."""
+        return any(self.inner["state"].values())
+
+    def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[SavedParam]:
+        """What it holds of each param of one group.
+
+        Args:
+            place: of the group in it.
+            expected: the params, or shards, that must be in the group, in its order.
+
+        Raises:
+            CheckpointError: the group has others.
+        """
+        numbers = list(self.groups[place].get("params", ()))
+        if self.lists_every_group and len(self.mains) != len(self.groups):
+            rule = f"be as many as its {len(self.groups)} param groups"
+            raise self.origin.refused(f"main params of {len(self.mains)} groups", rule)
+        left = list(self.mains[place]) if place < len(self.mains) else []
+        num_mains = sum(each.has_main for each in expected)
+        if len(numbers) != len(expected) or len(left) != num_mains:
+            got = f"{len(numbers)} params, {len(left)} of them with a main param, in group {place}"
+            raise self.origin.refused(got, f"hold the model's {len(expected)}, {num_mains} of them of 16 bits")
+        of_main = iter(left)
+        for each, number in zip(expected, numbers, strict=True):
+            main = next(of_main) if each.has_main else None
+            saved = SavedParam(each.name, main, self.inner["state"].get(number, {}))
+            for tensor in saved.tensors.values():
+                if tuple(tensor.shape) != each.shape:
+                    got, rule = f"{list(tensor.shape)} for {each.name!r}", f"have its shape {list(each.shape)}"
+                    raise self.origin.refused(got, rule)
+            yield saved
 
 
 def is_plain(entry: Mapping[str, Any]) -> bool:
@@ -40,27 +175,9 @@ def is_plain(entry: Mapping[str, Any]) -> bool:
     return _MAINS in entry or {"state", "param_groups"} <= entry.keys()
 
 
-def inner_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's own state dict in it."""
-    inner: Mapping[str, Any] = entry.get("optimizer", entry)
-    return inner
-
-
-def plain_params(
-    entry: Mapping[str, Any], place: int, expected: Sequence[ExpectedParam], origin: Origin
-) -> Iterator[SavedParam]:
-    """What the entry holds of each param of one group.
-
-    Args:
-        entry: see above.
-        place: of the group in it.
-        expected: the params of the group, in the order in which the fork registers them.
-        origin: for errors.
-
-    Raises:
-        CheckpointError: the group has other params.
-    """
-    return params_of_group(inner_of(entry), entry.get(_MAINS) or (), place, expected, origin)
+def plain_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
+    """The state in such an entry."""
+    return SavedState(entry.get("optimizer", entry), entry.get(_MAINS) or (), origin)
 
 
 def is_plain_file(file: ModelFile) -> bool:
@@ -75,15 +192,15 @@ def read_plain(file: ModelFile) -> FileState:
     Raises:
         CheckpointError: it is of other params than the model's.
     """
-    entry, origin = file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY)
-    groups = groups_by_rule(file, inner_of(entry)["param_groups"])
+    state = plain_state(file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY))
+    groups = groups_by_rule(file, state.groups)
     saved: dict[int, SavedParam] = {}
     for place, group in enumerate(groups):
         params = [file.params[number] for number in group.members]
         expected = [ExpectedParam(each.name, tuple(each.model.shape), each.has_main) for each in params]
-        saved |= dict(zip(group.members, plain_params(entry, place, expected, origin), strict=True))
+        saved |= dict(zip(group.members, state.params(place, expected), strict=True))
     for each in saved.values():
-        each.check_numbers(origin)
+        each.check_numbers(state.origin)
     groups = tuple(
         replace(group, step=the_step([{"step": group.step}, *(saved[each].state for each in group.members)], file.path))
         for group in groups
@@ -91,8 +208,8 @@ def read_plain(file: ModelFile) -> FileState:
     kinds = {kind: tensor.dtype for each in saved.values() for kind, tensor in each.moments.items()}
 
     def read(kind: str, number: int) -> Tensor:
-        model, of_param = file.params[number].model, saved[number]
-        found = of_param.main if kind == MAIN else of_param.moments.get(kind)
+        model = file.params[number].model
+        found = saved[number].tensors.get(kind)
         if found is None:
             return model if kind == MAIN else torch.zeros(model.shape)
         return found
@@ -110,22 +227,18 @@ def write_plain(slices: Slices, folder: Path) -> None:
     numbers = [number for group in slices.groups for number in group.members]
     place = {number: at for at, number in enumerate(numbers)}
     mains = {number: slices.read(MAIN, number) for number in numbers}  # those of fp32 are compared with the model's
-    state = {place[number]: _state_of(slices, number) for number in numbers} if slices.kinds else {}
     inner = {
-        "state": state,
+        "state": {place[number]: _state_of(slices, number) for number in numbers} if slices.kinds else {},
         "param_groups": [
             {**group.as_saved, "params": [place[number] for number in group.members]} for group in slices.groups
         ],
     }
     entry: dict[str, Any] = inner
     if slices.is_16_bit:
-        of_groups = [[mains[number] for number in _with_main(slices, group.members)] for group in slices.groups]
+        has_main = {number for number in numbers if slices.file.params[number].has_main}
+        of_groups = [[mains[number] for number in group.members if number in has_main] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
     save_whole({**slices.model_state(), "optimizer": entry, **slices.also_saved(), **slices.ours()}, folder / MODEL)
-
-
-def _with_main(slices: Slices, numbers: Sequence[int]) -> list[int]:
-    return [number for number in numbers if slices.file.params[number].has_main]
 
 
 def _state_of(slices: Slices, number: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 `facts` is data and imports nothing of the host; `adapter` builds; `optimizer` holds the class that the host gets;
 `buffers` and `groups` say over which ranks each param is sharded; `start` decides, also what is overlapped, and
-`communication` communicates;
-`state_per_rank` (with `resplit`, where buckets are not the file's) and `state_gathered` bring state into the fork's two
-file layouts and back.
+`communication` communicates; `checkpoint` answers the fork's checkpointing, with `state` where every rank has its own
+file and `state_gathered` where one has all of it; `resplit` sends values to the ranks whose files they belong to.
 """

@@ -22,18 +22,16 @@ from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
 from megatron_distopt.hosts.megatron_2023.state import (
     check_head,
     check_plain,
+    check_state_per_rank,
     group_dicts,
     load_groups,
     load_loss_scale,
     load_plain,
-    saved_step,
-)
-from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
-from megatron_distopt.hosts.megatron_2023.state_per_rank import (
-    check_state_per_rank,
     load_state_per_rank,
+    saved_step,
     state_per_rank,
 )
+from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
 
@@ -64,7 +62,7 @@ class CheckpointCalls:
         self._take_back: Callable[[], None] = _nothing
 
     def state_dict(self) -> dict[str, Any]:
-        """What a gathered file lacks; with per-rank files all of this rank's state, see state_per_rank.py.
+        """What a gathered file lacks; with per-rank files all of this rank's state, see `state_per_rank`.
 
         Collective over the data-parallel ranks with per-rank files and more than the fork's one bucket.
         """

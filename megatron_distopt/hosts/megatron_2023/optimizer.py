@@ -46,8 +46,8 @@ from megatron_distopt.hosts.megatron_2023.buffers import main_grads, take_over
 from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_2023.communication import Communication
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, HostRange, StepTimers
+from megatron_distopt.hosts.megatron_2023.resplit import shards_of
 from megatron_distopt.hosts.megatron_2023.start import Request, Start, plan_start
-from megatron_distopt.hosts.megatron_2023.state import shards_of
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch

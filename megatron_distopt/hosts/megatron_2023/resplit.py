@@ -19,9 +19,8 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import exchange
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, GradBuffer
-from megatron_distopt.hosts.megatron_2023.state import shards_of
 from megatron_distopt.layout import BufferLayout, ParamShard, Span, owned_shards
-from megatron_distopt.optimizer import FlatParam, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
@@ -35,6 +34,7 @@ __all__ = [
     "keys_of",
     "kinds",
     "positions_in",
+    "shards_of",
     "to_files",
 ]
 
@@ -59,6 +59,11 @@ class Facts:
     keys: Mapping[Kind, Mapping[str, torch.dtype]]
     step: int | None
     groups: Mapping[int, Mapping[str, Any]]
+
+
+def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
+    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
+    return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
 
 
 def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:

@@ -1,8 +1,11 @@
-"""What the file layouts of the Megatrons of 2023 have in common: param groups, update count, loss scale.
+"""The optimizer's state in the forms that the fork's checkpointing asks for: `state_dict` and `load_state_dict`.
 
-The fork's checkpointing calls `state_dict` and `load_state_dict` on every rank; where it gathers also
-`save_parameter_state` and `load_parameter_state`. What we write there the fork's own optimizer can read, and the other
-way round. The state of a run without the distributed optimizer is only read.
+A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py), which the fork's own optimizer can
+read, and the other way round. The fork splits a grad buffer into one shard for each rank. A run with buckets of its own
+has other shards, so its ranks send each other what belongs into their files (resplit.py); the files are the same, bit
+for bit. They have no names, so they fit the rank that wrote them and no other size. The state of a run without the
+distributed optimizer (formats/megatron_2023/plain.py) is only read. With a gathered file (state_gathered.py) only param
+groups and loss scale are here.
 """
 
 from __future__ import annotations
@@ -14,31 +17,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.param_groups import described, identity
-from megatron_distopt.formats.megatron_2023.plain import inner_of, plain_params
-from megatron_distopt.formats.megatron_2023.saved import ExpectedParam, Origin, SavedParam, has_begun
-from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, count_updates, moments_of, restore, restore_group
+from megatron_distopt.formats.megatron_2023.per_rank import missing_in, rank_entry, rank_state
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState, plain_state
+from megatron_distopt.hosts.megatron_2023.resplit import (
+    Facts,
+    FilePosition,
+    Kind,
+    agree,
+    from_files,
+    keys_of,
+    kinds,
+    positions_in,
+    shards_of,
+    to_files,
+)
+from megatron_distopt.optimizer import FlatParam, count_updates, restore, restore_group
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
 __all__ = [
-    "check_groups",
     "check_head",
     "check_moments",
     "check_plain",
+    "check_state_per_rank",
     "check_step",
-    "check_step_of",
     "group_dicts",
     "install_state",
     "load_groups",
     "load_loss_scale",
     "load_plain",
-    "moment_keys",
+    "load_state_per_rank",
     "saved_step",
-    "shards_of",
+    "state_per_rank",
     "updates_so_far",
 ]
 
@@ -47,7 +61,14 @@ _log = logging.getLogger("megatron_distopt")
 #: Which kernel updates is the choice of the run that loads.
 _IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-_OF_OTHER_MODEL = Origin("optimizer state", _REMEDY)
+_WHAT = "optimizer state"
+_OF_OTHER_MODEL = Origin(_WHAT, _REMEDY)
+_OF_OTHER_RANKS = Origin(
+    _WHAT, "Resume with the ranks of the saved run; another size needs a checkpoint in another layout"
+)
+_OF_OTHER_LAYOUT = Origin(_WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim")
+#: What a state must hold of the params of a group of the run, by its number; in the order of the state.
+_Expected = Mapping[int, Sequence[ExpectedParam]]
 
 
 def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
@@ -67,6 +88,46 @@ def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
     """The update count for a file; None for a class that does not count, whose moments mean something without one."""
     counted = count_updates(optimizer.sharded.inner)
     return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
+
+
+def state_per_rank(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """This rank's own state; every tensor has memory of its own.
+
+    Collective over the data-parallel ranks where the run's buckets are not those of the files.
+    """
+    facts = agree(optimizer, Facts(keys_of(optimizer), count_updates(optimizer.sharded.inner), {}))
+    values = to_files(optimizer, facts)
+    by_group = _positions_by_group(optimizer)
+    names = [position.name for positions in by_group.values() for position in positions]
+    dicts, counted = group_dicts(optimizer), {} if facts.step is None else {"step": facts.step}
+    groups = [
+        ({**dicts[group], **counted}, [position.name for position in positions])
+        for group, positions in by_group.items()
+    ]
+    mains = {name: values[name][MAIN] for name in names if MAIN in values[name]}
+    state = rank_entry(groups, mains, {name: _state_of(optimizer, values[name], facts) for name in names})
+    if optimizer.grad_scaler is not None:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
+def _state_of(optimizer: DistributedOptimizer, values: Mapping[str, Tensor], facts: Facts) -> dict[str, Any]:
+    state: dict[str, Any] = {key: tensor for key, tensor in values.items() if key != MAIN}
+    if optimizer.host_is_torchs and facts.step is not None:
+        state["step"] = torch.tensor(float(facts.step))
+    return state
+
+
+def _positions_by_group(optimizer: DistributedOptimizer) -> dict[int, list[FilePosition]]:
+    """By group of the run, without those that this rank owns nothing of, in the order of the files."""
+    kind_of = kinds(optimizer)
+    here = (each for buffer in optimizer.grad_buffers for each in positions_in(buffer.plan, kind_of))
+    in_file = {each.name: each for each in here}
+    by_group: dict[int, list[FilePosition]] = {}
+    for name in optimizer.names_as_registered():
+        if name in in_file:
+            by_group.setdefault(in_file[name].group, []).append(in_file[name])
+    return {group: sorted(by_group[group], key=lambda each: each.has_main) for group in sorted(by_group)}
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
@@ -117,13 +178,6 @@ def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str
     apex leaves it out in groups that had no param on the rank that wrote them.
     """
     return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
-
-
-def check_step_of(optimizer: DistributedOptimizer, inner: Mapping[str, Any]) -> int | None:
-    """`check_step` of torch's own state dict; the count of one that has no state is 0 unless the flag says more."""
-    step = saved_step(inner["param_groups"], list(inner["state"].values()))
-    is_known = step is not None or optimizer.sharded.config.resume_step is not None
-    return check_step(optimizer, step) if is_known or has_begun(inner) else 0
 
 
 def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
@@ -180,16 +234,6 @@ def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -
         _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
 
 
-def moment_keys(optimizer: ShardedOptimizer) -> set[str]:
-    """What the inner optimizer keeps for each element, as far as this rank can tell."""
-    return {key for flat in optimizer.flat_params for key in moments_of(optimizer.inner, flat.main)}
-
-
-def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
-    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
-    return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
-
-
 def install_state(
     optimizer: DistributedOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
 ) -> None:
@@ -211,55 +255,128 @@ def install_state(
         flat.write_model()
 
 
-def check_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def check_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
     """Whether `load_plain` would take it.
 
     Raises:
         CheckpointError
     """
-    inner = inner_of(state)
-    may_be_none = not has_begun(inner)
-    for each in _plain_params(optimizer, state):
-        check_moments(optimizer, "optimizer state", each.moments, may_be_none=may_be_none)
-    check_step_of(optimizer, inner)
+    _check(optimizer, plain_state(entry, _OF_OTHER_MODEL), _whole_params(optimizer))
 
 
 @torch.no_grad()
-def load_plain(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def load_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
     """Takes this rank's shards of the state of a run without the distributed optimizer; after `check_plain`.
 
     Every rank has all of it. The params are not gathered yet.
     """
-    inner, owned = inner_of(state), shards_of(optimizer.sharded)
-    load_groups(optimizer.param_groups, inner["param_groups"])
-    load_loss_scale(optimizer, state)
-    for buffer in optimizer.sharded.buffers:
-        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
+    state, owned = plain_state(entry, _OF_OTHER_MODEL), shards_of(optimizer.sharded)
+    _load_groups_and_scale(optimizer, dict(enumerate(check_groups(optimizer.param_groups, state.groups))), entry)
     moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
-    for saved in _plain_params(optimizer, state):
-        if saved.name not in owned:
-            continue
-        flat, shard = owned[saved.name]
-        if saved.main is not None:
-            flat.cut(flat.main, shard).copy_(saved.main.reshape(-1)[shard.in_param.as_slice()])
-        for key, tensor in saved.moments.items():
-            whole = moments[flat].setdefault(key, torch.zeros_like(flat.main))
-            flat.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
-    install_state(optimizer, moments, check_step_of(optimizer, inner))
+    for saved in (param for _, _, params in _saved_in(optimizer, state, _whole_params(optimizer)) for param in params):
+        if saved.name in owned:
+            flat, shard = owned[saved.name]
+            for key, tensor in saved.tensors.items():
+                whole = flat.main if key == MAIN else moments[flat].setdefault(key, torch.zeros_like(flat.main))
+                flat.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
+    install_state(optimizer, moments, _step_in(optimizer, state))
 
 
-def _plain_params(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Iterator[SavedParam]:
-    """Every param of the run with what was saved of it.
+def check_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+    """Whether `load_state_per_rank` would take it.
 
     Raises:
-        CheckpointError: a group has other params.
+        CheckpointError
     """
-    named, groups = optimizer.start.named, inner_of(state)["param_groups"]
-    matched = check_groups(optimizer.param_groups, groups)
-    for group, saved in zip(optimizer.sharded.plan.groups, matched, strict=True):
-        place = next(place for place, each in enumerate(groups) if each is saved)
-        expected = [
+    missing = missing_in(entry)
+    if missing:
+        raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
+    _check(optimizer, rank_state(entry, _OF_OTHER_RANKS), _own_shards(optimizer))
+
+
+@torch.no_grad()
+def load_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+    """Takes `state_per_rank`, or what the fork's own optimizer wrote, back; after `check_state_per_rank`.
+
+    Collective over the data-parallel ranks where the run's buckets are not those of the files.
+    """
+    state = rank_state(entry, _OF_OTHER_RANKS)
+    saved = list(_saved_in(optimizer, state, _own_shards(optimizer)))
+    values = {param.name: param.tensors for _, _, params in saved for param in params}
+    groups = {number: {key: value for key, value in group.items() if key != "params"} for number, group, _ in saved}
+    facts = agree(optimizer, Facts(_keys_in(optimizer, values), _step_in(optimizer, state), groups))
+    _load_groups_and_scale(optimizer, facts.groups, entry)
+    install_state(optimizer, from_files(optimizer, values, facts), facts.step)
+
+
+def _whole_params(optimizer: DistributedOptimizer) -> _Expected:
+    named, groups = optimizer.start.named, optimizer.sharded.plan.groups
+    return {
+        number: [
             ExpectedParam(name, tuple(named[name].shape), named[name].dtype is not torch.float32)
             for name in group.names
         ]
-        yield from plain_params(state, place, expected, _OF_OTHER_MODEL)
+        for number, group in enumerate(groups)
+    }
+
+
+def _own_shards(optimizer: DistributedOptimizer) -> _Expected:
+    return {
+        number: [ExpectedParam(each.name, (each.shard.in_param.numel,), each.has_main) for each in positions]
+        for number, positions in _positions_by_group(optimizer).items()
+    }
+
+
+def _saved_in(
+    optimizer: DistributedOptimizer, state: SavedState, expected: _Expected
+) -> Iterator[tuple[int, Mapping[str, Any], list[SavedParam]]]:
+    """Each group of the run: its number, the saved group, and its params.
+
+    Raises:
+        CheckpointError: the state has other groups, or other params.
+    """
+    matched = check_groups([optimizer.param_groups[number] for number in expected], state.groups)
+    for (number, params), group in zip(expected.items(), matched, strict=True):
+        place = next(place for place, each in enumerate(state.groups) if each is group)
+        yield number, group, list(state.params(place, params))
+
+
+def _check(optimizer: DistributedOptimizer, state: SavedState, expected: _Expected) -> None:
+    saved = list(_saved_in(optimizer, state, expected))
+    for each in (param for _, _, params in saved for param in params):
+        check_moments(optimizer, _WHAT, each.moments, may_be_none=not state.has_begun)
+    _step_in(optimizer, state)
+
+
+def _step_in(optimizer: DistributedOptimizer, state: SavedState) -> int | None:
+    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
+    step = saved_step(state.groups, list(state.inner["state"].values()))
+    is_known = step is not None or optimizer.sharded.config.resume_step is not None
+    return check_step(optimizer, step) if is_known or state.has_begun else 0
+
+
+def _load_groups_and_scale(
+    optimizer: DistributedOptimizer, groups: Mapping[int, Mapping[str, Any]], entry: Mapping[str, Any]
+) -> None:
+    """Takes hyperparameters and loss scale over.
+
+    Args:
+        optimizer: that takes the state.
+        groups: the saved ones, by number of the run's group.
+        entry: that has the loss scale.
+    """
+    load_groups([optimizer.param_groups[number] for number in groups], list(groups.values()))
+    load_loss_scale(optimizer, entry)
+    for buffer in optimizer.sharded.buffers:
+        buffer.collect()  # fp32 params came with the model, and packed ones are copies of it
+
+
+def _keys_in(
+    optimizer: DistributedOptimizer, values: Mapping[str, Mapping[str, Tensor]]
+) -> dict[Kind, dict[str, torch.dtype]]:
+    """What the state holds of params of each kind; all of it is loaded in fp32."""
+    kind_of = kinds(optimizer)
+    keys: dict[Kind, dict[str, torch.dtype]] = {}
+    for name, of_param in values.items():
+        keys.setdefault(kind_of[name], {}).update(dict.fromkeys(of_param, torch.float32))
+    return keys

@@ -23,18 +23,17 @@ from megatron_distopt.formats.megatron_2023.gathered import (
     moments_in_file,
     open_gathered,
 )
-from megatron_distopt.formats.megatron_2023.saved import Origin
+from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
+from megatron_distopt.hosts.megatron_2023.resplit import shards_of
 from megatron_distopt.hosts.megatron_2023.state import (
     check_moments,
     check_step,
     install_state,
-    moment_keys,
-    shards_of,
     updates_so_far,
 )
 from megatron_distopt.layout import Bucket, BufferLayout, ParamShard, Span
-from megatron_distopt.optimizer import FlatParam, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
@@ -126,13 +125,18 @@ def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> s
 
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
-    keys = set().union(*exchange(moment_keys(optimizer.sharded), group))
+    keys = set().union(*exchange(_moment_keys(optimizer.sharded), group))
     moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
     carrier = _carrier(group)
     wholes = {
         key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (MAIN_IN_FILE, *moments)
     }
     return {key: _in_file(whole.cpu(), buffer) for key, whole in wholes.items() if whole is not None} or None
+
+
+def _moment_keys(optimizer: ShardedOptimizer) -> set[str]:
+    """What the inner optimizer keeps for each element, as far as this rank can tell."""
+    return {key for flat in optimizer.flat_params for key in moments_of(optimizer.inner, flat.main)}
 
 
 def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
