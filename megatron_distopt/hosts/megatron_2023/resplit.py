@@ -1,16 +1,16 @@
-"""Values on their way between two splits of one grad buffer: that of the run, and that of the fork's per-rank files.
+"""Values on their way between two splits of one grad buffer: that of the run, and that of the fork's files.
 
-A per-rank file has one rank's part of the whole buffer, in the fork's order; a run with its one bucket has the same
-split, and nothing travels. With other buckets each rank lays its values into zeros, at their places in all files, and a
-reduce-scatter adds them up; as integers, so that every bit arrives. The way back is an all-gather, of which each rank
-takes its values.
+In the files each rank has one part of the whole buffer, in the fork's order, which a per-rank file holds and a gathered
+file has one after the other. A run with the fork's one bucket has the same split, and nothing travels. With other
+buckets each rank lays its values into zeros, at their places in all parts, and a reduce-scatter adds them up; as
+integers, so that every bit arrives. The way back is an all-gather, of which each rank takes its values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Facts",
-    "FilePosition",
     "Kind",
     "agree",
     "from_files",
+    "joined",
     "keys_of",
     "kinds",
+    "owned_in",
+    "part_in_file",
     "positions_in",
     "shards_of",
+    "take_part",
     "to_files",
 ]
 
 #: Elements that travel at once, all ranks' together, so that it takes little memory.
 PIECE_NUMEL = 1 << 26
-#: (param group, whether there is a main param): what tells which keys a param has.
-Kind = tuple[int, bool]
 #: By param name, then key: 1-D, what this rank's file has of it.
 Values = Mapping[str, Mapping[str, Tensor]]
+
+
+class Kind(NamedTuple):
+    """What tells which keys a param has: the number of its group, and whether it has a main param."""
+
+    group: int
+    has_main: bool
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,11 @@ def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
     """Collective where values travel: the facts of all ranks together. Elsewhere a rank needs no facts but its own."""
     if all(buffer.plan.is_in_place for buffer in optimizer.grad_buffers):
         return facts
-    by_rank = exchange(facts, optimizer.start.data)
+    return joined(exchange(facts, optimizer.start.data))
+
+
+def joined(by_rank: Sequence[Facts]) -> Facts:
+    """The facts of all ranks together."""
     keys: dict[Kind, dict[str, torch.dtype]] = {}
     groups: dict[int, Mapping[str, Any]] = {}
     for each in by_rank:
@@ -82,11 +94,18 @@ def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
     return Facts(keys, step, dict(sorted(groups.items())))
 
 
-def keys_of(optimizer: DistributedOptimizer) -> dict[Kind, dict[str, torch.dtype]]:
-    """What this rank keeps for each element of params of each kind."""
+def keys_of(optimizer: DistributedOptimizer, *, with_all_mains: bool = False) -> dict[Kind, dict[str, torch.dtype]]:
+    """What this rank keeps for each element of params of each kind.
+
+    Args:
+        optimizer: whose state it is.
+        with_all_mains: whether the files have fp32 params too, which are their own main params.
+    """
     keys: dict[Kind, dict[str, torch.dtype]] = {}
     for flat in optimizer.sharded.flat_params:
         dtypes = {key: tensor.dtype for key, tensor in kept(optimizer, flat).items()}
+        if not (flat.owns_memory or with_all_mains):
+            del dtypes[MAIN]
         keys.setdefault(kind_of_flat(flat), {}).update(dtypes)
     return keys
 
@@ -95,7 +114,7 @@ def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
     """The kind of every param that is updated, on this rank or another, by name."""
     named = optimizer.start.named
     return {
-        name: (number, named[name].dtype is not torch.float32)
+        name: Kind(number, named[name].dtype is not torch.float32)
         for number, group in enumerate(optimizer.sharded.plan.groups)
         for name in group.names
     }
@@ -103,42 +122,16 @@ def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
 
 def kind_of_flat(flat: FlatParam) -> Kind:
     """The kind of its params."""
-    return flat.plan.key.group, flat.owns_memory
+    return Kind(flat.plan.key.group, flat.owns_memory)
 
 
 def kept(optimizer: DistributedOptimizer, flat: FlatParam) -> dict[str, Tensor]:
     """What this rank keeps of a flat param, by key; 1-D, as long as it."""
-    main = {MAIN: flat.main.detach()} if flat.owns_memory else {}
-    return main | moments_of(optimizer.sharded.inner, flat.main)
+    return {MAIN: flat.main.detach(), **moments_of(optimizer.sharded.inner, flat.main)}
 
 
-@dataclass(frozen=True)
-class FilePosition:
-    """A param of which this rank's file has a part.
-
-    Args:
-        kind: see `Kind`.
-        shard: in the split of the files.
-    """
-
-    kind: Kind
-    shard: ParamShard
-
-    @property
-    def name(self) -> str:
-        return self.shard.name
-
-    @property
-    def group(self) -> int:
-        return self.kind[0]
-
-    @property
-    def has_main(self) -> bool:
-        return self.kind[1]
-
-
-def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[FilePosition]:
-    """What this rank's file has of one buffer, in its order.
+def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[tuple[Kind, ParamShard]]:
+    """What this rank's part of one buffer in the files has, in its order, as shards of the split of the files.
 
     Args:
         plan: of the run.
@@ -146,7 +139,7 @@ def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[File
     """
     for shard in owned_shards(plan.file_layout, plan.group.rank):
         if shard.name in plan.params and shard.name in kind_of:
-            yield FilePosition(kind_of[shard.name], shard)
+            yield kind_of[shard.name], shard
 
 
 @torch.no_grad()
@@ -162,8 +155,12 @@ def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[st
         if buffer.plan.is_in_place:
             # A view would be saved with everything that it is a view of.
             values |= {
-                shard.name: {key: flat.cut(each, shard).clone() for key, each in kept(optimizer, flat).items()}
-                for flat, shard in _owned_in(optimizer, buffer.plan)
+                shard.name: {
+                    key: flat.cut(each, shard).clone()
+                    for key, each in kept(optimizer, flat).items()
+                    if key in facts.keys[kind_of_flat(flat)]
+                }
+                for flat, shard in owned_in(optimizer, buffer.plan)
             }
         else:
             values |= _sent(optimizer, buffer, facts)
@@ -173,15 +170,59 @@ def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[st
 def _sent(optimizer: DistributedOptimizer, buffer: GradBuffer, facts: Facts) -> dict[str, dict[str, Tensor]]:
     kind_of = kinds(optimizer)
     positions = list(positions_in(buffer.plan, kind_of))
-    values: dict[str, dict[str, Tensor]] = {each.name: {} for each in positions}
+    values: dict[str, dict[str, Tensor]] = {shard.name: {} for _, shard in positions}
     for key, dtype in _columns(buffer.plan, kind_of, facts):
-        tensors = {flat: kept(optimizer, flat).get(key) for flat in optimizer.sharded.flat_params}
-        mine = {flat: tensor for flat, tensor in tensors.items() if tensor is not None and tensor.dtype is dtype}
-        part = _send(_places(optimizer, buffer.plan, mine), buffer.plan, dtype, buffer.grad.device)
-        for each in positions:
-            if facts.keys.get(each.kind, {}).get(key) is dtype:
-                values[each.name][key] = part[each.shard.in_shard.as_slice()].clone()
+        part = _send(_kept_places(optimizer, buffer.plan, key, dtype), buffer.plan, dtype, buffer.grad.device)
+        for kind, shard in positions:
+            if facts.keys.get(kind, {}).get(key) is dtype:
+                values[shard.name][key] = part[shard.in_shard.as_slice()].clone()
     return values
+
+
+def part_in_file(
+    optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, facts: Facts, device: torch.device
+) -> Tensor:
+    """Collective where values travel: what this rank's part has of one key; fp32, with zeros where nothing is kept.
+
+    Args:
+        optimizer: whose state it is.
+        buffer: one of its grad buffers.
+        key: of a tensor that is kept for each element.
+        facts: that all ranks agreed on, with `keys_of` each.
+        device: of what is returned.
+    """
+    plan, kind_of = buffer.plan, kinds(optimizer)
+    part = torch.zeros(plan.file_layout.shard_numel, dtype=torch.float32, device=device)
+    if plan.is_in_place:
+        for flat, shard in owned_in(optimizer, plan):
+            tensor = kept(optimizer, flat).get(key)
+            if tensor is not None:
+                part[shard.in_shard.as_slice()] = flat.cut(tensor, shard).to(device)
+        return part
+    for dtype in (dtype for each, dtype in _columns(plan, kind_of, facts) if each == key):
+        sent = _send(_kept_places(optimizer, plan, key, dtype), plan, dtype, buffer.grad.device).to(device)
+        for kind, shard in positions_in(plan, kind_of):
+            if facts.keys.get(kind, {}).get(key) is dtype:
+                part[shard.in_shard.as_slice()] = sent[shard.in_shard.as_slice()]
+    return part
+
+
+def take_part(
+    optimizer: DistributedOptimizer, buffer: GradBuffer, part: Tensor, into: Mapping[FlatParam, Tensor]
+) -> None:
+    """Collective where values travel: the inverse of `part_in_file`.
+
+    Args:
+        optimizer: that takes the state.
+        buffer: one of its grad buffers.
+        part: this rank's part; fp32, on any device.
+        into: the tensors that take the values, of all flat params of the buffer.
+    """
+    if not buffer.plan.is_in_place:
+        _fetch(part.to(buffer.grad.device), _places(optimizer, buffer.plan, into), buffer.plan)
+        return
+    for flat, shard in owned_in(optimizer, buffer.plan):
+        flat.cut(into[flat], shard).copy_(part[shard.in_shard.as_slice()])
 
 
 @torch.no_grad()
@@ -196,7 +237,7 @@ def from_files(optimizer: DistributedOptimizer, values: Values, facts: Facts) ->
     taken: dict[FlatParam, dict[str, Tensor]] = {flat: {MAIN: flat.main} for flat in optimizer.sharded.flat_params}
     for buffer in optimizer.grad_buffers:
         if buffer.plan.is_in_place:
-            for flat, shard in _owned_in(optimizer, buffer.plan):
+            for flat, shard in owned_in(optimizer, buffer.plan):
                 for key, tensor in values[shard.name].items():
                     flat.cut(_whole(taken, flat, key), shard).copy_(tensor)
         else:
@@ -214,12 +255,12 @@ def _take(
     kind_of = kinds(optimizer)
     for key, dtype in _columns(buffer.plan, kind_of, facts):
         own = torch.zeros(buffer.plan.file_layout.shard_numel, dtype=dtype, device=buffer.grad.device)
-        for each in positions_in(buffer.plan, kind_of):
-            if key in values[each.name]:
-                own[each.shard.in_shard.as_slice()] = values[each.name][key]
+        for _, shard in positions_in(buffer.plan, kind_of):
+            if key in values[shard.name]:
+                own[shard.in_shard.as_slice()] = values[shard.name][key]
         into = {
             flat: _whole(taken, flat, key)
-            for flat, _ in _owned_in(optimizer, buffer.plan)
+            for flat, _ in owned_in(optimizer, buffer.plan)
             if key in facts.keys.get(kind_of_flat(flat), {})
         }
         _fetch(own, _places(optimizer, buffer.plan, into), buffer.plan)
@@ -232,7 +273,8 @@ def _whole(taken: Mapping[FlatParam, dict[str, Tensor]], flat: FlatParam, key: s
     return taken[flat][key]
 
 
-def _owned_in(optimizer: DistributedOptimizer, plan: BufferPlan) -> Iterator[tuple[FlatParam, ParamShard]]:
+def owned_in(optimizer: DistributedOptimizer, plan: BufferPlan) -> Iterator[tuple[FlatParam, ParamShard]]:
+    """What this rank owns of one buffer."""
     return (owned for name, owned in shards_of(optimizer.sharded).items() if name in plan.params)
 
 
@@ -242,11 +284,18 @@ def _columns(plan: BufferPlan, kind_of: Mapping[str, Kind], facts: Facts) -> lis
     return list(dict.fromkeys(column for kind in wanted for column in facts.keys.get(kind, {}).items()))
 
 
+def _kept_places(optimizer: DistributedOptimizer, plan: BufferPlan, key: str, dtype: torch.dtype) -> list[_Place]:
+    """`_places` of what this rank keeps under a key, in one dtype."""
+    tensors = {flat: kept(optimizer, flat).get(key) for flat in optimizer.sharded.flat_params}
+    mine = {flat: tensor for flat, tensor in tensors.items() if tensor is not None and tensor.dtype is dtype}
+    return _places(optimizer, plan, mine)
+
+
 def _places(optimizer: DistributedOptimizer, plan: BufferPlan, tensors: Mapping[FlatParam, Tensor]) -> list[_Place]:
     """Where the files have what this rank owns of the given flat params."""
     return [
         _Place(rank, in_file, flat.cut(tensors[flat], shard)[in_shard.as_slice()])
-        for flat, shard in _owned_in(optimizer, plan)
+        for flat, shard in owned_in(optimizer, plan)
         if flat in tensors
         for rank, in_file, in_shard in _stretches(plan, shard)
     ]

@@ -24,7 +24,6 @@ from megatron_distopt.formats.megatron_2023.per_rank import missing_in, rank_ent
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState, plain_state
 from megatron_distopt.hosts.megatron_2023.resplit import (
     Facts,
-    FilePosition,
     Kind,
     agree,
     from_files,
@@ -34,6 +33,7 @@ from megatron_distopt.hosts.megatron_2023.resplit import (
     shards_of,
     to_files,
 )
+from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import FlatParam, count_updates, restore, restore_group
 
 if TYPE_CHECKING:
@@ -97,13 +97,10 @@ def state_per_rank(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """
     facts = agree(optimizer, Facts(keys_of(optimizer), count_updates(optimizer.sharded.inner), {}))
     values = to_files(optimizer, facts)
-    by_group = _positions_by_group(optimizer)
-    names = [position.name for positions in by_group.values() for position in positions]
+    by_group = _shards_by_group(optimizer)
+    names = [shard.name for shards in by_group.values() for shard in shards]
     dicts, counted = group_dicts(optimizer), {} if facts.step is None else {"step": facts.step}
-    groups = [
-        ({**dicts[group], **counted}, [position.name for position in positions])
-        for group, positions in by_group.items()
-    ]
+    groups = [({**dicts[group], **counted}, [shard.name for shard in shards]) for group, shards in by_group.items()]
     mains = {name: values[name][MAIN] for name in names if MAIN in values[name]}
     state = rank_entry(groups, mains, {name: _state_of(optimizer, values[name], facts) for name in names})
     if optimizer.grad_scaler is not None:
@@ -118,16 +115,18 @@ def _state_of(optimizer: DistributedOptimizer, values: Mapping[str, Tensor], fac
     return state
 
 
-def _positions_by_group(optimizer: DistributedOptimizer) -> dict[int, list[FilePosition]]:
+def _shards_by_group(optimizer: DistributedOptimizer) -> dict[int, list[ParamShard]]:
     """By group of the run, without those that this rank owns nothing of, in the order of the files."""
     kind_of = kinds(optimizer)
-    here = (each for buffer in optimizer.grad_buffers for each in positions_in(buffer.plan, kind_of))
-    in_file = {each.name: each for each in here}
-    by_group: dict[int, list[FilePosition]] = {}
+    here = {shard.name: shard for buffer in optimizer.grad_buffers for _, shard in positions_in(buffer.plan, kind_of)}
+    by_kind: dict[Kind, list[ParamShard]] = {}
     for name in optimizer.names_as_registered():
-        if name in in_file:
-            by_group.setdefault(in_file[name].group, []).append(in_file[name])
-    return {group: sorted(by_group[group], key=lambda each: each.has_main) for group in sorted(by_group)}
+        if name in here:
+            by_kind.setdefault(kind_of[name], []).append(here[name])
+    by_group: dict[int, list[ParamShard]] = {}
+    for kind in sorted(by_kind):  # in a group, fp32 params come first
+        by_group.setdefault(kind.group, []).extend(by_kind[kind])
+    return by_group
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
@@ -321,9 +320,10 @@ def _whole_params(optimizer: DistributedOptimizer) -> _Expected:
 
 
 def _own_shards(optimizer: DistributedOptimizer) -> _Expected:
+    kind_of = kinds(optimizer)
     return {
-        number: [ExpectedParam(each.name, (each.shard.in_param.numel,), each.has_main) for each in positions]
-        for number, positions in _positions_by_group(optimizer).items()
+        number: [ExpectedParam(each.name, (each.in_param.numel,), kind_of[each.name].has_main) for each in shards]
+        for number, shards in _shards_by_group(optimizer).items()
     }
 
 

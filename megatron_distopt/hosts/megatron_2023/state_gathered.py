@@ -1,19 +1,21 @@
 """The gathered file of a running fork: gathered and written by the first data-parallel rank, read and scattered by it.
 
-See formats/megatron_2023/gathered.py for the layout. A run with buckets of its own has another order than the file.
+See formats/megatron_2023/gathered.py for the layout. A run with buckets of its own has another order than the file, so
+its ranks send each other what belongs into their parts of it (resplit.py).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
 from torch import Tensor
 
+from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, exchange, gather_to_first, raise_together, scatter_from_first
 from megatron_distopt.formats.megatron_2023.gathered import (
     MAIN_IN_FILE,
@@ -24,16 +26,16 @@ from megatron_distopt.formats.megatron_2023.gathered import (
     open_gathered,
 )
 from megatron_distopt.formats.megatron_2023.plain import Origin
+from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
-from megatron_distopt.hosts.megatron_2023.resplit import shards_of
+from megatron_distopt.hosts.megatron_2023.resplit import Facts, joined, keys_of, owned_in, part_in_file, take_part
 from megatron_distopt.hosts.megatron_2023.state import (
     check_moments,
     check_step,
     install_state,
     updates_so_far,
 )
-from megatron_distopt.layout import Bucket, BufferLayout, ParamShard, Span
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam
 
 if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
@@ -67,7 +69,7 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
     """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file.
 
     Raises:
-        OSError: on the rank that cannot write; the others raise RanksDisagreeError instead of waiting for it.
+        CheckpointError: on the rank that cannot write; the others raise RanksDisagreeError instead of waiting for it.
     """
     parts = _parts(optimizer, filename)
     states = [_state_of(optimizer, part) for part in parts]
@@ -75,8 +77,9 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
 
 
 def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
+    facts = joined(exchange(Facts(keys_of(optimizer, with_all_mains=True), None, {}), part.group))
     buffers = {
-        (buffer.plan.chunk, buffer.plan.dtype): _gather(optimizer, buffer, part.group) for buffer in part.buffers
+        (buffer.plan.chunk, buffer.plan.dtype): _gather(optimizer, buffer, part.group, facts) for buffer in part.buffers
     }
     return gathered_state(buffers, updates_so_far(optimizer), optimizer.sharded.num_skipped)
 
@@ -84,7 +87,7 @@ def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
 def _write_all(parts: Sequence[_Part], states: Sequence[Mapping[Any, Any]]) -> None:
     for part, state in zip(parts, states, strict=True):
         if part.group.rank == 0:
-            _write(state, part.filename)
+            save_whole(state, Path(part.filename))
 
 
 @torch.no_grad()
@@ -124,29 +127,17 @@ def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> s
     return filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0))
 
 
-def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group) -> dict[str, Tensor] | None:
-    keys = set().union(*exchange(_moment_keys(optimizer.sharded), group))
+def _gather(
+    optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, facts: Facts
+) -> dict[str, Tensor] | None:
+    keys = {key for dtypes in facts.keys.values() for key in dtypes} - {MAIN}
     moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
-    carrier = _carrier(group)
-    wholes = {
-        key: gather_to_first(_shard(optimizer, buffer, key, carrier), carrier.group) for key in (MAIN_IN_FILE, *moments)
-    }
-    return {key: _in_file(whole.cpu(), buffer) for key, whole in wholes.items() if whole is not None} or None
-
-
-def _moment_keys(optimizer: ShardedOptimizer) -> set[str]:
-    """What the inner optimizer keeps for each element, as far as this rank can tell."""
-    return {key for flat in optimizer.flat_params for key in moments_of(optimizer.inner, flat.main)}
-
-
-def _shard(optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, carrier: _Carrier) -> Tensor:
-    """fp32 1-D [shard_numel]; padding is zero."""
-    shard_tensor = carrier.empty_shard(buffer)
-    for name, (flat, shard) in shards_of(optimizer.sharded).items():
-        source = flat.main if key == MAIN_IN_FILE else moments_of(optimizer.sharded.inner, flat.main).get(key)
-        if source is not None and buffer.holds(name):
-            _place_of(shard, buffer, shard_tensor).copy_(flat.cut(source, shard))
-    return shard_tensor
+    carrier, found = _carrier(group, buffer), {}
+    for key in (MAIN, *moments):
+        whole = gather_to_first(part_in_file(optimizer, buffer, key, facts, carrier.device), carrier.group)
+        if whole is not None:
+            found[MAIN_IN_FILE if key == MAIN else key] = whole.cpu()
+    return found or None
 
 
 def _scatter(
@@ -158,59 +149,25 @@ def _scatter(
 ) -> None:
     tensors = None if file is None else _tensors_of(buffer, file)
     keys = exchange(tuple(tensors) if tensors is not None else (), group)[0]
-    carrier = _carrier(group)
+    carrier, files = _carrier(group, buffer), buffer.plan.file_layout
+    flats = dict.fromkeys(flat for flat, _ in owned_in(optimizer, buffer.plan))
     for key in keys:
-        shard_tensor = carrier.empty_shard(buffer)
-        by_rank = None if tensors is None else _by_rank(tensors[key], buffer).to(shard_tensor.device)
-        scatter_from_first(by_rank, shard_tensor, carrier.group)
-        for name, (flat, shard) in shards_of(optimizer.sharded).items():
-            if buffer.holds(name):
-                is_main = key == MAIN_IN_FILE
-                whole = flat.main if is_main else moments[flat].setdefault(key, torch.zeros_like(flat.main))
-                flat.cut(whole, shard).copy_(_place_of(shard, buffer, shard_tensor))
+        whole = None if tensors is None else _padded(tensors[key], buffer).to(carrier.device)
+        part = torch.zeros(files.shard_numel, dtype=torch.float32, device=carrier.device)
+        scatter_from_first(whole, part, carrier.group)
+        if key == MAIN_IN_FILE:
+            into = {flat: flat.main for flat in flats}
+        else:
+            into = {flat: moments[flat].setdefault(key, torch.zeros_like(flat.main)) for flat in flats}
+        take_part(optimizer, buffer, part, into)
 
 
-def _place_of(shard: ParamShard, buffer: GradBuffer, shard_tensor: Tensor) -> Tensor:
-    """Where a rank has it among its shards of all buckets, one after the other."""
-    layout = buffer.plan.layout
-    before = layout.buckets[shard.bucket].in_buffer.start // layout.num_shards
-    return shard_tensor[shard.in_shard.moved_by(before).as_slice()]
-
-
-def _in_file(whole: Tensor, buffer: GradBuffer) -> Tensor:
-    """From the order of ranks, each with its shards of all buckets, to that of the fork's file."""
-    layout = buffer.plan.layout
-    file = torch.zeros(buffer.plan.file_layout.numel, dtype=whole.dtype)
-    for bucket, values in _by_bucket(whole, layout):
-        flat = values.flatten()
-        for name, in_bucket in _slots_of(bucket, layout):
-            file[buffer.plan.in_file[name].as_slice()] = flat[in_bucket.as_slice()]
-    return file
-
-
-def _by_rank(file: Tensor, buffer: GradBuffer) -> Tensor:
-    """The inverse of `_in_file`, padded for this number of ranks."""
-    layout = buffer.plan.layout
-    whole = torch.zeros(layout.numel, dtype=torch.float32)
-    for bucket, place in _by_bucket(whole, layout):
-        values = torch.zeros(bucket.in_buffer.numel, dtype=torch.float32)
-        for name, in_bucket in _slots_of(bucket, layout):
-            values[in_bucket.as_slice()] = file[buffer.plan.in_file[name].as_slice()]
-        place.copy_(values.view_as(place))
+def _padded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
+    """With zeros as padding for this number of ranks."""
+    plan = buffer.plan
+    whole = torch.zeros(plan.file_layout.numel, dtype=torch.float32)
+    whole[: plan.file_numel] = tensor[: plan.file_numel]
     return whole
-
-
-def _by_bucket(whole: Tensor, layout: BufferLayout) -> Iterator[tuple[Bucket, Tensor]]:
-    """[ranks, elements of a shard] of each bucket."""
-    by_rank = whole.view(layout.num_shards, layout.shard_numel)
-    for bucket in layout.buckets:
-        start, stop = bucket.in_buffer.start // layout.num_shards, bucket.in_buffer.stop // layout.num_shards
-        yield bucket, by_rank[:, start:stop]
-
-
-def _slots_of(bucket: Bucket, layout: BufferLayout) -> Iterator[tuple[str, Span]]:
-    for slot in layout.slots_of_bucket[bucket.index]:
-        yield slot.name, slot.in_buffer.relative_to(bucket.in_buffer.start)
 
 
 def _read(optimizer: DistributedOptimizer, part: _Part) -> GatheredFile | None:
@@ -245,31 +202,20 @@ def _counts_in(file: GatheredFile | None) -> tuple[int | None, int]:
     return (None, 0) if file is None else (file.step, file.num_skipped)
 
 
-def _write(state: Mapping[Any, Any], filename: str) -> None:
-    """Writes the file under another name and renames it, so that it is complete or not there."""
-    unfinished = f"{filename}.unfinished"
-    torch.save(state, unfinished)
-    os.replace(unfinished, filename)
-
-
 @dataclass(frozen=True)
 class _Carrier:
-    """Who moves the shards, and whether they have to be on the CPU for that."""
+    """Who moves the parts of a file, and where they have to be for that."""
 
     group: Group
-    on_cpu: bool
-
-    def empty_shard(self, buffer: GradBuffer) -> Tensor:
-        """fp32 zeros, 1-D [shard_numel]."""
-        device = torch.device("cpu") if self.on_cpu else buffer.grad.device
-        return torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
+    device: torch.device
 
 
-def _carrier(group: Group) -> _Carrier:
+def _carrier(group: Group, buffer: GradBuffer) -> _Carrier:
     """The group itself, or the fork's gloo group of the same ranks, which needs no memory on the device."""
+    cpu = torch.device("cpu")
     if "gloo" in group.backend or group.size == 1:
-        return _Carrier(group, on_cpu=True)
+        return _Carrier(group, cpu)
     gloo = getattr(mpu, "get_data_parallel_group_gloo", None)
     if gloo is not None and group == Group.of(mpu.get_data_parallel_group()):
-        return _Carrier(Group.of(gloo()), on_cpu=True)
-    return _Carrier(group, on_cpu=False)
+        return _Carrier(Group.of(gloo()), cpu)
+    return _Carrier(group, buffer.grad.device)
