@@ -37,7 +37,6 @@ from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout
 
 __all__ = [
-    "MAIN_IN_FILE",
     "GatheredFile",
     "experts_filename",
     "gathered_state",
@@ -50,8 +49,8 @@ __all__ = [
 ]
 
 _GATHERED = "distrib_optim.pt"
-#: The file's key of main params, as opposed to those of moments.
-MAIN_IN_FILE = "param"
+#: The file's key of main params. Moments have the keys of the inner optimizer.
+_MAIN_IN_FILE = "param"
 _FORMAT = 1
 #: What the fork's own optimizer asks for even before the first update.
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -64,12 +63,12 @@ _SAME_SAVE = (
 
 
 def gathered_state(
-    buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor] | None], step: int | None, num_skipped: int
+    buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor]], step: int | None, num_skipped: int
 ) -> dict[Any, Any]:
     """What a file holds.
 
     Args:
-        buffers: by chunk and grad dtype, 1-D tensors by their keys in the file; see `moments_in_file`.
+        buffers: by chunk and grad dtype, 1-D main params and moments by kind; see `moments_in_file`.
         step: updates so far; None where they are not counted.
         num_skipped: steps that were skipped.
     """
@@ -77,7 +76,8 @@ def gathered_state(
     known = {key: count for key, count in counts.items() if count is not None}
     state: dict[Any, Any] = {OURS: {"format": _FORMAT} | known}
     for (chunk, dtype), tensors in buffers.items():
-        state.setdefault(chunk, {})[dtype] = tensors
+        in_file = {_MAIN_IN_FILE if kind == MAIN else kind: tensor for kind, tensor in tensors.items()}
+        state.setdefault(chunk, {})[dtype] = in_file
     return state
 
 
@@ -129,7 +129,7 @@ class GatheredFile:
         return skipped_in(self.state)
 
     def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
-        """Those of one grad buffer, by key, 1-D and with padding.
+        """Those of one grad buffer, by kind, 1-D and with padding.
 
         Args:
             chunk: of the model.
@@ -141,14 +141,14 @@ class GatheredFile:
         """
         where = f"chunk {chunk}, grads {dtype}"
         tensors = _table(_table(self.state, chunk), dtype)
-        if MAIN_IN_FILE not in tensors:
+        if _MAIN_IN_FILE not in tensors:
             raise self.origin.refused(f"without {where}", "hold every grad buffer of the model")
         for kind, tensor in tensors.items():
             shape = list(tensor.shape) if torch.is_tensor(tensor) else []
             if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
                 got = f"{kind} of {shape} in {where}"
                 raise self.origin.refused(got, f"hold the model's {numel} elements and padding")
-        return dict(tensors)
+        return {MAIN if kind == _MAIN_IN_FILE else kind: tensor for kind, tensor in tensors.items()}
 
     def check_order(self, *, is_mixed: bool, remedy: str) -> None:
         """Whether the file has the order of the grad buffer.
@@ -216,12 +216,10 @@ def read_gathered(file: ModelFile) -> FileState:
 
     def read(kind: str, number: int) -> Tensor:
         place, in_buffer = place_of[str(number)]
-        flat = tensors[place][MAIN_IN_FILE if kind == MAIN else kind]
-        return flat[in_buffer.as_slice()].view(file.params[number].model.shape)
+        return tensors[place][kind][in_buffer.as_slice()].view(file.params[number].model.shape)
 
-    kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN_IN_FILE}
-    kept = kept_in(file.state)
-    return FileState(file, groups, kinds, read, kept, gathered.num_skipped)
+    kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN}
+    return FileState(file, groups, kinds, read, kept_in(file.state), gathered.num_skipped)
 
 
 def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
@@ -251,7 +249,7 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
     for slot in layout.slots:
         for kind, flat in flats.items():
             flat[slot.in_buffer.as_slice()] = slices.read(kind, int(slot.name)).reshape(-1)
-    return {MAIN_IN_FILE if kind == MAIN else kind: flat for kind, flat in flats.items()}
+    return flats
 
 
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:

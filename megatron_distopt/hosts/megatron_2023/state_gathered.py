@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, exchange, gather_to_first, raise_together, scatter_from_first
 from megatron_distopt.formats.megatron_2023.gathered import (
-    MAIN_IN_FILE,
     GatheredFile,
     experts_filename,
     gathered_state,
@@ -127,17 +126,16 @@ def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> s
     return filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0))
 
 
-def _gather(
-    optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, facts: Facts
-) -> dict[str, Tensor] | None:
+def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, facts: Facts) -> dict[str, Tensor]:
+    """1-D on the CPU, by kind; empty on all ranks but the first."""
     keys = {key for dtypes in facts.keys.values() for key in dtypes} - {MAIN}
     moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
     carrier, found = _carrier(group, buffer), {}
     for key in (MAIN, *moments):
         whole = gather_to_first(part_in_file(optimizer, buffer, key, facts, carrier.device), carrier.group)
         if whole is not None:
-            found[MAIN_IN_FILE if key == MAIN else key] = whole.cpu()
-    return found or None
+            found[key] = whole.cpu()
+    return found
 
 
 def _scatter(
@@ -155,10 +153,10 @@ def _scatter(
         whole = None if tensors is None else _padded(tensors[key], buffer).to(carrier.device)
         part = torch.zeros(files.shard_numel, dtype=torch.float32, device=carrier.device)
         scatter_from_first(whole, part, carrier.group)
-        if key == MAIN_IN_FILE:
-            into = {flat: flat.main for flat in flats}
-        else:
-            into = {flat: moments[flat].setdefault(key, torch.zeros_like(flat.main)) for flat in flats}
+        into = {
+            flat: flat.main if key == MAIN else moments[flat].setdefault(key, torch.zeros_like(flat.main))
+            for flat in flats
+        }
         take_part(optimizer, buffer, part, into)
 
 
@@ -178,7 +176,7 @@ def _read(optimizer: DistributedOptimizer, part: _Part) -> GatheredFile | None:
     file = open_gathered(part.filename, Origin(what, _REMEDY))
     is_adam = optimizer.sharded.plan.choice.is_adam
     for buffer in part.buffers:
-        moments = _tensors_of(buffer, file).keys() - {MAIN_IN_FILE}
+        moments = _tensors_of(buffer, file).keys() - {MAIN}
         # Adam's are there even before the first step, so a file without them has lost them.
         check_moments(optimizer, what, moments, may_be_none=not is_adam)
         file.check_order(is_mixed=_mixes_dtypes(optimizer, buffer), remedy=_PERMUTED)
