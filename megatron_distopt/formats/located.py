@@ -15,7 +15,7 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
-__all__ = ["Flat", "Located", "cut", "fill", "gather", "source_of"]
+__all__ = ["Flat", "Located", "count_unlike", "cut", "fill", "gather", "source_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,3 +149,13 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
         stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
         stretch[piece.inside.as_slices()] = read(piece.in_global)
     return local
+
+
+def count_unlike(main: Tensor, model: Tensor) -> int:
+    """How many values of a model param are not those of its main param, rounded to the model's dtype.
+
+    0 says that the state is of this very model, and that every element is where it is looked for.
+    """
+    numbers = torch.finfo(model.dtype)
+    rounded = main.view(model.shape).to(model.dtype)
+    return int((~torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)).sum())

@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
-from megatron_distopt.formats.located import cut, fill
+from megatron_distopt.formats.located import count_unlike, cut, fill
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, written_groups
 from megatron_distopt.layout import Box, Span
@@ -81,18 +81,10 @@ def skipped_in(state: Mapping[Any, Any]) -> int:
 
 
 def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
-    """Whether the model's values are the main param's, to the rounding of the model's dtype.
-
-    It says that the state is of this very model, and that every element is where it is looked for.
-
-    Raises:
-        CheckpointError
-    """
-    numbers = torch.finfo(param.model.dtype)
-    rounded = main.view(param.model.shape).to(param.model.dtype)
-    same = torch.isclose(rounded, param.model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
-    if not bool(same.all()):
-        got = f"{int((~same).sum())} of {same.numel()} values of {param.name!r} are not the model's"
+    """Refuses a main param whose rounded values are not the model's."""
+    num_unlike = count_unlike(main, param.model)
+    if num_unlike:
+        got = f"{num_unlike} of {main.numel()} values of {param.name!r} are not the model's"
         rule = f"be of the model in {file.path}, whose values are those of the main params, rounded"
         remedy = "Give the optimizer state and the model of one save, unchanged"
         raise CheckpointError(refusal("optimizer state", got, rule, remedy))

@@ -31,8 +31,10 @@ __all__ = [
     "ModelCut",
     "ModelFile",
     "buffers_of",
+    "chunks_of",
     "decays",
     "grads_in_fp32",
+    "model_paths",
     "open_model_files",
     "placement_of",
     "registered",
@@ -131,10 +133,10 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
     Raises:
         CheckpointError: one is missing, or damaged, or the model is cut in a way that its files do not say.
     """
-    found = dict(sorted(_places(iteration)))
+    found = model_paths(iteration, (MODEL, MODEL_PER_RANK))
     states = {place: load_kept(path) for place, path in found.items()}
     for place, state in states.items():
-        if not isinstance(state, Mapping) or not _chunks(state):
+        if not isinstance(state, Mapping) or not chunks_of(state):
             got, remedy = "no state dict of a model", "Give an iteration folder that a Megatron wrote"
             raise CheckpointError(refusal(f"file {found[place]}", got, "hold a model", remedy))
     if not found:
@@ -147,13 +149,20 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
     )
 
 
-def _places(iteration: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    """(stage, tensor-parallel rank) and path."""
+def model_paths(iteration: Path, names: Sequence[str]) -> dict[tuple[int, int], Path]:
+    """The model files of an iteration by stage and tensor-parallel rank, in order.
+
+    Args:
+        iteration: folder of it.
+        names: that a model file may have.
+    """
+    found: dict[tuple[int, int], Path] = {}
     for folder in iteration.iterdir() if iteration.is_dir() else ():
         match = _FOLDER.fullmatch(folder.name)
-        path = next((folder / name for name in (MODEL, MODEL_PER_RANK) if (folder / name).is_file()), None)
+        path = next((folder / name for name in names if (folder / name).is_file()), None)
         if match and path:
-            yield (int(match[2] or 0), int(match[1])), path
+            found[int(match[2] or 0), int(match[1])] = path
+    return dict(sorted(found.items()))
 
 
 def _sizes(state: Mapping[str, Any], iteration: Path, found: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
@@ -171,17 +180,18 @@ def _sizes(state: Mapping[str, Any], iteration: Path, found: Mapping[tuple[int, 
     return size, stages
 
 
-def _chunks(state: Mapping[str, Any]) -> dict[int, Mapping[str, object]]:
-    """State dicts of the chunks, by number."""
+def chunks_of(state: Mapping[Any, Any]) -> dict[int, Mapping[str, object]]:
+    """State dicts of the chunks in a model file, by number, in order."""
     matches = {_CHUNK.fullmatch(str(key)): value for key, value in state.items() if isinstance(value, Mapping)}
-    return {int(match[1] or 0): value for match, value in matches.items() if match}
+    chunks = {int(match[1] or 0): value for match, value in matches.items() if match}
+    return {number: chunks[number] for number in sorted(chunks)}
 
 
 def _opened(path: Path, state: Mapping[str, Any], tensor: tuple[int, int], stage: tuple[int, int]) -> ModelFile:
     bare = ModelFile(path, state, tensor, stage, ())
-    chunks = _chunks(state)
+    chunks = chunks_of(state)
     params = tuple(
-        param for chunk in sorted(chunks) for param in _params_of(bare, chunk, registered(chunks[chunk]), len(chunks))
+        param for chunk in chunks for param in _params_of(bare, chunk, registered(chunks[chunk]), len(chunks))
     )
     return ModelFile(path, state, tensor, stage, params)
 

@@ -17,16 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.megatron_2023.model_file import registered
+from megatron_distopt.formats.megatron_2023.model_file import MODEL, chunks_of, model_paths, registered
 from megatron_distopt.formats.megatron_core.flat_slots import Candidate
 from megatron_distopt.formats.pickles import attribute, load_file
 from megatron_distopt.layout import Placement
 
 __all__ = ["CoreModel", "open_core_models"]
 
-_MODEL = "model_optim_rng.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_CHUNK = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"(?P<before>(?:encoder|decoder)\.layers\.)(?P<number>\d+)(?P<after>\..+)")
 #: Params of layers that are cut, by the ends of their names; column-parallel ones along the rows, others along columns.
 _VOCABULARY = (".word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -68,24 +65,19 @@ def open_core_models(iteration: Path) -> list[CoreModel]:
     Raises:
         CheckpointError: one is missing or damaged, or has params that are cut in an unknown way.
     """
-    paths = {place: folder for folder in iteration.iterdir() for place in _places(folder)}
+    paths = model_paths(iteration, (MODEL,))
     stages, size = 1 + max(stage for stage, _ in paths), 1 + max(rank for _, rank in paths)
     if len(paths) != stages * size:
         got, rule = f"{len(paths)} model files", f"hold those of {size} tensor-parallel ranks of {stages} stages"
         remedy = "Copy the whole iteration folder, from all machines of the run"
         raise CheckpointError(refusal(f"checkpoint {iteration}", got, rule, remedy))
-    states = {place: load_file(folder / _MODEL) for place, folder in sorted(paths.items())}
+    states = {place: load_file(path) for place, path in paths.items()}
     for place, state in states.items():
-        _check(state, paths[place] / _MODEL)
+        _check(state, paths[place])
     first_layers = _first_layers(states)
-    return [_opened(paths[place], state, (place[1], size), place[0], first_layers) for place, state in states.items()]
-
-
-def _places(folder: Path) -> Iterator[tuple[int, int]]:
-    """(stage, tensor-parallel rank)."""
-    match = _FOLDER.fullmatch(folder.name)
-    if match and (folder / _MODEL).is_file():
-        yield int(match[2] or 0), int(match[1])
+    return [
+        _opened(paths[place].parent, state, (place[1], size), place[0], first_layers) for place, state in states.items()
+    ]
 
 
 def _check(state: Any, path: Path) -> None:
@@ -101,9 +93,7 @@ def _check(state: Any, path: Path) -> None:
 
 def _chunks_of(state: Mapping[Any, Any]) -> list[list[tuple[str, Tensor]]]:
     """Names and tensors of each chunk, in order."""
-    matches = {key: _CHUNK.fullmatch(str(key)) for key, value in state.items() if isinstance(value, Mapping)}
-    numbers = {int(match[1] or 0): key for key, match in matches.items() if match}
-    return [registered(state[numbers[number]]) for number in sorted(numbers)]
+    return [registered(chunk) for chunk in chunks_of(state).values()]
 
 
 #: (chunk, stage, what comes before the number): number in the whole model of the layer that is called 0 there.
@@ -166,4 +156,4 @@ def _placement_of(name: str, shape: tuple[int, ...], model: CoreModel, *, is_gat
         return Placement(name, shape, 1, rank, size)
     rule = "be of layers of which it is known how they are cut over tensor-parallel ranks"
     remedy = "Load it with megatron-core, and save it again with --ckpt-format torch_dist"
-    raise CheckpointError(refusal(f"param {name!r} in {model.folder / _MODEL}", f"cut {size} ways", rule, remedy))
+    raise CheckpointError(refusal(f"param {name!r} in {model.folder / MODEL}", f"cut {size} ways", rule, remedy))

@@ -27,7 +27,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.located import source_of
+from megatron_distopt.formats.located import count_unlike, source_of
 from megatron_distopt.formats.megatron_core.buckets import located_in_buckets, objects_of
 from megatron_distopt.formats.megatron_core.head import head_of
 from megatron_distopt.formats.megatron_core.tensors import NamedTensor, named_tensors
@@ -132,10 +132,9 @@ def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFold
 
 def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
     """megatron-core 0.15 to 0.19.0 cuts params out of buffers at wrong places where there are several buckets."""
-    numbers = torch.finfo(param.dtype)
-    same = torch.isclose(main.to(param.dtype), param, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
-    if not bool(same.all()):
-        got = f"{int((~same).sum())} of {same.numel()} main values of {name!r} are not the model's"
+    num_unlike = count_unlike(main, param)
+    if num_unlike:
+        got = f"{num_unlike} of {main.numel()} main values of {name!r} are not the model's"
         rule = "hold main params that round to the model's; megatron-core 0.15 to 0.19.0 may misplace them as it saves"
         remedy = "Load the weights alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable"
         raise CheckpointError(refusal(f"optimizer state in {where}", got, rule, remedy))

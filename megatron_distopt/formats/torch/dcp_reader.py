@@ -66,17 +66,6 @@ class DcpFolder:
     tensors: Mapping[str, DcpTensor]
     objects: Mapping[str, StoredBytes]
 
-    def read(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        shape = self.tensors[key].shape
-        if 0 in shape:
-            return torch.empty(shape, dtype=self.tensors[key].dtype)
-        return self.read_box(key, Box.whole(shape))
-
     def read_box(self, key: str, box: Box) -> Tensor:
         """A part of a tensor; what lies elsewhere is not read.
 
