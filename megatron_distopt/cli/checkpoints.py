@@ -15,11 +15,10 @@ from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.place import finished_beside
-from megatron_distopt.checkpoint.source import Source, TensorInfo, open_checkpoint
+from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats import open_any
 
-__all__ = ["CheckpointPath", "find", "in_order", "kinds_by_name", "nbytes_of", "open_source", "settings_of"]
+__all__ = ["CheckpointPath", "find", "in_order", "kinds_by_name", "nbytes_of", "settings_of"]
 
 _TRACKER, _IN_ITERATION = "latest_checkpointed_iteration.txt", "distrib_optim.distopt"
 _DATA = ".distcp"
@@ -63,17 +62,6 @@ def find(path: Path) -> CheckpointPath:
     for folder in (path, path / _IN_ITERATION):
         _check_finished(folder)
     return CheckpointPath(path, is_ours=False)
-
-
-def open_source(place: CheckpointPath) -> Source:
-    """Opens the optimizer state of a checkpoint.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    if place.is_ours:
-        return open_checkpoint(place.path)
-    return open_any(place.path)
 
 
 def _latest(root: Path) -> CheckpointPath:

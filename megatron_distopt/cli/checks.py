@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from megatron_distopt.checkpoint.manifest import (
     Chunk,
     FileRecord,
     Manifest,
-    TensorRecord,
     kind_of,
     name_of,
 )
@@ -30,9 +29,9 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.cli.checkpoints import in_order, kinds_by_name
-from megatron_distopt.cli.show import counted, listed
+from megatron_distopt.cli.show import counted, options_text
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpTensor, open_dcp
+from megatron_distopt.formats.torch.dcp_reader import METADATA, open_dcp
 from megatron_distopt.layout import Box
 
 __all__ = [
@@ -78,32 +77,12 @@ def box_text(box: Box) -> str:
 
 
 def check_chunks(manifest: Manifest) -> Iterator[Problem]:
-    """Checks that the chunks of every tensor are disjoint and cover it."""
+    """Checks that the chunks of every tensor cover it; that they are disjoint is a condition for reading a manifest."""
     for key, record in manifest.tensors.items():
-        double = _double(record)
         numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
-        if double is not None:
-            files = listed([manifest.files[number].name for number in sorted({chunk.file for chunk in record.chunks})])
-            yield Problem("tensors", key, f"is there twice: {double}, in {files}", (key,))
-        elif numel != wanted:
+        if numel != wanted:
             said = f"is not complete: {numel:,} of {counted(wanted, 'element')} were saved"
             yield Problem("tensors", key, said, (key,))
-
-
-def _double(record: TensorRecord) -> str | None:
-    """Finds two chunks with an element in common; chunks that end before another begins are not compared with it."""
-    dims = range(len(record.shape))
-    dim = max(dims, key=lambda each: len({chunk.box.offsets[each] for chunk in record.chunks}), default=None)
-    if dim is None:
-        return "two chunks hold its one element" if len(record.chunks) > 1 else None
-    reaching: list[Box] = []
-    for box in sorted((chunk.box for chunk in record.chunks), key=lambda box: box.offsets[dim]):
-        reaching = [each for each in reaching if each.stops[dim] > box.offsets[dim]]
-        other = next((each for each in reaching if each.intersect(box) is not None), None)
-        if other is not None:
-            return f"{box_text(other)} and {box_text(box)} overlap"
-        reaching.append(box)
-    return None
 
 
 def check_kinds(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
@@ -114,16 +93,12 @@ def check_kinds(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]
         if MAIN not in infos:
             yield Problem("tensors", name, f"has {', '.join(infos)} and no {MAIN}")
         elif any(shape != shapes[MAIN] for shape in shapes.values()):
-            yield Problem("tensors", name, f"has shapes that differ: {', '.join(map(_pair, shapes.items()))}")
+            yield Problem("tensors", name, f"has shapes that differ: {options_text(shapes)}")
     for number, group in enumerate(groups):
         members = {name: kinds[name] for name in group.names if name in kinds}
         # Without a count of updates there may have been none, and a param that never had a gradient has no state.
         begun = {name: infos for name, infos in members.items() if group.step is not None or infos.keys() != {MAIN}}
         yield from _check_alike(number, begun)
-
-
-def _pair(item: tuple[str, object]) -> str:
-    return f"{item[0]} {item[1]}"
 
 
 def _check_alike(number: int, members: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[Problem]:
@@ -282,17 +257,6 @@ def _is_whole(path: Path, chunk: Chunk) -> bool:
 
 
 METADATA_AREA = "metadata"
-#: A box, and the file, first byte and number of bytes that hold it.
-_ChunkPlace = tuple[Box, str, int, int]
-
-
-@dataclass(frozen=True)
-class _TensorPlaces:
-    """Shape, dtype and chunks of one tensor, as the manifest or `.metadata` has them."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    places: frozenset[_ChunkPlace]
 
 
 def check_metadata(folder: Path, manifest: Manifest) -> Iterator[Problem]:
@@ -304,9 +268,8 @@ def check_metadata(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     """
     fault = _fault(folder, manifest)
     if fault:
-        yield Problem(
-            METADATA_AREA, METADATA, f"{fault}: torch alone cannot rely on it, loading by megatron-distopt needs none"
-        )
+        said = f"{fault}: torch alone cannot rely on it, loading by megatron-distopt needs none"
+        yield Problem(METADATA_AREA, METADATA, said)
 
 
 def _fault(folder: Path, manifest: Manifest) -> str:
@@ -316,16 +279,9 @@ def _fault(folder: Path, manifest: Manifest) -> str:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error}"
-    if manifest.metadata is not None:
-        return _difference(content, *manifest.metadata)
-    if content == metadata_of(manifest):
-        return ""
-    # The manifest is older than its checksum of this file. Another torch writes the same in other bytes.
-    is_same_torch = manifest.about.get("torch") == torch.__version__
-    return "is not what the manifest implies" if is_same_torch else _difference_in_content(folder, manifest)
-
-
-def _difference(content: bytes, nbytes: int, crc32: int) -> str:
+    if manifest.metadata is None:  # the manifest is older than its checksum of this file
+        return "" if content == metadata_of(manifest) else _difference_in_content(folder, manifest)
+    nbytes, crc32 = manifest.metadata
     if len(content) != nbytes:
         return f"has {len(content):,} bytes, not {nbytes:,}"
     found = zlib.crc32(content)
@@ -333,22 +289,22 @@ def _difference(content: bytes, nbytes: int, crc32: int) -> str:
 
 
 def _difference_in_content(folder: Path, manifest: Manifest) -> str:
-    """Compares shape, dtype, and the file and bytes of every box."""
+    """Compares shape, dtype, and the file and bytes of every box; another torch writes the same in other bytes."""
     try:
-        found = open_dcp(folder).tensors
+        there = {
+            key: (each.shape, dtype_name(each.dtype), {(chunk.box, *astuple(chunk.stored)) for chunk in each.chunks})
+            for key, each in open_dcp(folder).tensors.items()
+        }
     except CheckpointError as error:
         return f"cannot be used: {error}"
-    there = {key: _TensorPlaces(each.shape, dtype_name(each.dtype), _stored(each)) for key, each in found.items()}
+    files = [file.name for file in manifest.files]
     wanted = {
-        key: _TensorPlaces(each.shape, each.dtype, _listed(each, manifest)) for key, each in manifest.tensors.items()
+        key: (
+            each.shape,
+            each.dtype,
+            {(chunk.box, files[chunk.file], chunk.start, chunk.nbytes) for chunk in each.chunks},
+        )
+        for key, each in manifest.tensors.items()
     }
     differing = [key for key in {**wanted, **there} if there.get(key) != wanted.get(key)]
     return f"says something else of {differing[0]} than the manifest" if differing else ""
-
-
-def _stored(tensor: DcpTensor) -> frozenset[_ChunkPlace]:
-    return frozenset((chunk.box, chunk.stored.file, chunk.stored.start, chunk.stored.nbytes) for chunk in tensor.chunks)
-
-
-def _listed(record: TensorRecord, manifest: Manifest) -> frozenset[_ChunkPlace]:
-    return frozenset((chunk.box, manifest.files[chunk.file].name, chunk.start, chunk.nbytes) for chunk in record.chunks)

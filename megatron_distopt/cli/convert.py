@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
-from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of
-from megatron_distopt.cli.show import Answer, Progress, facts, titled
+from megatron_distopt.cli.checkpoints import find, nbytes_of
+from megatron_distopt.cli.show import Answer, progress_of, rows, titled
 from megatron_distopt.formats import Converted, convert, open_any
 
 __all__ = ["answer"]
@@ -20,7 +19,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     """
     place = find(parsed.source)
     source = open_any(place.path, resume_step=parsed.resume_step)
-    with Progress("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:
+    with progress_of("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:
         done = convert(
             place.path, parsed.target, parsed.to, progress=progress, dp=parsed.dp, resume_step=parsed.resume_step
         )
@@ -32,14 +31,13 @@ def answer(parsed: argparse.Namespace) -> Answer:
         "written": done.written,
         "is_iteration": done.is_iteration,
     }
-    return Answer(document, [titled("converted", facts(_rows(place, done)))])
-
-
-def _rows(place: CheckpointPath, done: Converted) -> Iterator[tuple[str, str]]:
-    yield "from", f"{place.path} ({done.found})"
-    yield "which", place.chosen
-    yield "to", f"{done.path} ({done.written})"
-    yield "next", _next(done)
+    facts = [
+        ("from", f"{place.path} ({done.found})"),
+        ("which", place.chosen),
+        ("to", f"{done.path} ({done.written})"),
+        ("next", _next(done)),
+    ]
+    return Answer(document, [titled("converted", rows(facts))])
 
 
 def _next(done: Converted) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,30 +15,12 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, open_source, settings_of
-from megatron_distopt.cli.show import (
-    Answer,
-    Column,
-    FittingTable,
-    Progress,
-    counted,
-    facts,
-    listed,
-    number_text,
-    titled,
-)
+from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, settings_of
+from megatron_distopt.cli.show import Answer, counted, listed, more, number_text, progress_of, rows, titled
+from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
 
-__all__ = [
-    "Compared",
-    "Difference",
-    "Pair",
-    "Setting",
-    "answer",
-    "compare",
-    "compare_all",
-    "settings_that_differ",
-]
+__all__ = ["Difference", "answer", "compare"]
 
 #: More tensors of a kind than this are only counted; --json has all.
 _LISTED = 20
@@ -56,12 +38,12 @@ def answer(parsed: argparse.Namespace) -> Answer:
         CheckpointError: one is none, or is damaged.
     """
     places = find(parsed.first), find(parsed.second)
-    compared = compare_all(open_source(places[0]), open_source(places[1]))
+    compared = _compare_all(*(open_any(place.path) for place in places))
     document = _document(places, compared)
     return Answer(document, _parts(places, compared), status=0 if compared.is_equal else 1)
 
 
-def _document(places: Iterable[CheckpointPath], compared: Compared) -> dict[str, Any]:
+def _document(places: Iterable[CheckpointPath], compared: _Compared) -> dict[str, Any]:
     return {
         "checkpoints": [str(place.path) for place in places],
         "is_equal": compared.is_equal,
@@ -72,7 +54,7 @@ def _document(places: Iterable[CheckpointPath], compared: Compared) -> dict[str,
     }
 
 
-def _pair_document(pair: Pair) -> dict[str, Any]:
+def _pair_document(pair: _Pair) -> dict[str, Any]:
     found = pair.difference
     numbers = {} if found is None else {**asdict(found), "relative": found.relative}
     is_equal = pair.is_alike and pair.has_equal_values
@@ -80,7 +62,7 @@ def _pair_document(pair: Pair) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class _Pair:
     """A tensor that both checkpoints have.
 
     Args:
@@ -124,7 +106,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Compared:
+class _Compared:
     """The outcome.
 
     Args:
@@ -133,10 +115,10 @@ class Compared:
         settings: that differ.
     """
 
-    pairs: Sequence[Pair]
+    pairs: Sequence[_Pair]
     only_first: Sequence[str]
     only_second: Sequence[str]
-    settings: Sequence[Setting]
+    settings: Sequence[_Setting]
 
     @property
     def is_equal(self) -> bool:
@@ -145,7 +127,7 @@ class Compared:
         return is_same and not (self.only_first or self.only_second or self.settings)
 
 
-def compare_all(first: Source, second: Source) -> Compared:
+def _compare_all(first: Source, second: Source) -> _Compared:
     """Reads both; one tensor of each is in memory at a time.
 
     Raises:
@@ -155,14 +137,14 @@ def compare_all(first: Source, second: Source) -> Compared:
     both = {key: theirs[_same(key)] for key in first.tensors if _same(key) in theirs}
     of_both = {*both.values()}
     total = sum(nbytes_of(first.tensors[a]) + nbytes_of(second.tensors[b]) for a, b in both.items())
-    with Progress("comparing", total) as progress:
+    with progress_of("comparing", total) as progress:
         pairs = [_pair(first, second, a, b, progress) for a, b in both.items()]
     names = dict.fromkeys((name_of(a), name_of(b)) for a, b in both.items())
-    return Compared(
+    return _Compared(
         pairs,
         [key for key in first.tensors if key not in both],
         [key for key in second.tensors if key not in of_both],
-        [*settings_that_differ(first.head, second.head, names)],
+        [*_settings_that_differ(first.head, second.head, names)],
     )
 
 
@@ -171,7 +153,7 @@ def _same(key: str) -> str:
     return key_of(kind_of(key), canonical(name_of(key)))
 
 
-def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Progress) -> Pair:
+def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Callable[[int], None]) -> _Pair:
     infos = first.tensors[ours], second.tensors[theirs]
     difference = None
     if infos[0].shape == infos[1].shape:
@@ -180,7 +162,7 @@ def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Progr
         rows = min(info.shape[0] for info in infos)  # a vocabulary that was padded for another number of ranks
         difference = compare(first.read(ours)[:rows], second.read(theirs)[:rows])
     progress(sum(map(nbytes_of, infos)))
-    return Pair(ours, *infos, difference)
+    return _Pair(ours, *infos, difference)
 
 
 @dataclass(frozen=True)
@@ -238,7 +220,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Setting:
+class _Setting:
     """One setting that differs between two checkpoints.
 
     Args:
@@ -253,48 +235,34 @@ class Setting:
     names: tuple[str, ...] = ()
 
 
-def settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[Setting]:
+def _settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[_Setting]:
     """Compares options param by param, because two checkpoints may put the same params into other groups.
 
     Args:
         first, second: two checkpoints.
         names: names of the params that both have, in each of them.
     """
-    found: dict[tuple[str, str, str], Setting] = {}
-    for (ours, theirs), members in _by_groups(first, second, names).items():
-        for each in _differing(_settings(first, ours), _settings(second, theirs), members):
-            known = found.setdefault((each.what, repr(each.first), repr(each.second)), each)
-            if known is not each:
-                found[each.what, repr(each.first), repr(each.second)] = Setting(
-                    each.what, each.first, each.second, known.names + each.names
-                )
-    yield from found.values()
-    yield from _differing(_of_the_whole(first), _of_the_whole(second), ())
-
-
-def _by_groups(
-    first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]
-) -> dict[tuple[int | None, int | None], tuple[str, ...]]:
-    """Sorts params by the pair of groups that they are in."""
-    ours, theirs = _group_of(first), _group_of(second)
-    found: dict[tuple[int | None, int | None], list[str]] = {}
+    ours, theirs = _settings_by_name(first), _settings_by_name(second)
+    found: dict[str, _Setting] = {}
+    members: dict[str, list[str]] = {}
     for a, b in names:
-        found.setdefault((ours.get(a), theirs.get(b)), []).append(a)
-    return {groups: tuple(members) for groups, members in found.items()}
+        for each in _differing(ours.get(a, {}), theirs.get(b, {})):
+            found.setdefault(repr(each), each)
+            members.setdefault(repr(each), []).append(a)
+    yield from (replace(each, names=tuple(members[key])) for key, each in found.items())
+    yield from _differing(_of_the_whole(first), _of_the_whole(second))
 
 
-def _group_of(manifest: Manifest) -> dict[str, int]:
-    return {name: number for number, group in enumerate(manifest.groups) for name in group.names}
+def _settings_by_name(manifest: Manifest) -> dict[str, dict[str, object]]:
+    return {name: settings for group in manifest.groups for settings in [settings_of(group)] for name in group.names}
 
 
-def _settings(manifest: Manifest, group: int | None) -> dict[str, object]:
-    return {} if group is None else settings_of(manifest.groups[group])
-
-
-def _differing(first: Mapping[str, object], second: Mapping[str, object], names: tuple[str, ...]) -> Iterator[Setting]:
+def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> Iterator[_Setting]:
+    if first == second:
+        return
     for what in dict.fromkeys([*first, *second]):
         if first.get(what) != second.get(what):
-            yield Setting(what, first.get(what), second.get(what), names)
+            yield _Setting(what, first.get(what), second.get(what))
 
 
 def _of_the_whole(manifest: Manifest) -> dict[str, object]:
@@ -302,33 +270,29 @@ def _of_the_whole(manifest: Manifest) -> dict[str, object]:
     return {**scale, "skipped steps": manifest.num_skipped}
 
 
-def _parts(places: tuple[CheckpointPath, CheckpointPath], compared: Compared) -> list[RenderableType]:
-    heads = [
-        (side, f"{place.path}{', ' * bool(place.chosen)}{place.chosen}")
-        for side, place in zip("AB", places, strict=True)
-    ]
-    only = [("A", _only(compared.only_first)), ("B", _only(compared.only_second))]
-    parts: list[RenderableType] = [titled("checkpoints", facts(heads))]
-    if compared.settings:
-        parts.append(titled("settings that differ", _settings_table(compared.settings)))
-    if compared.only_first or compared.only_second:
-        parts.append(titled("params in one alone", facts(only)))
-    notes = list(_notes(compared.pairs))
-    if notes:
-        parts.append(titled("shapes and dtypes that differ", facts(notes)))
+def _parts(places: tuple[CheckpointPath, CheckpointPath], compared: _Compared) -> list[RenderableType]:
+    heads = [(side, ", ".join(filter(None, (str(at.path), at.chosen)))) for side, at in zip("AB", places, strict=True)]
+    found: dict[str, list[Sequence[str]]] = {
+        "settings that differ": [*_setting_rows(compared.settings)],
+        "params in one alone": [*_only("A", compared.only_first), *_only("B", compared.only_second)],
+        "shapes and dtypes that differ": [*_notes(compared.pairs)],
+    }
+    parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
+    parts += [titled(title, rows(cells)) for title, cells in found.items() if cells]
     if not compared.is_equal:
         parts += _kind_parts(compared.pairs)
     return [*parts, Text(_verdict(compared))]
 
 
-def _only(keys: Sequence[str]) -> str:
+def _only(side: str, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     kinds: dict[str, list[str]] = {}
     for key in keys:
         kinds.setdefault(name_of(key), []).append(kind_of(key))
-    return listed([f"{name} ({', '.join(kinds[name])})" for name in kinds], most=_NAMED)
+    if kinds:
+        yield side, listed([f"{name} ({', '.join(kinds[name])})" for name in kinds], most=_NAMED)
 
 
-def _notes(pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
+def _notes(pairs: Sequence[_Pair]) -> Iterator[tuple[str, str]]:
     """Lists how shapes and dtypes differ: param by param, or how many where many differ alike."""
     all_kinds = dict.fromkeys(kind_of(pair.key) for pair in pairs)
     for note in dict.fromkeys(pair.note for pair in pairs if not pair.is_alike):
@@ -340,59 +304,42 @@ def _notes(pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
             yield f"{name}{part}", note
 
 
-def _settings_table(settings: Sequence[Setting]) -> RenderableType:
-    columns = [Column("what", is_left=True), Column("A"), Column("B"), Column("params")]
-    rows = [
-        [each.what, _said(each.first), _said(each.second), f"{len(each.names):,}" if each.names else ""]
-        for each in settings
-    ]
-    return FittingTable(columns, rows)
+def _setting_rows(settings: Sequence[_Setting]) -> Iterator[tuple[str, str, str, str]]:
+    if settings:
+        yield "what", "A", "B", "where"
+    for each in settings:
+        first, second = ("not said" if value is None else number_text(value) for value in (each.first, each.second))
+        yield each.what, first, second, counted(len(each.names), "param") if each.names else "the whole checkpoint"
 
 
-def _said(value: object) -> str:
-    return "not said" if value is None else number_text(value)
-
-
-def _kind_parts(pairs: Sequence[Pair]) -> Iterator[RenderableType]:
-    """Yields a table for every kind that differs, and one line for the kinds that do not."""
+def _kind_parts(pairs: Sequence[_Pair]) -> Iterator[RenderableType]:
+    """Yields the largest differences of every kind that differs, and one line for the kinds that do not."""
     equal: list[str] = []
-    for kind in dict.fromkeys(kind_of(pair.key) for pair in sorted(pairs, key=lambda pair: _order(pair.key))):
+    kinds = {kind_of(pair.key) for pair in pairs}
+    for kind in sorted(kinds, key=lambda kind: (kind != MAIN, kind)):
         of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
         differ = sorted((pair for pair in of_kind if not pair.has_equal_values), key=lambda pair: pair.order)
         if differ:
             title = f"{kind}: {len(differ):,} of {counted(len(of_kind), 'tensor')} differ"
-            yield titled(title, _table(differ), *_more(len(differ)))
+            yield titled(
+                title, rows(_difference_rows(differ[:_LISTED])), *(f"  {line}" for line in more(len(differ), _LISTED))
+            )
         else:
             equal.append(kind)
     if equal:
         yield Text(f"{', '.join(equal)}: equal to the bit")
 
 
-def _order(key: str) -> tuple[bool, str]:
-    return kind_of(key) != MAIN, kind_of(key)
+def _difference_rows(differ: Sequence[_Pair]) -> Iterator[tuple[str, str, str, str]]:
+    yield "param", "max |A-B|", "/ max |A|", "elements"
+    for pair in differ:
+        found = pair.difference
+        if found is not None:
+            elements = f"{found.count:,} of {found.numel:,}"
+            yield name_of(pair.key), f"{found.largest:.3g}", f"{found.relative:.2g}", elements
 
 
-def _table(differ: Sequence[Pair]) -> RenderableType:
-    columns = [
-        Column("param", is_left=True),
-        Column("max |A-B|"),
-        Column("/ max |A|"),
-        Column("elements", is_optional=True),
-    ]
-    rows = [_row(name_of(pair.key), pair.difference) for pair in differ[:_LISTED] if pair.difference is not None]
-    return FittingTable(columns, rows)
-
-
-def _more(count: int) -> Iterator[RenderableType]:
-    if count > _LISTED:
-        yield Text(f"  and {count - _LISTED:,} more: --json has all")
-
-
-def _row(name: str, found: Difference) -> list[str]:
-    return [name, f"{found.largest:.3g}", f"{found.relative:.2g}", f"{found.count:,} of {found.numel:,}"]
-
-
-def _verdict(compared: Compared) -> str:
+def _verdict(compared: _Compared) -> str:
     pairs, alone = compared.pairs, {name_of(key) for key in (*compared.only_first, *compared.only_second)}
     if compared.is_equal:
         params = len({name_of(pair.key) for pair in pairs})

@@ -10,8 +10,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -19,20 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
-from rich.console import RenderableType
-
-from megatron_distopt.cli.show import (
-    Answer,
-    Finding,
-    Status,
-    counted,
-    findings_table,
-    noted,
-    ok,
-    problem,
-    refused,
-    titled,
-)
+from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
 from megatron_distopt.config import DistOptConfig, Switch, config_from_arguments, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
 from megatron_distopt.hosts.detect import MEGATRON_CORE
@@ -53,7 +40,6 @@ from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 
 __all__ = ["answer", "check_launch_flags", "describe_fork", "diagnose", "read_flags"]
 
-_Check = Callable[[Mapping[str, str]], object]
 #: Sections of the report.
 _FORK, _ENVIRONMENT, _LAUNCH = "fork", "environment", "launch"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
@@ -63,48 +49,30 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class _Patcher:
-    """A package that replaces functions of a Megatron, as this one does.
-
-    Args:
-        module: importable name.
-        owner: its name for people.
-    """
-
-    module: str
-    owner: str
-
-
-_PATCHERS = (
-    _Patcher("mindspeed", "MindSpeed"),
-    _Patcher("mindspeed_llm", "MindSpeed-LLM"),
-    _Patcher("megatron_adaptor", "MindSpeed"),
-    _Patcher("primus", "Primus"),
-    _Patcher("megatron_patch", "Pai-Megatron-Patch"),
-    _Patcher("musa_patch", "Moore Threads"),
-)
+#: Packages that replace functions of a Megatron, as this one does: importable name, and name for people.
+_PATCHERS = {
+    "mindspeed": "MindSpeed",
+    "mindspeed_llm": "MindSpeed-LLM",
+    "megatron_adaptor": "MindSpeed",
+    "primus": "Primus",
+    "megatron_patch": "Pai-Megatron-Patch",
+    "musa_patch": "Moore Threads",
+}
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Reports whether training could start, and with what."""
     findings = diagnose(parsed.fork, parsed.launch)
     num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
-    rows = [{**asdict(finding), "status": finding.status.value} for finding in findings]
-    document = {"can_start": not num_problems, "findings": rows}
-    return Answer(document, [*_parts(findings), _verdict(num_problems)], status=1 if num_problems else 0)
-
-
-def _parts(findings: Sequence[Finding]) -> Iterator[RenderableType]:
-    subjects = max((len(finding.subject) for finding in findings), default=0)
-    for section, of_it in groupby(findings, key=lambda finding: finding.section):
-        yield titled(section, findings_table([(each.status, each.subject, each.text) for each in of_it], subjects))
-
-
-def _verdict(num_problems: int) -> str:
-    if not num_problems:
-        return "no problem found: this optimizer could start"
-    return f"{counted(num_problems, 'problem')}: this optimizer could not start"
+    documents = [{**asdict(finding), "status": finding.status.value} for finding in findings]
+    verdict = "no problem found: this optimizer could start"
+    if num_problems:
+        verdict = f"{counted(num_problems, 'problem')}: this optimizer could not start"
+    parts = [
+        titled(section, rows((each.status.value, each.subject, each.text) for each in of_it))
+        for section, of_it in groupby(findings, key=lambda finding: finding.section)
+    ]
+    return Answer({"can_start": not num_problems, "findings": documents}, [*parts, verdict], 1 if num_problems else 0)
 
 
 def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
@@ -118,7 +86,7 @@ def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
     findings = [problem("fork", "source", reason)] if found is None else list(describe_fork(found))
     findings += _machine(found, _config(launch, found))
     findings += [*_variables(), _entry_point(found), *_other_entry_points(), *_patchers()]
-    return [*findings, *check_launch_flags(launch, found, _switch() or Switch.ON)]
+    return [*findings, *check_launch_flags(launch, found, _switch())]
 
 
 def _read(fork: Path | None) -> tuple[Survey | None, str]:
@@ -140,38 +108,34 @@ def _machine(found: Survey | None, config: DistOptConfig) -> Iterator[Finding]:
 
 def _config(launch: Sequence[str], found: Survey | None) -> DistOptConfig:
     """Returns the options of the run; bad flags and variables are findings of their own."""
-    try:
+    with suppress(ConfigError):
         flags = read_flags(launch, found.options if found is not None else ())
         return config_from_environment(os.environ, config_from_arguments(flags))
-    except ConfigError:
-        return DistOptConfig()
+    return DistOptConfig()
 
 
-def _switch() -> Switch | None:
-    try:
+def _switch() -> Switch:
+    """Returns the value of MEGATRON_DISTOPT; a bad one is a finding of its own."""
+    with suppress(ConfigError):
         return switch_from(os.environ)
-    except ConfigError:
-        return None
+    return Switch.ON
 
 
 def _variables() -> Iterator[Finding]:
+    is_bad = False
+    checks: tuple[Callable[[Mapping[str, str]], object], ...] = (switch_from, config_from_environment)
+    for check in checks:
+        try:
+            check(os.environ)
+        except ConfigError as error:
+            is_bad = True
+            yield problem(_ENVIRONMENT, "variables", str(error))
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
-    checks: tuple[_Check, ...] = (switch_from, config_from_environment)
-    reasons = [reason for reason in map(_reason, checks) if reason is not None]
-    yield from (problem(_ENVIRONMENT, "variables", reason) for reason in reasons)
     shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "no MEGATRON_DISTOPT variable is set"
     if _switch() is Switch.OFF:
         yield noted(_ENVIRONMENT, "variables", f"{shown}: switched off, the host's own optimizer runs")
-    elif not reasons:
+    elif not is_bad:
         yield ok(_ENVIRONMENT, "variables", shown)
-
-
-def _reason(check: _Check) -> str | None:
-    try:
-        check(os.environ)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _entry_point(found: Survey | None) -> Finding:
@@ -191,18 +155,14 @@ def _entry_point(found: Survey | None) -> Finding:
 def _other_entry_points() -> Iterator[Finding]:
     for entry in entry_points(group=GROUP):
         if entry.value != _OUR_ENTRY_POINT:
-            yield noted(
-                _ENVIRONMENT, "entry point", f"also {entry.name} = {entry.value}; they are used in order of names"
-            )
+            text = f"also {entry.name} = {entry.value}; they are used in order of names"
+            yield noted(_ENVIRONMENT, "entry point", text)
 
 
 def _patchers() -> Iterator[Finding]:
-    for patcher in _PATCHERS:
-        if _is_installed(patcher.module):
-            text = (
-                f"{patcher.module} ({patcher.owner}) replaces functions of Megatron too; "
-                "install megatron_distopt before it"
-            )
+    for module, owner in _PATCHERS.items():
+        if _is_installed(module):
+            text = f"{module} ({owner}) replaces functions of Megatron too; install megatron_distopt before it"
             yield noted(_ENVIRONMENT, "other patcher", text)
 
 
@@ -230,16 +190,21 @@ def describe_fork(found: Survey) -> Iterator[Finding]:
         yield make(_FORK, "unreadable", each.reason)
 
 
+def _refused(subject: str, reason: str | None, text: str) -> Finding:
+    """Returns a problem where there is a reason, and otherwise the finding that all is well."""
+    return ok(_FORK, subject, text) if reason is None else problem(_FORK, subject, reason)
+
+
 def _generation(found: Survey) -> Finding:
     generation = found.generation
-    return refused(_FORK, "generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
+    return _refused("generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
 
 
 def _patch_point(found: PatchPointFound) -> Iterator[Finding]:
     name = found.patch_point.attribute
     with_block = ", with the look-up for entry points after it" if found.state is PatchPointState.PATCHED else ""
     text = f"free in {found.place}{with_block}: ({', '.join(found.parameters)})"
-    yield refused(_FORK, name, found.refusal(), text)
+    yield _refused(name, found.refusal(), text)
     if found.importers:
         yield ok(_FORK, f"{name} by value", f"in {_places(found.importers)}; each is rebound")
     if found.assigners:
@@ -250,7 +215,7 @@ def _class(found: ClassFound) -> Iterator[Finding]:
     if found.bound_in is not None:
         yield noted(_FORK, found.name, f"bound while {found.bound_in} runs, so it is looked at when training starts")
         return
-    yield refused(_FORK, found.name, found.refusal(), f"constructor as expected in {found.place}")
+    yield _refused(found.name, found.refusal(), f"constructor as expected in {found.place}")
     if found.kind is not None:
         yield ok(_FORK, "checkpoints", _KINDS[found.kind])
 

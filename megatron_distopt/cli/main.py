@@ -15,14 +15,12 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from rich.console import RenderableType
-
 from megatron_distopt.cli import plan_arguments
-from megatron_distopt.cli.show import Answer, console_for, facts, titled
+from megatron_distopt.cli.show import Answer, rows, titled
 from megatron_distopt.errors import DistOptError, refusal
-from megatron_distopt.hosts.detect import GENERATIONS, Generation
+from megatron_distopt.hosts.detect import GENERATIONS
 from megatron_distopt.hosts.source.block import BLOCK
-from megatron_distopt.hosts.tried import TRIED, Tried
+from megatron_distopt.hosts.tried import TRIED
 from megatron_distopt.version import VERSION
 
 __all__ = ["FORMATS", "main"]
@@ -95,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status: int
     try:
         answer: Answer = parsed.run(parsed)
-        print(answer.as_json() if parsed.json else answer.as_text(console_for(_width())))
+        print(answer.as_json() if parsed.json else answer.as_text(_width()))
         sys.stdout.flush()
         status = answer.status
     except DistOptError as error:
@@ -205,29 +203,25 @@ def _count(text: str) -> int:
 
 
 def _hosts(parsed: argparse.Namespace) -> Answer:
-    rows = {"generations": [_as_row(each) for each in GENERATIONS], "tried": [*map(dataclasses.asdict, TRIED)]}
-    return Answer(rows, [*map(_generation_part, GENERATIONS), *map(_run_part, TRIED)])
-
-
-def _as_row(generation: Generation) -> dict[str, object]:
-    return {
-        "name": generation.name,
-        "examples": generation.examples,
-        "is_supported": generation.is_supported,
-        "patch_points": [*map(str, generation.patch_points)],
-        "remedy": generation.remedy,
-    }
-
-
-def _generation_part(generation: Generation) -> RenderableType:
-    patch_points = ", ".join(map(str, generation.patch_points))
-    rows = [("who", generation.examples), ("replaced", patch_points), ("instead", generation.remedy)]
-    return titled(f"{'supported' if generation.is_supported else 'not supported'}: {generation.name}", facts(rows))
-
-
-def _run_part(tried: Tried) -> RenderableType:
-    head = f"run: {tried.host} {tried.version}, {tried.date}: {tried.result}"
-    return titled(head, facts([("what", tried.what), ("where", tried.where)]))
+    generations = [
+        {
+            "name": each.name,
+            "examples": each.examples,
+            "is_supported": each.is_supported,
+            "patch_points": [*map(str, each.patch_points)],
+            "remedy": each.remedy,
+        }
+        for each in GENERATIONS
+    ]
+    parts = []
+    for each in GENERATIONS:
+        patch_points = ", ".join(map(str, each.patch_points))
+        facts = [("who", each.examples), ("replaced", patch_points), ("instead", each.remedy)]
+        parts.append(titled(f"{'supported' if each.is_supported else 'not supported'}: {each.name}", rows(facts)))
+    for run in TRIED:
+        head = f"run: {run.host} {run.version}, {run.date}: {run.result}"
+        parts.append(titled(head, rows([("what", run.what), ("where", run.where)])))
+    return Answer({"generations": generations, "tried": [*map(dataclasses.asdict, TRIED)]}, parts)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,35 @@
-"""`megatron-distopt plan`: what parallel sizes, dtypes and buckets cost, before anything is started."""
+"""`megatron-distopt plan`: what parallel sizes, dtypes and buckets cost, before anything is started.
+
+Imports no torch, but where a rank is to be built. Its command line is in `plan_arguments`.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
 
 from megatron_distopt.cli.plan_arguments import assumed_of, choices_of, sizes_of
 from megatron_distopt.cli.plan_choice import AUTO, Choice, ChoicePlan, StagePlan, plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import GptSizes
-from megatron_distopt.cli.plan_timeline import Assumed, Timeline, Times, draw, times_of
-from megatron_distopt.cli.show import (
-    Answer,
-    Column,
-    FittingTable,
-    counted,
-    facts,
-    number_text,
-    ranges,
-    size_text,
-    titled,
-)
+from megatron_distopt.cli.plan_timeline import Assumed, Times, draw, times_of
+from megatron_distopt.cli.show import Answer, counted, number_text, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout.estimate import Footprint, Kind
+from megatron_distopt.layout.estimate import Kind
 
 if TYPE_CHECKING:
     from megatron_distopt.cli.plan_build import Built
 
-__all__ = ["BuiltRank", "Planned", "PlannedChoice", "answer"]
+__all__ = ["answer"]
 
-_KINDS = ("params", "grads", "main", "moments")
-#: Values that need no column where all choices have them.
-_USUAL = {"ep": "1", "reduce dtype": "none", "bucket": "all", "stage": "0"}
-#: Bucket sizes that are words, as part of a sentence.
-_BUCKETS = {_USUAL["bucket"]: "one bucket", AUTO: "buckets as runs choose them"}
-
-
-@dataclass(frozen=True)
-class PlannedChoice:
-    """One choice with the times of its collectives.
-
-    Args:
-        plan: the plan of all its stages.
-        times: times of the stage whose ranks hold most.
-    """
-
-    plan: ChoicePlan
-    times: Times
-
-
-@dataclass(frozen=True)
-class BuiltRank:
-    """A rank that was built.
-
-    Args:
-        rank: its number among all ranks.
-        plan: what was planned.
-        built: what was built.
-    """
-
-    rank: int
-    plan: StagePlan
-    built: Built
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Everything that the command reports.
-
-    Args:
-        gpt: the model.
-        assumed: link and step times that are given.
-        rows: the choices.
-        built: one rank of each choice, where --rank is given.
-    """
-
-    gpt: GptSizes
-    assumed: Assumed
-    rows: Sequence[PlannedChoice]
-    built: Sequence[BuiltRank] = ()
+#: Kinds of bytes that a rank holds between two steps, as the names of a footprint begin.
+_KINDS = ("param", "grad", "main", "moment")
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -94,18 +41,35 @@ def answer(parsed: argparse.Namespace) -> Answer:
     gpt = sizes_of(parsed)
     assumed = assumed_of(parsed, gpt)
     plans = [plan_choice(gpt, choice) for choice in choices_of(parsed)]
-    rows = [PlannedChoice(plan, times_of(plan.fullest, assumed)) for plan in plans]
+    times = [times_of(plan.fullest, assumed) for plan in plans]
     if parsed.plot:
-        _check_drawable(rows)
-    built = [] if parsed.rank is None else [_build(gpt, plan, parsed.rank) for plan in plans]
-    planned = Planned(gpt, assumed, rows, built)
+        _check_drawable(times)
+    built = [] if parsed.rank is None else [_build(gpt, plan.choice, parsed.rank) for plan in plans]
     if parsed.plot:
-        draw([(_title(row), row.times.timeline) for row in rows if row.times.timeline is not None], parsed.plot)
-    return Answer(_document(planned), [*_parts(planned)])
+        titles = map(_title, plans, times)
+        draw([(title, each.timeline) for title, each in zip(titles, times, strict=True) if each.timeline], parsed.plot)
+    document = {
+        "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
+        "assumed": asdict(assumed),
+        "choices": [*map(_choice_document, plans, times)],
+        "built": [
+            {"rank": parsed.rank, "planned": asdict(plan.footprint), "built": asdict(each)} for plan, each in built
+        ],
+    }
+    parts: list[RenderableType] = [
+        titled("model", rows(_model(gpt))),
+        titled("assumed", rows(_assumed(assumed))),
+        titled("choices; bytes of a rank of the fullest stage, between two steps", _ChoiceTable(plans, times)),
+    ]
+    if len(plans) == 1:
+        parts.append(titled("pipeline stages", rows(_stage_row(plans[0], stage) for stage in plans[0].stages)))
+        parts.append(titled("one step of the fullest stage", rows(_step(plans[0].fullest, times[0]))))
+    parts += [_built_part(parsed.rank, plan, each) for plan, each in built]
+    return Answer(document, parts)
 
 
-def _check_drawable(rows: Sequence[PlannedChoice]) -> None:
-    timelines = [row.times.timeline for row in rows if row.times.timeline is not None]
+def _check_drawable(times: Sequence[Times]) -> None:
+    timelines = [each.timeline for each in times if each.timeline is not None]
     if not timelines:
         rule, remedy = "have the length of backward", "Write --backward-ms MS or --tokens-per-second N as well"
         raise ConfigError(refusal("--plot", "no time of backward", rule, remedy))
@@ -114,36 +78,31 @@ def _check_drawable(rows: Sequence[PlannedChoice]) -> None:
         raise ConfigError(refusal("--plot", "a step that takes no time", rule, remedy))
 
 
-def _title(row: PlannedChoice) -> str:
-    exposed = _time_text(row.times.exposed_seconds or 0.0)
-    return f"{_name_of(row.plan)}: {exposed} of {_time_text(row.times.seconds)} of communication exposed"
+def _title(plan: ChoicePlan, times: Times) -> str:
+    """Describes a choice and its times in one line."""
+    choice = plan.choice
+    sizes = [f"dp {choice.cut.dp}", f"tp {choice.cut.tp}", f"pp {choice.cut.pp}"]
+    sizes += [f"ep {choice.cut.ep}"] * (choice.cut.ep > 1)
+    sent = "" if choice.reduce_dtype is None else f" sent as {choice.reduce_dtype}"
+    bucket = {"all": "one bucket", AUTO: "buckets as runs choose them"}
+    sizes += [f"{choice.dtype} with {choice.grad_dtype} grads{sent}"]
+    sizes += [bucket.get(_bucket(choice), f"buckets of {_bucket(choice)}")]
+    exposed = _time_text(times.exposed_seconds or 0.0)
+    return f"{', '.join(sizes)}: {exposed} of {_time_text(times.seconds)} of communication exposed"
 
 
-def _build(gpt: GptSizes, plan: ChoicePlan, rank: int) -> BuiltRank:
-    cut = plan.choice.cut
+def _build(gpt: GptSizes, choice: Choice, rank: int) -> tuple[StagePlan, Built]:
+    """Returns the plan of one rank, and the measurements of what was built."""
+    cut = choice.cut
     if rank >= cut.num_ranks:
         rule = f"be below the {cut.num_ranks} ranks of dp {cut.dp}, tp {cut.tp} and pp {cut.pp}"
         raise ConfigError(refusal("--rank", rank, rule, "Write --rank 0 for the first one"))
-    stage, data_rank = cut.place_of(rank)
-    planned = plan_stage(gpt, plan.choice, stage, data_rank)
-    module = import_module("megatron_distopt.cli.plan_build")  # needs torch
-    return BuiltRank(rank, planned, module.build(planned, rank))
+    plan = plan_stage(gpt, choice, *cut.place_of(rank))
+    return plan, import_module("megatron_distopt.cli.plan_build").build(plan, rank)  # needs torch
 
 
-def _document(planned: Planned) -> dict[str, Any]:
-    return {
-        "model": {**asdict(planned.gpt), "ffn_width": planned.gpt.ffn_width},
-        "assumed": asdict(planned.assumed),
-        "choices": [_row_document(row) for row in planned.rows],
-        "built": [
-            {"rank": each.rank, "planned": asdict(each.plan.footprint), "built": asdict(each.built)}
-            for each in planned.built
-        ],
-    }
-
-
-def _row_document(row: PlannedChoice) -> dict[str, Any]:
-    choice = row.plan.choice
+def _choice_document(plan: ChoicePlan, times: Times) -> dict[str, Any]:
+    choice = plan.choice
     return {
         **asdict(choice.cut),
         "ranks": choice.cut.num_ranks,
@@ -151,20 +110,20 @@ def _row_document(row: PlannedChoice) -> dict[str, Any]:
         "grad_dtype": choice.grad_dtype,
         "reduce_dtype": choice.reduce_dtype,
         "bucket_size": choice.bucket_size,
-        "stages": [_stage_document(row.plan, stage) for stage in row.plan.stages],
-        "fullest_stage": row.plan.fullest.stage,
+        "stages": [_stage_document(plan, stage) for stage in plan.stages],
+        "fullest_stage": plan.fullest.stage,
         "seconds": {
-            "reduce_scatter": row.times.scatter_seconds,
-            "all_gather": row.times.gather_seconds,
-            "all_reduce": row.times.stats_seconds,
-            "exposed": row.times.exposed_seconds,
+            "reduce_scatter": times.scatter_seconds,
+            "all_gather": times.gather_seconds,
+            "all_reduce": times.stats_seconds,
+            "exposed": times.exposed_seconds,
         },
-        "timeline": None if row.times.timeline is None else _timeline_document(row.times.timeline),
+        "timeline": None if times.timeline is None else asdict(times.timeline),
     }
 
 
 def _stage_document(plan: ChoicePlan, stage: StagePlan) -> dict[str, Any]:
-    sent = {kind: [each.sent_nbytes for _, each in stage.collectives if each.kind is kind] for kind in Kind}
+    sent = {kind: stage.sent_by(kind) for kind in Kind}
     return {
         "stages": list(plan.stage_numbers(stage)),
         "params": len(stage.params),
@@ -176,55 +135,24 @@ def _stage_document(plan: ChoicePlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _timeline_document(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "exposed_scatter_seconds": timeline.exposed_scatter_seconds,
-        "exposed_gather_seconds": timeline.exposed_gather_seconds,
-        "intervals": [
-            {"lane": each.lane.value, "label": each.label, "start": each.start, "stop": each.stop}
-            for each in timeline.intervals
-        ],
-    }
-
-
-def _parts(planned: Planned) -> Iterator[RenderableType]:
-    yield titled("model", facts(_model(planned.gpt)))
-    yield titled("assumed", facts(_assumed(planned.assumed)))
-    yield titled("choices; bytes of a rank of the fullest stage, between two steps", _choices(planned.rows))
-    if len(planned.rows) == 1:
-        (row,) = planned.rows
-        yield titled("pipeline stages", _stages(row.plan))
-        yield titled("one step of the fullest stage", facts(_step(row.plan.fullest, row.times)))
-    for each in planned.built:
-        yield titled(_built_heading(each), facts(_built(each)))
-
-
-def _time_text(seconds: float) -> str:
-    """Writes a time with three digits and its unit.
+def _time_text(seconds: float | None) -> str:
+    """Writes a time with three digits and its unit, and nothing for None.
 
     >>> _time_text(0), _time_text(0.0000125), _time_text(0.25), _time_text(12.345)
     ('0', '12.5 us', '250 ms', '12.3 s')
     """
+    if seconds is None:
+        return ""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds * 1e6:.2g} us" if seconds > 1e-10 else "0"
 
 
-def _name_of(plan: ChoicePlan) -> str:
-    """Describes a choice in one line."""
-    choice = plan.choice
-    sizes = [f"dp {choice.cut.dp}", f"tp {choice.cut.tp}", f"pp {choice.cut.pp}"]
-    sizes += [f"ep {choice.cut.ep}"] * (choice.cut.ep > 1)
-    sent = "" if choice.reduce_dtype is None else f" sent as {choice.reduce_dtype}"
-    bucket = _BUCKETS.get(_bucket(choice), f"buckets of {_bucket(choice)}")
-    return ", ".join([*sizes, f"{choice.dtype} with {choice.grad_dtype} grads{sent}", bucket])
-
-
 def _bucket(choice: Choice) -> str:
     """Returns the bucket size as on the command line, with commas."""
     if choice.bucket_size is None:
-        return _USUAL["bucket"]
+        return "all"
     return choice.bucket_size if isinstance(choice.bucket_size, str) else f"{choice.bucket_size:,}"
 
 
@@ -252,57 +180,99 @@ def _assumed(assumed: Assumed) -> Iterator[tuple[str, str]]:
         yield "backward", f"{times[0]} a microbatch, forward {times[1]}, update {_time_text(assumed.update_seconds)}"
 
 
-def _choices(rows: Sequence[PlannedChoice]) -> RenderableType:
-    titles = ("dp", "tp", "pp", "ep", "dtype", "grads", "reduce dtype", "bucket", "stage")
-    columns = [Column(title) for title in titles]
-    columns += [Column(title, is_optional=True) for title in _KINDS]
-    columns += [Column("all"), Column("not sharded", is_optional=True), Column("buckets", is_optional=True)]
-    columns += [Column("collectives", is_optional=True), Column("sent"), Column("takes", is_optional=True)]
-    columns += [Column("hidden", is_optional=True), Column("exposed")]
-    cells = [_choice_cells(row) for row in rows]
-    for number, title in enumerate(titles):
-        if all(row[number] == _USUAL.get(title) for row in cells):
-            for row in cells:
-                row[number] = ""
-    return FittingTable(columns, cells)
+@dataclass(frozen=True)
+class _Column:
+    """One column of the table of choices.
+
+    Args:
+        title: its heading.
+        cell: its text for one choice.
+        usual: the text that needs no column where all choices have it.
+        is_optional: whether it is left out where the table would be too wide.
+    """
+
+    title: str
+    cell: Callable[[ChoicePlan, Times], str]
+    usual: str = ""
+    is_optional: bool = False
 
 
-def _choice_cells(row: PlannedChoice) -> list[str]:
-    choice, stage, times = row.plan.choice, row.plan.fullest, row.times
-    exposed, hidden = times.exposed_seconds, times.hidden_seconds
-    return [
-        *(str(size) for size in (choice.cut.dp, choice.cut.tp, choice.cut.pp, choice.cut.ep)),
-        *(choice.dtype, choice.grad_dtype, choice.reduce_dtype or _USUAL["reduce dtype"], _bucket(choice)),
-        ranges(row.plan.stage_numbers(stage)),
-        *_bytes(stage.footprint),
-        size_text(_unsharded_nbytes(stage.footprint)),
-        *(str(stage.num_buckets), str(len(stage.collectives)), size_text(stage.sent_nbytes)),
-        _time_text(times.seconds),
-        "" if hidden is None else _time_text(hidden),
-        "" if exposed is None else _time_text(exposed),
-    ]
+def _column_of_bytes(title: str, nbytes_of: Callable[[StagePlan], int], *, is_optional: bool = True) -> _Column:
+    return _Column(title, lambda plan, times: size_text(nbytes_of(plan.fullest)), is_optional=is_optional)
 
 
-def _bytes(held: Footprint) -> list[str]:
-    kinds = (held.param_nbytes, held.grad_nbytes, held.main_nbytes, held.moment_nbytes, held.lasting_nbytes)
-    return [size_text(nbytes) for nbytes in kinds]
-
-
-def _unsharded_nbytes(held: Footprint) -> int:
+def _unsharded_nbytes(stage: StagePlan) -> int:
     """Returns the bytes of a rank that updates all its params itself."""
+    held = stage.footprint
     return held.param_nbytes + held.grad_nbytes + held.undistributed_nbytes
 
 
-def _stages(plan: ChoicePlan) -> RenderableType:
-    columns = [Column("stages"), Column("tensors", is_optional=True), Column("elements", is_optional=True)]
-    columns += [Column(title, is_optional=True) for title in _KINDS]
-    columns += [Column("all"), Column("buckets"), Column("sent")]
-    return FittingTable(columns, [_stage_cells(plan, stage) for stage in plan.stages])
+_COLUMNS = (
+    _Column("dp", lambda plan, times: str(plan.choice.cut.dp)),
+    _Column("tp", lambda plan, times: str(plan.choice.cut.tp)),
+    _Column("pp", lambda plan, times: str(plan.choice.cut.pp)),
+    _Column("ep", lambda plan, times: str(plan.choice.cut.ep), usual="1"),
+    _Column("dtype", lambda plan, times: plan.choice.dtype),
+    _Column("grads", lambda plan, times: plan.choice.grad_dtype),
+    _Column("reduce dtype", lambda plan, times: plan.choice.reduce_dtype or "none", usual="none"),
+    _Column("bucket", lambda plan, times: _bucket(plan.choice), usual="all"),
+    _Column("stage", lambda plan, times: ranges(plan.stage_numbers(plan.fullest)), usual="0"),
+    _column_of_bytes("params", lambda stage: stage.footprint.param_nbytes),
+    _column_of_bytes("grads", lambda stage: stage.footprint.grad_nbytes),
+    _column_of_bytes("main", lambda stage: stage.footprint.main_nbytes),
+    _column_of_bytes("moments", lambda stage: stage.footprint.moment_nbytes),
+    _column_of_bytes("all", lambda stage: stage.footprint.lasting_nbytes, is_optional=False),
+    _column_of_bytes("not sharded", _unsharded_nbytes),
+    _Column("buckets", lambda plan, times: str(plan.fullest.num_buckets), is_optional=True),
+    _Column("collectives", lambda plan, times: str(len(plan.fullest.collectives)), is_optional=True),
+    _column_of_bytes("sent", lambda stage: stage.sent_nbytes, is_optional=False),
+    _Column("takes", lambda plan, times: _time_text(times.seconds), is_optional=True),
+    _Column("hidden", lambda plan, times: _time_text(times.hidden_seconds), is_optional=True),
+    _Column("exposed", lambda plan, times: _time_text(times.exposed_seconds)),
+)
 
 
-def _stage_cells(plan: ChoicePlan, stage: StagePlan) -> list[str]:
-    numbers = [ranges(plan.stage_numbers(stage)), f"{len(stage.params):,}", f"{stage.numel:,}"]
-    return [*numbers, *_bytes(stage.footprint), str(stage.num_buckets), size_text(stage.sent_nbytes)]
+@dataclass(frozen=True)
+class _ChoiceTable:
+    """A row for each choice. Where it is too wide, optional columns are left out, the last one first."""
+
+    plans: Sequence[ChoicePlan]
+    times: Sequence[Times]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [column for column in _COLUMNS if not {"", column.usual}.issuperset(self._cells(column))]
+        optional = [column for column in columns if column.is_optional]
+        unlimited = options.update(width=100_000)
+        while optional and console.measure(self._drawn(columns), options=unlimited).maximum > options.max_width:
+            columns.remove(optional.pop())
+        yield self._drawn(columns)
+
+    def _cells(self, column: _Column) -> list[str]:
+        return [*map(column.cell, self.plans, self.times)]
+
+    def _drawn(self, columns: Sequence[_Column]) -> RenderableType:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        for row in zip(*map(self._cells, columns), strict=True):
+            table.add_row(*row)
+        return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _stage_row(plan: ChoicePlan, stage: StagePlan) -> tuple[str, str]:
+    held = stage.footprint
+    said = [
+        counted(len(stage.params), "tensor"),
+        counted(stage.numel, "element"),
+        f"params {size_text(held.param_nbytes)}",
+        f"grads {size_text(held.grad_nbytes)}",
+        f"main {size_text(held.main_nbytes)}",
+        f"moments {size_text(held.moment_nbytes)}",
+        f"all {size_text(held.lasting_nbytes)}",
+        counted(stage.num_buckets, "bucket"),
+        f"sent {size_text(stage.sent_nbytes)}",
+    ]
+    return ranges(plan.stage_numbers(stage)), ", ".join(said)
 
 
 def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
@@ -314,7 +284,7 @@ def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
         (Kind.ALL_GATHER, times.gather_seconds, gathered, "the next forward"),
         (Kind.ALL_REDUCE, times.stats_seconds, None, "nothing"),
     ):
-        yield kind.value, _collectives_text(stage, kind, took, exposed, by)
+        yield kind.value, _collectives_text(stage.sent_by(kind), took, exposed, by)
     held = stage.footprint
     yield "for a moment", f"{size_text(held.backward_nbytes)} in backward: the largest gradient, before it is added up"
     if held.step_nbytes:
@@ -322,8 +292,7 @@ def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
     yield "updated", f"{counted(held.num_flat_params, 'flat param')} by the inner optimizer"
 
 
-def _collectives_text(stage: StagePlan, kind: Kind, seconds: float, exposed: float | None, by: str) -> str:
-    sent = [each.sent_nbytes for _, each in stage.collectives if each.kind is kind]
+def _collectives_text(sent: Sequence[int], seconds: float, exposed: float | None, by: str) -> str:
     if not sent:
         return "none"
     text = f"{len(sent):,} that send {size_text(sum(sent))} in {_time_text(seconds)}"
@@ -333,25 +302,25 @@ def _collectives_text(stage: StagePlan, kind: Kind, seconds: float, exposed: flo
     return f"{text}; {by} can hide {_time_text(hidden)} ({100 * hidden / seconds:.0f}%)"
 
 
-def _built_heading(each: BuiltRank) -> str:
-    cut = each.plan.choice.cut
-    stage, rank = cut.place_of(each.rank)
-    where = f"stage {stage}, data-parallel rank {rank} of {cut.dp}"
-    return f"built without memory: rank {each.rank} of {cut.num_ranks:,} ({where})"
-
-
-def _built(each: BuiltRank) -> Iterator[tuple[str, str]]:
-    built, held, cut = each.built, each.plan.footprint, each.plan.choice.cut
-    yield "groups", f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
+def _built_part(rank: int, plan: StagePlan, built: Built) -> RenderableType:
+    cut = plan.choice.cut
+    stage, data_rank = cut.place_of(rank)
+    where = f"stage {stage}, data-parallel rank {data_rank} of {cut.dp}"
+    title = f"built without memory: rank {rank} of {cut.num_ranks:,} ({where})"
+    groups = f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
     updated = f"the inner optimizer updates {counted(built.num_flat_params, 'flat param')}"
-    yield "tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"
-    for kind in ("param", "grad", "main", "moment"):
-        found, planned = getattr(built, f"{kind}_nbytes"), getattr(held, f"{kind}_nbytes")
+    cells = [
+        ("groups", groups),
+        ("tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"),
+    ]
+    for kind in _KINDS:
+        found, planned = getattr(built, f"{kind}_nbytes"), getattr(plan.footprint, f"{kind}_nbytes")
         said = "as planned" if found == planned else f"planned were {planned:,}"
-        yield f"{kind} bytes", f"{found:,}: {said}"
+        cells.append((f"{kind} bytes", f"{found:,}: {said}"))
     seconds = built.seconds
     steps = {"groups": seconds.groups, "params": seconds.params, "layout": seconds.layout}
     steps |= {"buffers and optimizer": seconds.optimizer, "first update": seconds.update}
     text = ", ".join(f"{name} {_time_text(each)}" for name, each in steps.items())
-    yield "time", f"{_time_text(seconds.total)}: {text}"
-    yield "memory", f"the peak of this process rose by {size_text(built.process_nbytes)}"
+    cells.append(("time", f"{_time_text(seconds.total)}: {text}"))
+    cells.append(("memory", f"the peak of this process rose by {size_text(built.process_nbytes)}"))
+    return titled(title, rows(cells))

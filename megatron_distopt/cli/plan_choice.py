@@ -14,6 +14,7 @@ from megatron_distopt.layout import BufferLayout, ParamSpec, default_bucket_size
 from megatron_distopt.layout.estimate import (
     Collective,
     Footprint,
+    Kind,
     Widths,
     collectives_of,
     estimate_footprint,
@@ -143,6 +144,10 @@ class StagePlan:
     def num_buckets(self) -> int:
         """Buckets of all buffers."""
         return sum(len(part.layout.buckets) for part in self.parts)
+
+    def sent_by(self, kind: Kind) -> list[int]:
+        """Returns the bytes that the rank sends in each collective of one kind."""
+        return [each.sent_nbytes for _, each in self.collectives if each.kind is kind]
 
     @property
     def sent_nbytes(self) -> int:

@@ -48,7 +48,7 @@ class Assumed:
         return collective.sent_nbytes / self.bytes_per_second + collective.num_hops * self.hop_seconds
 
 
-class TimelineLane(Enum):
+class TimelineLane(str, Enum):
     """The resource that is busy."""
 
     COMPUTE = "compute"

@@ -1,47 +1,37 @@
-"""What the commands print, by `rich`: answers, findings, tables, progress, and numbers as people read them.
-
-Plain text is wrapped at the width of a terminal; in a file or a pipe every line is as wide as what it holds, without
-colours. `--json` does not come through here, but for `Answer.as_json`.
-"""
+"""What the commands print for people: parts of an answer, drawn by `rich`, and numbers as people read them."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
+from functools import partial
 from typing import Any
 
-import rich.progress
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
-from rich.measure import Measurement
+from rich import filesize, progress
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
     "Answer",
-    "Column",
     "Finding",
-    "FittingTable",
-    "Progress",
     "Status",
-    "console_for",
     "counted",
-    "facts",
-    "findings_table",
     "listed",
+    "more",
     "noted",
     "number_text",
     "ok",
     "options_text",
     "problem",
+    "progress_of",
     "ranges",
-    "refused",
+    "rows",
     "size_text",
     "titled",
 ]
@@ -64,22 +54,18 @@ class Answer:
     parts: Sequence[RenderableType]
     status: int = 0
 
-    def as_text(self, console: Console) -> str:
-        """Renders the parts for people, as wide as the console."""
+    def as_text(self, width: int | None) -> str:
+        """Renders the parts for people.
+
+        Args:
+            width: of the terminal in characters; None for a file or a pipe.
+        """
+        console = Console(width=width or _ANY_WIDTH, markup=False, emoji=False, highlight=False)
         return "\n\n".join(part if isinstance(part, str) else _rendered(part, console) for part in self.parts)
 
     def as_json(self) -> str:
         """Writes the document as JSON; inf and nan, which JSON lacks, are the texts "inf", "-inf" and "nan"."""
         return json.dumps(_plain(self.document), indent=2, allow_nan=False)
-
-
-def console_for(width: int | None) -> Console:
-    """Standard output, which prints texts as they are and not as markup.
-
-    Args:
-        width: of the terminal in characters; None where the output is none.
-    """
-    return Console(width=width or _ANY_WIDTH, markup=False, emoji=False, highlight=False)
 
 
 def _rendered(part: RenderableType, console: Console) -> str:
@@ -96,98 +82,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def titled(title: str, *body: RenderableType) -> Group:
-    """A part of an answer: a title, and what is below it."""
-    return Group(Text(title, style="bold"), *body)
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    Args:
-        title: its heading.
-        is_left: aligned at the left; numbers are not.
-        is_optional: left out where the table would be too wide.
-    """
-
-    title: str
-    is_left: bool = False
-    is_optional: bool = False
-
-
-@dataclass(frozen=True)
-class FittingTable:
-    """A table, indented by two, without the columns in which nothing stands.
-
-    Where it is too wide, optional columns are left out, the last one first, and then the first column is wrapped.
-
-    Args:
-        columns: of the table.
-        rows: one text a column.
-        instead: what is shown where all columns that are not optional are too wide together.
-
-    >>> table = FittingTable([Column("name", is_left=True), Column("bytes")], [["a.weight", "12"], ["b", "8"]])
-    >>> print(Answer({}, [table]).as_text(console_for(None)))
-      name      bytes
-      a.weight     12
-      b             8
-    """
-
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
-    instead: RenderableType | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
-        kept = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
-        optional = [at for at in kept if self.columns[at].is_optional]
-        while self._is_too_wide(kept, console, options) and optional:
-            kept.remove(optional.pop())
-        is_too_wide = self.instead is not None and self._is_too_wide(kept, console, options)
-        yield self.instead if self.instead is not None and is_too_wide else self._table(kept)
-
-    def _is_too_wide(self, kept: Sequence[int], console: Console, options: ConsoleOptions) -> bool:
-        wanted = Measurement.get(console, options.update(width=_ANY_WIDTH), self._table(kept)).maximum
-        return wanted > options.max_width
-
-    def _table(self, kept: Sequence[int]) -> RenderableType:
-        drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, at in enumerate(kept):
-            column = self.columns[at]
-            justify: JustifyMethod = "left" if column.is_left else "right"
-            drawn.add_column(column.title, justify=justify, no_wrap=number > 0, overflow="fold")
-        for row in self.rows:
-            drawn.add_row(*(row[at] for at in kept))
-        return Padding(drawn, (0, 0, 0, 2), expand=False)
-
-
-def facts(rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """Lines of a label and a text, indented by two; rows without a text are left out.
-
-    >>> print(Answer({}, [facts([("step", "10"), ("loss scale", "")])]).as_text(console_for(None)))
-      step  10
-    """
-    return _grid([[label, text] for label, text in rows if text])
-
-
-def _grid(rows: Iterable[Sequence[str | Text]], least: int = 0) -> RenderableType:
-    """Columns of which the last one is wrapped.
-
-    Args:
-        rows: texts.
-        least: width of the last column but one.
-    """
-    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    cells = list(rows)
-    labels = max(map(len, cells), default=1) - 1
-    for number in range(labels):
-        grid.add_column(no_wrap=True, min_width=least if number == labels - 1 else None)
-    grid.add_column(overflow="fold")
-    for row in cells:
-        grid.add_row(*row)
-    return Padding(grid, (0, 0, 0, 2), expand=False)
-
-
 class Status(Enum):
     """The meaning of a finding for training."""
 
@@ -201,129 +95,79 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of a report.
 
     Args:
+        status: what it means for training.
         section: "fork", "machine", "environment" or "launch".
         subject: what was looked at.
-        status: what it means for training.
-        text: what was found; of a problem also what is supported and what to type.
+        text: what was found; of a problem also what is required and what to type.
     """
 
+    status: Status
     section: str
     subject: str
-    status: Status
     text: str
 
 
-def ok(section: str, subject: str, text: str) -> Finding:
-    """Returns a finding that all is well."""
-    return Finding(section, subject, Status.OK, text)
+ok, noted, problem = (partial(Finding, status) for status in Status)
+_STYLES = {Status.OK.value: "green", Status.NOTE.value: "yellow", Status.PROBLEM.value: "bold red"}
 
 
-def noted(section: str, subject: str, text: str) -> Finding:
-    """Returns a finding that is good to know."""
-    return Finding(section, subject, Status.NOTE, text)
+def titled(title: str, *body: RenderableType) -> Group:
+    """Puts a title above a part of an answer."""
+    return Group(Text(title, style="bold"), *body)
 
 
-def problem(section: str, subject: str, text: str) -> Finding:
-    """Returns a finding that stands in the way of training; `text` is a refusal."""
-    return Finding(section, subject, Status.PROBLEM, text)
+def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
+    """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left out.
 
-
-def refused(section: str, subject: str, reason: str | None, text: str) -> Finding:
-    """Returns a problem where there is a reason, and otherwise a finding that all is well."""
-    return ok(section, subject, text) if reason is None else problem(section, subject, reason)
-
-
-_STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
-
-
-def findings_table(rows: Iterable[tuple[Status, str, str]], least: int = 0) -> RenderableType:
-    """Lines of a status, a subject and a text.
-
-    Args:
-        rows: of the table.
-        least: width of the column of subjects, so that those of several tables are alike.
-
-    >>> table = findings_table([(Status.OK, "flag", "--use-distributed-optimizer")])
-    >>> print(Answer({}, [table]).as_text(console_for(None)))
-      ok       flag  --use-distributed-optimizer
+    >>> print(Answer({}, [rows([("step", "10"), ("loss scale", "")])]).as_text(None))
+      step  10
     """
-    return _grid([(Text(f"{status.value:<7}", style=_STYLES[status]), *texts) for status, *texts in rows], least)
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for row in cells:
+        if row[-1]:
+            grid.add_row(*(Text(cell, style=_STYLES.get(cell, ""), overflow="fold") for cell in row))
+    return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
-class Progress:
-    """Shows on standard error how many bytes a command has done: a bar on a terminal, elsewhere a line now and then.
+@contextmanager
+def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows on standard error, where that is a terminal, how much of a long task is done.
 
     Args:
         what: is being done, such as "verifying".
         total: bytes to come.
-        console: standard error where None.
-        clock: seconds.
+
+    Returns:
+        A function that is called with the bytes that are done.
     """
-
-    #: Seconds before a bar is drawn, and between two lines.
-    _PATIENCE, _LINE_EVERY = 1.0, 5.0
-
-    def __init__(
-        self, what: str, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console, self._clock = console or Console(file=sys.stderr), clock
-        bar = [rich.progress.BarColumn()] if self._console.is_terminal else []
-        self._shown = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            *bar,
-            rich.progress.TaskProgressColumn(),
-            rich.progress.DownloadColumn(binary_units=True),
-            rich.progress.TransferSpeedColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            get_time=clock,
-            speed_estimate_period=600.0,
-        )
-        self._task = self._shown.add_task(what, total=total)
-        self._next = clock() + (self._PATIENCE if self._console.is_terminal else self._LINE_EVERY)
-
-    def __call__(self, nbytes: int) -> None:
-        """Adds bytes that are done."""
-        self._shown.advance(self._task, nbytes)
-        now = self._clock()
-        if now < self._next:
-            return
-        if self._console.is_terminal:
-            self._shown.start()
-            self._next = math.inf
-        else:
-            self._console.print(self._shown.make_tasks_table(self._shown.tasks))
-            self._next = now + self._LINE_EVERY
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shown.live.is_started:
-            self._shown.stop()
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        yield partial(shown.advance, shown.add_task(what, total=total))
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes with three or four digits.
+    """Writes bytes with their unit.
 
     >>> size_text(720), size_text(34_610), size_text(3 << 40)
     ('720 B', '33.8 KiB', '3.0 TiB')
     """
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = 0
-    while round(nbytes, 1) >= 1024 and power < len(units) - 1:
-        nbytes, power = nbytes / 1024, power + 1
-    return f"{nbytes:.0f} B" if not power else f"{nbytes:.1f} {units[power]}"
+    unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
 
 
 def number_text(value: object) -> str:
-    """A number without a fraction that says nothing, lists in brackets, and texts as they are.
+    """Writes a number without a fraction that is zero, a list in brackets, and anything else as it is.
 
     >>> number_text(65536.0), number_text([0.9, 0.999]), number_text(1e-08)
     ('65536', '[0.9, 0.999]', '1e-08')
@@ -336,7 +180,7 @@ def number_text(value: object) -> str:
 
 
 def options_text(options: Mapping[str, object]) -> str:
-    """Names and values.
+    """Writes names and values.
 
     >>> options_text({"lr": 0.001, "amsgrad": False})
     'lr 0.001, amsgrad False'
@@ -354,13 +198,22 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first few, and how many more there are.
+    """Writes the first few names, and how many more there are.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def more(count: int, most: int) -> list[str]:
+    """Returns the line that stands for what a list leaves out, if anything.
+
+    >>> more(25, most=20), more(20, most=20)
+    (['and 5 more: --json has all'], [])
+    """
+    return [f"and {count - most:,} more: --json has all"] if count > most else []
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -18,7 +18,7 @@ from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, open_source
+from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of
 from megatron_distopt.cli.checks import (
     METADATA_AREA,
     Problem,
@@ -31,8 +31,9 @@ from megatron_distopt.cli.checks import (
     check_metadata,
     stored_in,
 )
-from megatron_distopt.cli.show import Answer, Progress, Status, counted, facts, findings_table, size_text, titled
+from megatron_distopt.cli.show import Answer, Status, counted, more, progress_of, rows, size_text, titled
 from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats import open_any
 from megatron_distopt.layout import Box
 
 __all__ = ["NonFinite", "answer", "non_finite"]
@@ -84,7 +85,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
         CheckpointError: there is none.
     """
     place = find(parsed.checkpoint)
-    verified = _verify_own(place.path) if place.is_ours else _verify_other(open_source(place))
+    verified = _verify_own(place.path) if place.is_ours else _verify_other(open_any(place.path))
     document = {
         "checkpoint": str(place.path),
         "chosen": place.chosen,
@@ -101,7 +102,7 @@ def _verify_own(folder: Path) -> _Verified:
     except CheckpointError as error:
         return _Verified({}, [Problem("manifest", "manifest.json", f"cannot be used: {error}")])
     values, problems = _Values(), list[Problem]()
-    with Progress("verifying", manifest.nbytes) as progress:
+    with progress_of("verifying", manifest.nbytes) as progress:
         for file, stored in zip(manifest.files, stored_in(manifest), strict=True):
             problems += check_file(folder / file.name, file, stored, _looker(values, file.name), progress)
     damaged = {key for problem in problems for key in problem.keys}
@@ -123,7 +124,7 @@ def _looker(values: _Values, file: str) -> Callable[[StoredChunk, Tensor], None]
 
 def _verify_other(source: Source) -> _Verified:
     values, problems = _Values(), list[Problem]()
-    with Progress("verifying", sum(map(nbytes_of, source.tensors.values()))) as progress:
+    with progress_of("verifying", sum(map(nbytes_of, source.tensors.values()))) as progress:
         for key, info in source.tensors.items():
             try:
                 tensor = source.read(key)
@@ -149,20 +150,20 @@ def _on_content(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]
 
 
 def _parts(place: CheckpointPath, verified: _Verified) -> list[RenderableType]:
-    head = titled("checkpoint", facts([("where", str(place.path)), ("which", place.chosen)]))
-    return [head, findings_table(_rows(verified)), Text(_conclusion(verified.problems, place))]
+    head = titled("checkpoint", rows([("where", str(place.path)), ("which", place.chosen)]))
+    return [head, rows(_rows(verified)), Text(_conclusion(verified.problems, place))]
 
 
-def _rows(verified: _Verified) -> Iterator[tuple[Status, str, str]]:
+def _rows(verified: _Verified) -> Iterator[tuple[str, str, str]]:
     for area in ("manifest", *verified.checked):
         problems = [problem for problem in verified.problems if problem.area == area]
         if not problems and area in verified.checked:
-            yield Status.OK, area, verified.checked[area]
+            yield Status.OK.value, area, verified.checked[area]
         for problem in problems[:_LISTED]:
-            lost = _shortlist(problem.lost, _LOST_LISTED)
-            yield Status.PROBLEM, area, "\n".join([f"{problem.subject} {problem.text}", *lost])
-        for line in _shortlist(["" for _ in problems], _LISTED)[_LISTED:]:
-            yield Status.PROBLEM, area, line
+            lost = [*problem.lost[:_LOST_LISTED], *more(len(problem.lost), _LOST_LISTED)]
+            yield Status.PROBLEM.value, area, "\n".join([f"{problem.subject} {problem.text}", *lost])
+        for line in more(len(problems), _LISTED):
+            yield Status.PROBLEM.value, area, line
 
 
 def _conclusion(problems: Sequence[Problem], place: CheckpointPath) -> str:
@@ -171,11 +172,6 @@ def _conclusion(problems: Sequence[Problem], place: CheckpointPath) -> str:
     if all(problem.area == METADATA_AREA for problem in problems):
         return f"{counted(len(problems), 'problem')}: megatron-distopt convert {place.path} NEW --to distopt mends it"
     return f"{counted(len(problems), 'problem')}: load an earlier checkpoint"
-
-
-def _shortlist(lines: Sequence[str], most: int) -> list[str]:
-    more = f"and {len(lines) - most:,} more: --json has all"
-    return [*lines[:most], *([more] if len(lines) > most else [])]
 
 
 @dataclass(frozen=True)
