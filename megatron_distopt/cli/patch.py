@@ -11,9 +11,9 @@ import argparse
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 
 from megatron_distopt.cli.show import Answer
@@ -146,26 +146,12 @@ def as_diff(edit: Edit) -> str:
 
     `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines before the place.
     """
-    is_added = len(edit.after) > len(edit.before)
-    longer, shorter = (edit.after, edit.before) if is_added else (edit.before, edit.after)
-    # The last line of a file may have no newline; it gets one, so it changes too.
-    first = edit.line if shorter.endswith((b"\n", b"\r")) else edit.line - 1
-    many = longer.splitlines(keepends=True)[first : edit.line + len(BLOCK)]
-    few = shorter.splitlines(keepends=True)[first : edit.line]
-    sides = ((_range(first, len(few)), few), (_range(first, len(many)), many))
-    (old, removed), (new, added) = sides if is_added else sides[::-1]
-    hunk = [f"@@ -{old} +{new} @@\n", *_signed("-", removed), *_signed("+", added)]
-    return "".join([f"--- a/{edit.name}\n", f"+++ b/{edit.name}\n", *hunk])
-
-
-def _range(first: int, count: int) -> str:
-    """Writes a range of lines as diffs do, where an empty range is named by the line before it."""
-    return f"{first + 1 if count else first},{count}"
-
-
-def _signed(sign: str, lines: Sequence[bytes]) -> list[str]:
-    texts = [sign + line.decode("utf-8", "replace") for line in lines]
-    return [text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n" for text in texts]
+    before, after = (
+        [line.decode("utf-8", "replace") for line in content.splitlines(keepends=True)]
+        for content in (edit.before, edit.after)
+    )
+    lines = unified_diff(before, after, f"a/{edit.name}", f"b/{edit.name}", n=0)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _factory_file(tree: SourceTree) -> Path:
