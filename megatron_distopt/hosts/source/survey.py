@@ -36,7 +36,7 @@ from megatron_distopt.hosts.source.tree import (
     values_given,
 )
 
-__all__ = ["GROUP_FUNCTIONS", "Alias", "Aliases", "find_aliases", "find_patch_point", "survey"]
+__all__ = ["GROUP_FUNCTIONS", "find_patch_point", "survey"]
 
 #: Process groups that the adapters ask for where a host has them.
 GROUP_FUNCTIONS = (
@@ -56,28 +56,8 @@ _PARSERS = ("megatron.arguments", "megatron.training.arguments")
 _KERNELS = ("amp_C", "apex", "transformer_engine")
 
 
-@dataclass(frozen=True)
-class _ClassFacts:
-    """The facts of a generation about the class that its factory builds.
-
-    Args:
-        name, parameters: of the class and its constructor.
-        is_exact: whether the constructor may have no others.
-        gathers: the method that classes with a gathered file have and those with per-rank files have not.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    is_exact: bool
-    gathers: str | None = None
-
-
-_CLASSES = {
-    MEGATRON_2023.name: _ClassFacts(
-        megatron_2023.CLASS, megatron_2023.CLASS_PARAMETERS, is_exact=False, gathers=megatron_2023.GATHERS_STATE
-    ),
-    MEGATRON_CORE.name: _ClassFacts(megatron_core.CLASS, megatron_core.CLASS_PARAMETERS, is_exact=True),
-}
+#: What the adapter of a generation knows about the class that the factory builds.
+_FACTS = {MEGATRON_2023.name: megatron_2023, MEGATRON_CORE.name: megatron_core}
 
 
 def survey(tree: SourceTree) -> Survey:
@@ -88,25 +68,25 @@ def survey(tree: SourceTree) -> Survey:
         UnreadableSourceError: a file that has a patch point, or what belongs to it, cannot be read.
     """
     generation = recognise(tree.has)
-    aliases = find_aliases(tree, [patch_point.attribute for patch_point in generation.patch_points])
+    aliases = _find_aliases(tree, [patch_point.attribute for patch_point in generation.patch_points])
+    patch_points = (
+        replace(
+            find_patch_point(tree, patch_point),
+            importers=tuple(aliases.importers[patch_point.attribute]),
+            assigners=tuple(aliases.assigners[patch_point.attribute]),
+        )
+        for patch_point in generation.patch_points
+    )
     return Survey(
         roots=tuple(map(str, tree.roots)),
         generation=generation,
-        patch_points=tuple(
-            _with_aliases(find_patch_point(tree, patch_point), aliases) for patch_point in generation.patch_points
-        ),
+        patch_points=tuple(patch_points),
         optimizer_class=_find_class(tree, generation),
         group_functions=_find_group_functions(tree),
         options=tuple(_find_options(tree)),
         needs=tuple(_find_needs(tree, generation)),
-        unreadable=aliases.unreadable,
+        unreadable=tuple(aliases.unreadable),
     )
-
-
-def _with_aliases(patch_point: PatchPointFound, aliases: Aliases) -> PatchPointFound:
-    name = patch_point.patch_point.attribute
-    importers = aliases.places(name, is_assigned=False)
-    return replace(patch_point, importers=importers, assigners=aliases.places(name, is_assigned=True))
 
 
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointFound:
@@ -151,25 +131,26 @@ def _lines_of_our_block(file: Path) -> range:
 
 
 def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
-    if generation.name not in _CLASSES:
+    if generation.name not in _FACTS:
         return None
-    facts, factory = _CLASSES[generation.name], generation.patch_points[0].module
-    file = _file_of_class(tree, factory, facts.name)
-    definition = classes_of(tree.parse(file)).get(facts.name) if file is not None else None
+    facts, factory = _FACTS[generation.name], generation.patch_points[0].module
+    file = _file_of_class(tree, factory, facts.CLASS)
+    definition = classes_of(tree.parse(file)).get(facts.CLASS) if file is not None else None
     if file is None or definition is None:
-        is_bound = file is not None and bool(bindings_of(tree.parse(file), facts.name))
+        is_bound = file is not None and bool(bindings_of(tree.parse(file), facts.CLASS))
         bound_in = tree.shown(file) if file is not None and is_bound else None
-        return ClassFound(facts.name, None, (), (), facts.parameters, bound_in=bound_in)
+        return ClassFound(facts.CLASS, None, (), (), facts.CLASS_PARAMETERS, bound_in=bound_in)
     methods = methods_of(definition)
     constructor = methods.get("__init__")
+    gathers = megatron_2023.GATHERS_STATE in methods
     return ClassFound(
-        facts.name,
+        facts.CLASS,
         SourceLine(tree.shown(file), definition.lineno),
         parameters_of(constructor)[1:] if constructor else (),
         required_of(constructor)[1:] if constructor else (),
-        facts.parameters,
-        facts.is_exact,
-        None if facts.gathers is None else ("gathered file" if facts.gathers in methods else "per-rank files"),
+        facts.CLASS_PARAMETERS,
+        is_exact=facts is megatron_core,
+        kind=None if facts is megatron_core else ("gathered file" if gathers else "per-rank files"),
     )
 
 
@@ -211,50 +192,31 @@ def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
 
 
 @dataclass(frozen=True)
-class Alias:
-    """One line that imports a function of the host, or replaces it.
+class _Aliases:
+    """The lines that import a function of the host by value or assign it in another module, in order, by its name.
 
     Args:
-        name: of the function.
-        place: of the line.
-        is_assigned: whether it assigns an attribute of that name in another module, and does not import it.
-    """
-
-    name: str
-    place: SourceLine
-    is_assigned: bool
-
-
-@dataclass(frozen=True)
-class Aliases:
-    """All aliases of a tree.
-
-    Args:
-        found: in the order of files and lines.
+        importers, assigners: of each function.
         unreadable: files that mention a name and could not be read.
     """
 
-    found: tuple[Alias, ...]
-    unreadable: tuple[Unreadable, ...]
-
-    def places(self, name: str, *, is_assigned: bool) -> tuple[SourceLine, ...]:
-        """The lines of one function."""
-        return tuple(alias.place for alias in self.found if (alias.name, alias.is_assigned) == (name, is_assigned))
+    importers: dict[str, list[SourceLine]]
+    assigners: dict[str, list[SourceLine]]
+    unreadable: list[Unreadable]
 
 
-def find_aliases(tree: SourceTree, names: Sequence[str]) -> Aliases:
+def _find_aliases(tree: SourceTree, names: Sequence[str]) -> _Aliases:
     """Reads every file that mentions one of the names."""
-    found: list[Alias] = []
-    unreadable: list[Unreadable] = []
+    found = _Aliases({name: [] for name in names}, {name: [] for name in names}, [])
     words = [name.encode() for name in names]
     for file in tree.python_files() if words else ():
         content = _content(file)
         if any(word in content for word in words):
             try:
-                found += _aliases_in(tree, file, names)
+                _add_aliases(found, tree, file)
             except UnreadableSourceError as error:
-                unreadable.append(Unreadable(tree.shown(file), str(error)))
-    return Aliases(tuple(found), tuple(unreadable))
+                found.unreadable.append(Unreadable(tree.shown(file), str(error)))
+    return found
 
 
 def _content(file: Path) -> bytes:
@@ -265,15 +227,16 @@ def _content(file: Path) -> bytes:
         return b""
 
 
-def _aliases_in(tree: SourceTree, file: Path, names: Sequence[str]) -> Iterator[Alias]:
+def _add_aliases(found: _Aliases, tree: SourceTree, file: Path) -> None:
     module = tree.module_of(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree.parse(file)):
         if isinstance(node, ast.ImportFrom) and resolved(node, package).partition(".")[0] == "megatron":
-            taken, is_assigned = [alias.name for alias in node.names], False
+            places, names = found.importers, [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            taken, is_assigned = [node.attr], True
+            places, names = found.assigners, [node.attr]
         else:
             continue
-        place = SourceLine(tree.shown(file), node.lineno)
-        yield from (Alias(name, place, is_assigned) for name in taken if name in names)
+        for name in names:
+            if name in places:
+                places[name].append(SourceLine(tree.shown(file), node.lineno))
