@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -39,7 +39,6 @@ __all__ = [
     "one_of",
     "option",
     "options_of",
-    "reference_table",
     "variable_of",
 ]
 
@@ -276,23 +275,6 @@ def _check_not_negative(name: str, value: float, write: Write) -> None:
 
 
 NOT_NEGATIVE = Rule("a number of at least 0", _check_not_negative)
-
-
-def reference_table(options: Mapping[str, Option]) -> str:
-    """Lists the options as a Markdown table, which docs/reference.md has.
-
-    >>> print(reference_table({"debug": Option("debug", "bool", False, "check more", SetBy.FLAG, None)}))
-    | option | flag and environment variable | values | default | meaning |
-    |---|---|---|---|---|
-    | `debug` | `--distopt-debug`, `MEGATRON_DISTOPT_DEBUG` | yes or no | `False` | check more |
-    """
-    lines = ["| option | flag and environment variable | values | default | meaning |", "|---|---|---|---|---|"]
-    for name, each in options.items():
-        is_free = each.set_by is SetBy.FLAG
-        spelled = f"`{flag_of(name)}`, `{variable_of(name)}`" if is_free else "in a Megatron, the host's own flag"
-        default = repr(each.default).replace("'", '"')
-        lines.append(f"| `{name}` | {spelled} | {each.values} | `{default}` | {each.meaning} |")
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

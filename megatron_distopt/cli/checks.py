@@ -205,19 +205,14 @@ def _read(
                 look(each, reader.read(each.key, each.chunk, getattr(torch, each.dtype)))
             except CheckpointError as error:
                 unreadable[each] = str(error)
-        return _crc(file, crc32, None, progress), unreadable
+        return _crc(file, crc32, math.inf, progress), unreadable
 
 
-def _crc(file: io.FileIO, crc32: int, nbytes: int | None, progress: Callable[[int], None]) -> int:
+def _crc(file: io.FileIO, crc32: int, nbytes: float, progress: Callable[[int], None]) -> int:
     """Continues a checksum over so many bytes, or to the end of the file."""
-    piece = memoryview(bytearray(_PIECE_NBYTES if nbytes is None else max(1, min(_PIECE_NBYTES, nbytes))))
-    while nbytes is None or nbytes:
-        count = file.readinto(piece if nbytes is None else piece[: min(len(piece), nbytes)])
-        if not count:
-            break
-        crc32 = zlib.crc32(piece[:count], crc32)
-        nbytes = None if nbytes is None else nbytes - count
-        progress(count)
+    while nbytes > 0 and (piece := file.read(int(min(_PIECE_NBYTES, nbytes)))):
+        crc32, nbytes = zlib.crc32(piece, crc32), nbytes - len(piece)
+        progress(len(piece))
     return crc32
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -31,7 +32,6 @@ from megatron_distopt.hosts.source.found import (
     ParserOption,
     PatchPointFound,
     PatchPointState,
-    SourceLine,
     Survey,
 )
 from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS, survey
@@ -121,20 +121,24 @@ def _switch() -> Switch:
     return Switch.ON
 
 
-def _variables() -> Iterator[Finding]:
-    is_bad = False
-    checks: tuple[Callable[[Mapping[str, str]], object], ...] = (switch_from, config_from_environment)
+def _refusals(section: str, subject: str, *checks: Callable[[], object]) -> Iterator[Finding]:
+    """Yields a problem for each check that refuses."""
     for check in checks:
         try:
-            check(os.environ)
+            check()
         except ConfigError as error:
-            is_bad = True
-            yield problem(_ENVIRONMENT, "variables", str(error))
+            yield problem(section, subject, str(error))
+
+
+def _variables() -> Iterator[Finding]:
+    checks = partial(switch_from, os.environ), partial(config_from_environment, os.environ)
+    problems = list(_refusals(_ENVIRONMENT, "variables", *checks))
+    yield from problems
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
     shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "no MEGATRON_DISTOPT variable is set"
     if _switch() is Switch.OFF:
         yield noted(_ENVIRONMENT, "variables", f"{shown}: switched off, the host's own optimizer runs")
-    elif not is_bad:
+    elif not problems:
         yield ok(_ENVIRONMENT, "variables", shown)
 
 
@@ -206,9 +210,9 @@ def _patch_point(found: PatchPointFound) -> Iterator[Finding]:
     text = f"free in {found.place}{with_block}: ({', '.join(found.parameters)})"
     yield _refused(name, found.refusal(), text)
     if found.importers:
-        yield ok(_FORK, f"{name} by value", f"in {_places(found.importers)}; each is rebound")
+        yield ok(_FORK, f"{name} by value", f"in {', '.join(map(str, found.importers))}; each is rebound")
     if found.assigners:
-        yield noted(_FORK, f"{name} assigned", f"in {_places(found.assigners)}; what runs last wins")
+        yield noted(_FORK, f"{name} assigned", f"in {', '.join(map(str, found.assigners))}; what runs last wins")
 
 
 def _class(found: ClassFound) -> Iterator[Finding]:
@@ -237,10 +241,6 @@ def _flag(found: Survey) -> Finding:
     if spelt:
         return ok(_FORK, "flag", f"{spelt[0].flag} ({spelt[0].place})")
     return noted(_FORK, "flag", "no parser here spells it; your script sets use_distributed_optimizer in its config")
-
-
-def _places(places: Sequence[SourceLine]) -> str:
-    return ", ".join(map(str, places))
 
 
 def _hosts_flag(found: Survey | None) -> str:
@@ -290,20 +290,14 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
         yield _presence(_hosts_flag(found), bool(is_given), switch)
     if is_given:
         yield from (problem(_LAUNCH, "conflict", text) for text in _conflicts(parsed, found))
-    try:
-        config_from_arguments(parsed)
-    except ConfigError as error:
-        yield problem(_LAUNCH, "our flags", str(error))
+    yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 
 def _spelling(words: Sequence[str], options: Sequence[ParserOption], flag: str) -> Iterator[Finding]:
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     known = list(dict.fromkeys([flag, *(option.flag for option in options), *ours]))
-    for word in words:  # one by one, because the check stops at the first
-        try:
-            check_spelling([word], known)
-        except ConfigError as error:
-            yield problem(_LAUNCH, "spelling", str(error))
+    # One by one, because the check stops at the first.
+    yield from _refusals(_LAUNCH, "spelling", *(partial(check_spelling, [word], known) for word in words))
 
 
 def _presence(flag: str, is_given: bool, switch: Switch) -> Finding:

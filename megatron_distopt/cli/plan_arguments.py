@@ -78,13 +78,12 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     ranks.add_argument("--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave")
     for flag, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
         group.add_argument(f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes")
-    group.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="dtype of the params; bf16")
-    group.add_argument(
-        "--grad-dtype", choices=("fp32", "param"), nargs="+", default=["fp32"], help="dtype of the grads; fp32"
-    )
-    text = "dtype in which fp32 grads are communicated; none for fp32"
-    reduce_dtypes = (_AS_THEY_ARE, *REDUCE_NBYTES)
-    group.add_argument("--reduce-dtype", choices=reduce_dtypes, nargs="+", default=[_AS_THEY_ARE], help=text)
+    for flag, words, text in (
+        ("--dtype", tuple(DTYPES), "dtype of the params; bf16"),
+        ("--grad-dtype", ("fp32", "param"), "dtype of the grads; fp32"),
+        ("--reduce-dtype", (_AS_THEY_ARE, *REDUCE_NBYTES), "dtype in which fp32 grads are communicated; none for fp32"),
+    ):
+        group.add_argument(flag, choices=words, nargs="+", default=[words[0]], help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
@@ -100,14 +99,37 @@ def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     backward.add_argument("--backward-ms", type=_amount, metavar="MS", help=text)
     text = "throughput of one model replica, the same for every choice; two thirds of a microbatch's time are backward"
     backward.add_argument("--tokens-per-second", type=_rate, metavar="N", help=text)
-    group.add_argument(
-        "--micro-batch",
-        type=count,
-        default=1,
-        metavar="N",
-        help="sequences of a microbatch, for --tokens-per-second; 1",
-    )
+    text = "sequences of a microbatch, for --tokens-per-second; 1"
+    group.add_argument("--micro-batch", type=count, default=1, metavar="N", help=text)
     group.add_argument("--update-ms", type=_amount, default=0.0, metavar="MS", help="time of statistics and update; 0")
+
+
+def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
+    return AUTO if text == AUTO else None if text == _ONE_BUCKET else count(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value >= 0:
+        return value
+    rule = "be a finite number of at least 0"
+    raise argparse.ArgumentTypeError(refusal("amount", repr(text), rule, "Write one such as 12.5"))
+
+
+def _rate(text: str) -> float:
+    if value := _amount(text):
+        return value
+    raise argparse.ArgumentTypeError(refusal("rate", repr(text), "be above 0", "Write one such as 12.5"))
+
+
+def _rank(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    rule = "be a whole number of at least 0"
+    raise argparse.ArgumentTypeError(refusal("rank", repr(text), rule, "Write --rank 0 for the first one"))
 
 
 def sizes_of(parsed: argparse.Namespace) -> GptSizes:
@@ -147,11 +169,8 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
 
 def _left_of(ranks: int, tp: int, pp: int) -> int:
     if ranks % (tp * pp):
-        rule, remedy = (
-            f"be a multiple of tp {tp} times pp {pp}",
-            "Write another number, or --dp N in its place",
-        )
-        raise ConfigError(refusal("--ranks", ranks, rule, remedy))
+        rule = f"be a multiple of tp {tp} times pp {pp}"
+        raise ConfigError(refusal("--ranks", ranks, rule, "Write another number, or --dp N in its place"))
     return ranks // (tp * pp)
 
 
@@ -161,34 +180,3 @@ def assumed_of(parsed: argparse.Namespace, gpt: GptSizes) -> Assumed:
     if parsed.tokens_per_second is not None:
         backward = parsed.micro_batch * gpt.seq / parsed.tokens_per_second * 2 / 3
     return Assumed(parsed.bandwidth * 1e9 / 8, parsed.latency_us / 1e6, backward, parsed.update_ms / 1e3)
-
-
-def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
-    return AUTO if text == AUTO else None if text == _ONE_BUCKET else count(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and value >= 0:
-        return value
-    raise argparse.ArgumentTypeError(
-        refusal("amount", repr(text), "be a finite number of at least 0", "Write one such as 12.5")
-    )
-
-
-def _rate(text: str) -> float:
-    value = _amount(text)
-    if value:
-        return value
-    raise argparse.ArgumentTypeError(refusal("rate", repr(text), "be above 0", "Write one such as 12.5"))
-
-
-def _rank(text: str) -> int:
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        refusal("rank", repr(text), "be a whole number of at least 0", "Write --rank 0 for the first one")
-    )

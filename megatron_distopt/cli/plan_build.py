@@ -24,7 +24,6 @@ from megatron_distopt.comm import Group, fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
-    Memory,
     ParamGroup,
     ShardedOptimizer,
     StepPlan,
@@ -151,13 +150,13 @@ def _warm_up() -> None:
 
 
 def _built(plan: StagePlan, optimizers: Sequence[ShardedOptimizer], seconds: Seconds, process_nbytes: int) -> Built:
-    held: list[Memory] = [measure_memory(optimizer) for optimizer in optimizers]
+    held = [measure_memory(optimizer) for optimizer in optimizers]
     return Built(
-        num_params=len(plan.params),
-        numel=plan.numel,
-        num_flat_params=sum(len(optimizer.flat_params) for optimizer in optimizers),
-        seconds=seconds,
-        process_nbytes=process_nbytes,
+        len(plan.params),
+        plan.numel,
+        sum(len(optimizer.flat_params) for optimizer in optimizers),
+        seconds,
+        process_nbytes,
         param_nbytes=sum(each.param_nbytes for each in held),
         grad_nbytes=sum(each.grad_nbytes for each in held),
         main_nbytes=sum(each.main_nbytes for each in held),
