@@ -1,0 +1,205 @@
+"""`inspect`: what it says about a checkpoint, and which checkpoint a path means."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_distopt.checkpoint import MANIFEST, read_manifest
+from megatron_distopt.cli.inspect import Param, tree_of
+from megatron_distopt.cli.show import size_text
+from megatron_distopt.version import VERSION
+from tests.support.checkpoint_commands import (
+    EMBEDDING,
+    ITERATION,
+    Output,
+    cells,
+    document,
+    rewritten,
+    run,
+)
+from tests.support.simulated import World, small_model
+
+RULE = "Must be a folder with manifest.json, an iteration, or the --save folder of a run."
+
+
+def test_inspect_when_asked_then_everything_in_one_look(whole: Path, capsys: Output) -> None:
+    status, lines, err = run(capsys, "inspect", whole)
+    assert (status, err) == (0, "")
+    shown = cells(lines)
+    for row in (
+        ["where", str(whole)],
+        ["written by", f"megatron_distopt {VERSION}, torch {torch.__version__}"],
+        ["optimizer", "torch_fused"],
+        ["steps", "10"],
+        ["loss scale", "scale 1024, good_steps 0, tolerated 2"],
+        ["size", "27 params, 2,373 elements, 27.8 KiB of state"],
+        ["of each", "main, exp_avg, exp_avg_sq in float32"],
+        ["0", "18 params, 2,220 elements, wd_mult 1, weight_decay 0.1"],
+        ["1", "9 params, 153 elements, wd_mult 0, weight_decay 0"],
+    ):
+        assert row in shown
+    text = "\n".join(lines)
+    assert "lr 0.001, betas [0.9, 0.999], eps 1e-08" in text
+    assert "decoder.layers.0-3: 4 alike, 24.3 KiB" in text
+    assert "mlp.linear_fc2.weight  [6, 16], 96 elements, 1.1 KiB, group 0" in text
+    assert "scale  [1], 1 element, 12 B, group 1" in text
+
+
+def test_inspect_when_json_then_one_document_with_all_tensors(saved: Path, whole: Path, capsys: Output) -> None:
+    manifest = read_manifest(whole)
+    status, found = document(capsys, "inspect", saved)
+    assert (status, found["checkpoint"], found["chosen"]) == (0, str(whole), f"the latest in {saved}")
+    assert found["loss_scale"] == {"scale": 1024.0, "good_steps": 0.0, "tolerated": 2.0}
+    assert [group["step"] for group in found["groups"]] == [10, 10]  # type: ignore[attr-defined]
+    assert found["tensors"].keys() == manifest.tensors.keys()  # type: ignore[attr-defined]
+    files = [file.name for file in manifest.files]
+    wanted = {"shape": [40, 6], "dtype": "float32", "nbytes": 960, "files": files[2:]}
+    assert found["tensors"][f"main/{EMBEDDING}"] == wanted  # type: ignore[index]
+    assert found["files"][0] == {  # type: ignore[index]
+        "name": files[0],
+        "nbytes": manifest.files[0].nbytes,
+        "nbytes_found": manifest.files[0].nbytes,
+        "crc32": manifest.files[0].crc32,
+    }
+
+
+@pytest.mark.parametrize("below", ["", "latest_checkpointed_iteration.txt"])
+def test_inspect_when_given_all_of_a_run_then_the_latest_iteration_and_it_says_so(
+    below: str, saved: Path, whole: Path, capsys: Output
+) -> None:
+    status, lines, _ = run(capsys, "inspect", saved / below)
+    assert status == 0
+    assert cells(lines)[1:3] == [["where", str(whole)], ["which", f"the latest in {saved}"]]
+
+
+@pytest.mark.parametrize("below", [ITERATION, f"{ITERATION}/distrib_optim.distopt/{MANIFEST}"])
+def test_inspect_when_given_another_path_of_it_then_the_same(
+    below: str, saved: Path, whole: Path, capsys: Output
+) -> None:
+    assert run(capsys, "inspect", saved / below) == run(capsys, "inspect", whole)
+
+
+def test_inspect_when_files_are_not_whole_then_it_says_so_without_reading_them(copied: Path, capsys: Output) -> None:
+    first, second = read_manifest(copied).files[:2]
+    (copied / first.name).unlink()
+    (copied / second.name).write_bytes(b"short")
+    status, lines, _ = run(capsys, "inspect", copied)
+    assert status == 0
+    fault = f"{first.name} is missing, {second.name} has 5 bytes, not {second.nbytes:,}"
+    assert cells(lines)[-1] == ["not whole", fault]
+
+
+def test_inspect_when_there_are_many_files_and_dtypes_then_files_are_summed_up(tmp_path: Path, capsys: Output) -> None:
+    World.of(small_model(layers=2), dp=17).save(tmp_path)
+    manifest = read_manifest(tmp_path)
+    bf16 = {"exp_avg/scale": replace(manifest.tensors["exp_avg/scale"], dtype="bfloat16")}
+    about = {"host": "megatron-core", "ranks": 17, "data_parallel": 17}
+    groups = (replace(manifest.groups[0], step=None), manifest.groups[1])
+    rewritten(tmp_path, tensors={**manifest.tensors, **bf16}, about=about, num_skipped=3, loss_scale={}, groups=groups)
+    (tmp_path / manifest.files[4].name).unlink()
+    lines = run(capsys, "inspect", tmp_path)[1]
+    sizes = sorted(file.nbytes for file in manifest.files)
+    first, last = manifest.files[0].name, manifest.files[-1].name
+    shown = cells(lines)
+    for row in (
+        ["written by", "host megatron-core"],
+        ["layout", "ranks 17, data_parallel 17"],
+        ["steps", "not counted, 10; 3 more were skipped"],
+        ["loss scale", "none, or one that never changes"],
+        ["size", "15 params, 1,337 elements, 15.7 KiB of state"],
+        ["17 files", f"{first} to {last}, {size_text(sizes[0])} to {size_text(sizes[-1])} each"],
+        ["not whole", f"{manifest.files[4].name} is missing"],
+    ):
+        assert row in shown
+    assert "of each" not in [row[0] for row in shown]
+    (scale,) = [line for line in lines if " scale " in line and "[1]" in line]
+    assert scale.endswith("main, exp_avg_sq in float32; exp_avg in bfloat16")
+
+
+def test_inspect_when_there_are_no_groups_then_it_says_so(copied: Path, capsys: Output) -> None:
+    rewritten(copied, groups=())
+    status, lines, _ = run(capsys, "inspect", copied)
+    assert (status, cells(lines)[cells(lines).index(["param groups"]) + 1][0]) == (0, "none")
+
+
+def param(name: str, *shape: int, group: int = 0) -> Param:
+    return Param(name, shape, 4 * math.prod(shape), {"main": "float32"}, group)
+
+
+def test_tree_when_layers_differ_then_only_those_that_are_alike_are_one_branch() -> None:
+    experts = [param(f"layers.{layer}.experts.{number}.w", 2) for layer in (1, 2, 10, 11) for number in (0, 1)]
+    tree = tree_of([*experts, param("layers.9.w", 3), param("bias.0", 1), param("bias.1", 1), param("a", 1, group=1)])
+    a, bias, layers, other = tree.children
+    assert [str(each.label).split(" ")[0] for each in tree.children] == [
+        "a",
+        "bias.0-1",
+        "layers.1-2,10-11:",
+        "layers.9.w",
+    ]
+    assert (
+        "group 1" in str(a.label) and "2 x [1], 1 element" in str(bias.label) and "[3], 3 elements" in str(other.label)
+    )
+    assert "4 alike, 64 B" in str(layers.label)
+    (of_layer,) = layers.children
+    assert "experts.0-1: 2 alike, 16 B" in str(of_layer.label)
+    (leaf,) = of_layer.children
+    assert str(leaf.label).startswith("w ") and "[2], 2 elements, 8 B" in str(leaf.label)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_commands_when_the_path_is_wrong_then_one_line_that_helps(
+    command: str, saved: Path, whole: Path, tmp_path: Path, capsys: Output
+) -> None:
+    data = whole / read_manifest(whole).files[0].name
+    write = "Write the path of one of these."
+    for path, text in (
+        (tmp_path / "none", f"{tmp_path / 'none'}: no such file or folder. {RULE} {write}"),
+        (
+            saved / "iter_000100",
+            f"{saved / 'iter_000100'}: no such file or folder. {RULE} Write {saved / ITERATION}, which is there.",
+        ),
+        (data, f"{data}: one file of a checkpoint. {RULE} Write the folder: {whole}."),
+    ):
+        assert run(capsys, command, path) == (1, [], f"megatron-distopt: Invalid checkpoint {text}\n")
+
+
+def test_inspect_when_there_is_nothing_of_a_checkpoint_then_refused(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "notes.txt").write_text("none", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        status, lines, err = run(capsys, "inspect", path)
+        assert (status, lines) == (1, [])
+        assert err.startswith("megatron-distopt: Invalid ") and str(path) in err
+
+
+@pytest.mark.parametrize("text", ["300", "../x", ""])
+def test_inspect_when_the_latest_iteration_is_not_there_then_another_is_offered(
+    text: str, saved: Path, tmp_path: Path, capsys: Output
+) -> None:
+    for number in (100, 200):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
+    got = f"latest_checkpointed_iteration.txt says {text!r}, and there is no such iteration"
+    remedy = f"Write an iteration: {tmp_path / 'iter_0000200'}."
+    refused = f"megatron-distopt: Invalid checkpoint {tmp_path}: {got}. {RULE} {remedy}\n"
+    assert run(capsys, "inspect", tmp_path) == (1, [], refused)
+
+
+def test_inspect_when_a_save_was_not_finished_then_what_to_do(saved: Path, tmp_path: Path, capsys: Output) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    shutil.copytree(saved / ITERATION, tmp_path / "run" / "iter_0000200")
+    unfinished = tmp_path / "run" / "iter_0000200" / "distrib_optim.distopt"
+    (unfinished / MANIFEST).unlink()
+    (unfinished / ".metadata").unlink()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("200", encoding="utf-8")
+    got = "a save that was not finished: 4 .distcp files and no manifest.json. Must hold manifest.json"
+    for earlier in (tmp_path / "run" / ITERATION, "an earlier one"):
+        remedy = f"Wait if a run is saving there now; if that run has died, take {earlier}"
+        refused = f"megatron-distopt: Invalid checkpoint {unfinished}: {got}. {remedy}.\n"
+        assert run(capsys, "inspect", tmp_path / "run") == (1, [], refused)
+        shutil.rmtree(tmp_path / "run" / ITERATION, ignore_errors=True)

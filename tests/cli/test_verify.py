@@ -1,0 +1,269 @@
+"""`verify`: what it finds in a damaged checkpoint, and which file and param it names."""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import MANIFEST, read_manifest
+from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
+from megatron_distopt.cli.checks import box_text, check_chunks, stored_in
+from megatron_distopt.cli.show import size_text
+from megatron_distopt.cli.verify import non_finite
+from megatron_distopt.layout import Box
+from tests.support.checkpoint_commands import (
+    EMBEDDING,
+    QKV,
+    Output,
+    cells,
+    changed,
+    document,
+    rewritten,
+    run,
+)
+
+
+def test_verify_when_all_is_well_then_what_was_checked_and_status_0(whole: Path, capsys: Output) -> None:
+    manifest = read_manifest(whole)
+    status, lines, err = run(capsys, "verify", whole)
+    checked = {row[1]: row[2] for row in cells(lines) if row[0] == "ok"}
+    assert (status, err, lines[-1]) == (0, "", "no problem found: it is whole")
+    assert checked.keys() == {"files", "metadata", "tensors", "values", "groups"}
+    assert checked["files"].startswith(f"4 files, {size_text(manifest.nbytes)}")
+    assert checked["tensors"].startswith("81 tensors of 27 params")
+    assert checked["values"].startswith("7,119 values")
+    assert checked["groups"].startswith("2 groups")
+
+
+def problems(capsys: Output, folder: Path) -> list[list[str]]:
+    """Cells of lines about and the verdict; the status must be 1."""
+    status, lines, err = run(capsys, "verify", folder)
+    assert (status, err) == (1, "")
+    return [row for row in cells(lines[2:]) if row[0] != "ok"]
+
+
+def chunk_of(manifest: Manifest, key: str, at: int = 0) -> Chunk:
+    return manifest.tensors[key].chunks[at]
+
+
+def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(copied: Path, capsys: Output) -> None:
+    manifest = read_manifest(copied)
+    chunk = chunk_of(manifest, f"exp_avg/{QKV}")
+    file = manifest.files[chunk.file]
+    data = bytearray((copied / file.name).read_bytes())
+    stored = data.index(wanted_bytes(copied, f"exp_avg/{QKV}", chunk), chunk.start)
+    data[stored] ^= 1
+    (copied / file.name).write_bytes(data)
+    found = problems(capsys, copied)
+    assert found[0][:2] == ["problem", "files"]
+    assert re.sub(r"CRC-32 [0-9a-f]{8},", "CRC-32 X,", found[0][2]) == (
+        f"{file.name} has CRC-32 X, not {file.crc32:08x}; 1 param damaged:"
+    )
+    assert found[1:] == [[f"{QKV} [0:12, 0:6] of exp_avg"], ["1 problem: load an earlier checkpoint"]]
+
+
+#: What happens to `.metadata`; the loader of torch refuses all of them, ours reads none.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped at the start": lambda path: _flip(path, 0.01),
+    "flipped in the middle": lambda path: _flip(path, 0.5),
+    "flipped at the end": lambda path: _flip(path, 0.99),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "of another checkpoint": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"exp_avg/scale", b"exp_avg/scalf")
+    ),
+}
+
+
+def _flip(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_when_the_metadata_for_torch_is_damaged_then_it_says_so(
+    damage: str, is_old: bool, copied: Path, tmp_path: Path, capsys: Output
+) -> None:
+    if is_old:
+        rewritten(copied, metadata=None)
+    DAMAGES[damage](copied / ".metadata")
+    found = problems(capsys, copied)
+    assert found[0][:2] == ["problem", "metadata"]
+    assert found[0][2].startswith(".metadata ") and "torch alone" in found[0][2]
+    assert found[-1] == [f"1 problem: megatron-distopt convert {copied} NEW --to distopt mends it"]
+    assert run(capsys, "convert", copied, tmp_path / "new", "--to", "distopt")[0] == 0
+    assert run(capsys, "verify", tmp_path / "new")[0] == 0
+
+
+def test_verify_when_another_torch_wrote_the_metadata_then_its_content_is_compared(
+    copied: Path, capsys: Output
+) -> None:
+    about = {**read_manifest(copied).about, "torch": "2.3.0"}
+    rewritten(copied, metadata=None, about=about)
+    (copied / ".metadata").write_bytes(pickletools.optimize((copied / ".metadata").read_bytes()))
+    assert run(capsys, "verify", copied)[0] == 0
+    inner = read_manifest(copied).tensors
+    shorter = {key: replace(record, chunks=record.chunks[:1]) for key, record in inner.items()}
+    rewritten(copied, metadata=None, about=about, tensors=shorter)
+    outcome = document(capsys, "verify", copied)[1]
+    said = [problem["text"] for problem in outcome["problems"] if problem["area"] == "metadata"]  # type: ignore[union-attr]
+    assert len(said) == 1 and said[0].startswith("says something else of ")
+
+
+def wanted_bytes(folder: Path, key: str, chunk: Chunk) -> bytes:
+    tensor = open_checkpoint(folder).read(key)[chunk.box.as_slices()]
+    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def test_verify_when_bytes_between_tensors_changed_then_no_param_is_blamed(copied: Path, capsys: Output) -> None:
+    file = read_manifest(copied).files[0]
+    with open(copied / file.name, "ab") as damaged:
+        damaged.write(b"more")
+    said = f"has {file.nbytes + 4:,} bytes, not {file.nbytes:,}; no tensor in it is damaged"
+    assert problems(capsys, copied)[0] == ["problem", "files", f"{file.name} {said}"]
+
+
+def test_verify_when_files_are_missing_and_short_then_their_params_are_named(copied: Path, capsys: Output) -> None:
+    manifest = read_manifest(copied)
+    short, missing = manifest.files[0], manifest.files[2]
+    (copied / missing.name).unlink()
+    last = stored_in(manifest)[0][-1]
+    begin, kind = last.chunk.start, kind_of(last.key)
+    (copied / short.name).write_bytes((copied / short.name).read_bytes()[:begin])
+    found = problems(capsys, copied)
+    assert found[:2] == [
+        ["problem", "files", f"{short.name} has {begin:,} bytes, not {short.nbytes:,}; 1 param damaged:"],
+        [f"{name_of(last.key)} {box_text(last.chunk.box)} of {kind}"],
+    ]
+    start = found.index(["problem", "files", f"{missing.name} is missing; 13 params damaged:"])
+    assert found[start + 1] == ["decoder.layers.0.input_layernorm.weight [0:6]"]
+    assert found[start + 9 :] == [["and 5 more: --json has all"], ["2 problems: load an earlier checkpoint"]]
+    status, outcome = document(capsys, "verify", copied)
+    listed = outcome["problems"]
+    assert (status, outcome["is_whole"], [each["subject"] for each in listed]) == (1, False, [short.name, missing.name])  # type: ignore[attr-defined]
+    assert len(listed[1]["lost"]) == 13 and f"main/{EMBEDDING}" in listed[1]["keys"]  # type: ignore[index]
+
+
+def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(copied: Path, capsys: Output) -> None:
+    def spoiled(key: str, tensor: Tensor) -> Tensor:
+        if key == f"main/{QKV}":
+            tensor[7, 2] = math.nan
+        if key == "exp_avg/conv.weight":
+            tensor[1:, 3, 4] = -math.inf
+        return tensor
+
+    write_checkpoint(copied, changed(open_checkpoint(copied), spoiled))
+    file = read_manifest(copied).files[0].name
+    conv, qkv, verdict = (row[-1] for row in problems(capsys, copied))
+    assert conv.startswith(f"exp_avg/conv.weight holds -inf at [1, 3, 4], in chunk [0:3, 0:4, 0:5] in {file}; 2 of ")
+    assert qkv == f"main/{QKV} holds nan at [7, 2], in chunk [0:24, 0:6] in {file}"
+    assert verdict == "2 problems: load an earlier checkpoint"
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_non_finite_when_a_chunk_lies_somewhere_then_the_index_is_of_the_whole_tensor(value: float) -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    tensor[1, 0] = value
+    found = non_finite(tensor, Box((10, 20), (2, 3)))
+    assert found is not None
+    assert (found.index, found.count) == ((11, 20), 1)
+    assert found.value == value or math.isnan(found.value) == math.isnan(value)
+
+
+def test_non_finite_when_the_sum_overflows_and_no_value_does_then_none() -> None:
+    assert non_finite(torch.full((4,), 3e38), Box((0,), (4,))) is None
+
+
+GROUPS: list[tuple[str, Callable[[GroupRecord, GroupRecord], tuple[GroupRecord, ...]], str]] = [
+    ("in none", lambda a, b: (replace(a, names=tuple(n for n in a.names if n != QKV)), b), f"{QKV} is in no group"),
+    ("no tensor", lambda a, b: (a, replace(b, names=(*b.names, "x"))), "x is in group 1 and has no tensor"),
+]
+
+
+def test_verify_when_a_param_is_in_two_groups_then_the_manifest_is_refused(copied: Path, capsys: Output) -> None:
+    first, second = read_manifest(copied).groups
+    rewritten(copied, groups=(first, replace(second, names=(*second.names, QKV))))
+    found = problems(capsys, copied)
+    assert found[0][1] == "manifest" and f"{QKV!r}" in found[0][2] and "groups 0 and 1" in found[0][2]
+
+
+@pytest.mark.parametrize(("change", "text"), [pytest.param(*row, id=name) for name, *row in GROUPS])
+def test_verify_when_groups_do_not_fit_then_the_param_is_named(
+    change: Callable[[GroupRecord, GroupRecord], tuple[GroupRecord, ...]], text: str, copied: Path, capsys: Output
+) -> None:
+    rewritten(copied, groups=change(*read_manifest(copied).groups))
+    assert problems(capsys, copied)[0] == ["problem", "groups", text]
+
+
+def test_verify_when_params_of_a_group_have_other_state_then_each_is_named(copied: Path, capsys: Output) -> None:
+    tensors = dict(read_manifest(copied).tensors)
+    del tensors[f"exp_avg_sq/{QKV}"], tensors["exp_avg/scale"], tensors["exp_avg_sq/scale"], tensors["main/conv.weight"]
+    tensors["exp_avg/conv.weight"] = replace(tensors["exp_avg/conv.weight"], shape=(5, 4, 5))
+    rewritten(copied, tensors=tensors)
+    usual = "exp_avg in float32, exp_avg_sq in float32"
+    assert [row[-1] for row in problems(capsys, copied)] == [
+        "exp_avg/conv.weight is not complete: 60 of 100 elements were saved",
+        "conv.weight has exp_avg, exp_avg_sq and no main",
+        f"{QKV} has exp_avg in float32 as its state, where others of group 0 have {usual}",
+        f"scale has nothing as its state, where others of group 1 have {usual}",
+        "4 problems: load an earlier checkpoint",
+    ]
+
+
+CHUNKS: list[tuple[str, tuple[int, ...], list[Box], list[str]]] = [
+    ("whole", (4, 6), [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))], []),
+    ("a scalar", (), [Box((), ())], []),
+    ("a gap", (4, 6), [Box((0, 0), (4, 3)), Box((1, 3), (3, 3))], ["is not complete: 21 of 24 elements were saved"]),
+    ("none", (2,), [], ["is not complete: 0 of 2 elements were saved"]),
+]
+
+
+@pytest.mark.parametrize(("shape", "boxes", "texts"), [pytest.param(*row, id=name) for name, *row in CHUNKS])
+def test_check_when_chunks_leave_elements_out_then_it_says_how_many(
+    shape: tuple[int, ...], boxes: list[Box], texts: list[str]
+) -> None:
+    record = TensorRecord(shape, "float32", tuple(Chunk(box, 0, 0, 1) for box in boxes))
+    manifest = Manifest("x", (FileRecord("F", 1, 0),), {"main/w": record}, (), "")
+    assert [(each.subject, each.text) for each in check_chunks(manifest)] == [("main/w", text) for text in texts]
+
+
+def test_verify_when_elements_are_there_twice_then_the_manifest_is_refused(copied: Path, capsys: Output) -> None:
+    tensors = dict(read_manifest(copied).tensors)
+    record = tensors[f"main/{QKV}"]
+    tensors[f"main/{QKV}"] = replace(record, chunks=(*record.chunks, record.chunks[0]))
+    rewritten(copied, tensors=tensors)
+    found = problems(capsys, copied)
+    assert found[0][1] == "manifest" and f"main/{QKV} overlap" in found[0][2]
+
+
+def test_verify_when_the_manifest_is_damaged_then_that_is_the_problem(copied: Path, capsys: Output) -> None:
+    (copied / MANIFEST).write_text("{}", encoding="utf-8")
+    ((status, area, text), verdict) = problems(capsys, copied)
+    assert (status, area, verdict) == ("problem", "manifest", ["1 problem: load an earlier checkpoint"])
+    assert f"Invalid manifest {copied / MANIFEST}: KeyError('format')" in text
+    assert text.endswith(" Load an earlier checkpoint; this one was damaged after it was written.")
+
+
+def test_verify_when_there_are_many_problems_then_the_rest_is_counted(copied: Path, capsys: Output) -> None:
+    rewritten(copied, groups=())
+    found = problems(capsys, copied)
+    assert len(found) == 22
+    assert found[20:] == [
+        ["problem", "groups", "and 7 more: --json has all"],
+        ["27 problems: load an earlier checkpoint"],
+    ]
+    outcome = document(capsys, "verify", copied)[1]
+    assert len(outcome["problems"]) == 27  # type: ignore[arg-type]
