@@ -1,6 +1,6 @@
 """Estimates, before anything is allocated, of the memory of one rank and of the bytes that its collectives send.
 
-`optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_command.py compares the two.
+`optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_figures.py compares the two.
 """
 
 from __future__ import annotations
