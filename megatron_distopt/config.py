@@ -286,7 +286,7 @@ def _check_bounds(config: DistOptConfig) -> None:
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
-    """`config` with options as a function takes them for keywords; they count as given by code.
+    """Returns `config` with options that a function took as keywords; they count as given by code.
 
     Raises:
         ConfigError: an option that does not exist (it names the nearest), or a value that the option does not take.
@@ -299,7 +299,7 @@ def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptCo
 
 
 def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
-    """`config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it.
+    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it.
 
     Args:
         environ: usually `os.environ`.
@@ -326,7 +326,7 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
 
 
 def config_from_arguments(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
-    """`config` with what the attributes `distopt_*` of parsed arguments say about options that are not explicit in it.
+    """Returns `config` with what parsed arguments `distopt_*` say about options that are not explicit in it.
 
     Args:
         args: None as an attribute stands for "not given".
@@ -341,11 +341,7 @@ def config_from_arguments(args: object, config: DistOptConfig | None = None) -> 
 
 
 def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: Write) -> DistOptConfig:
-    """`config` with free options as they stand on a command line or in a variable, see [Note: who wins].
-
-    Raises:
-        ConfigError: a value that the option does not take.
-    """
+    """Returns `config` with free options as a command line or variables spell them, see [Note: who wins]."""
     changes: dict[str, Any] = {}
     for name, text in texts.items():
         if name not in config.explicit:

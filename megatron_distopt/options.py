@@ -85,7 +85,7 @@ class Option:
     Args:
         name: of the field.
         annotation: its type as it is written, such as "int | None".
-        default: its value where nobody sets it.
+        default: its value where it is not set.
         meaning: a sentence for people, without a full stop.
         set_by: how it may be set, in addition to code.
         rule: which values it takes; None for all of its type.
@@ -129,10 +129,10 @@ class Option:
         return self.annotation.split(" | ")
 
     def typed(self, value: object) -> Any:
-        """`value` as a plain Python value of the option's type.
+        """Returns `value` as a plain Python value of the option's type.
 
         Raises:
-            ConfigError: it is of another type.
+            ConfigError: `value` is of another type.
 
         >>> Option("lr", "float", 1e-3, "learning rate", SetBy.HOST, None).typed(1)
         1.0
@@ -152,10 +152,10 @@ class Option:
             self.rule.check(self.name, value, write)
 
     def read(self, text: str, write: Write) -> object:
-        """A word of a command line or of a variable, as a value of the option's type.
+        """Reads a word of a command line or of a variable as a value of the option's type.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the word is no such value.
         """
         if self.is_optional and text.lower() == ("auto" if self.is_switch else "none"):
             return None
@@ -172,7 +172,7 @@ def option(default: _T, meaning: str, *, set_by: SetBy = SetBy.FLAG, rule: Rule 
 
 
 def options_of(config: type) -> dict[str, Option]:
-    """The options that a dataclass declares, by name and in the order of the fields."""
+    """Returns the options that a dataclass declares, by name and in the order of the fields."""
     declared = [each for each in dataclasses.fields(config) if each.metadata]
     return {each.name: Option(each.name, str(each.type), each.default, **each.metadata) for each in declared}
 
@@ -215,7 +215,7 @@ def _word(value: object) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word that was probably meant, whichever letters are capitals; None where none is near."""
+    """Returns the word that was probably meant, whichever letters are capitals; None where no word is near."""
     by_lower = {each.lower(): each for each in words}
     close = get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
@@ -235,7 +235,7 @@ def _switch(name: str, text: str, words: str, write: Write) -> bool:
 
 
 def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
-    """One of a few words.
+    """Returns the rule that an option is one of a few words.
 
     Args:
         words: the first one is proposed where none is near; "None" stands for None.
@@ -253,13 +253,13 @@ def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
 
 
 def at_least(number: int, unit: str = "", meant: int | None = 1, otherwise: str = "") -> Rule:
-    """A whole number from a least one on; None passes.
+    """Returns the rule that an option is None or a whole number of at least `number`.
 
     Args:
-        number: the least one.
-        unit: what it counts, behind the number.
-        meant: what to write instead; None to leave the option out.
-        otherwise: behind that.
+        number: the least value.
+        unit: written after the number, such as " steps".
+        meant: the value that the remedy proposes; None to leave the option out.
+        otherwise: written after the remedy.
     """
 
     def check(name: str, value: int | None, write: Write) -> None:
@@ -285,8 +285,8 @@ class _Kind:
         rule: in words.
         holds: whether a value is of it.
         plain: the value as Python's own type.
-        guess: what another value may have meant; raises TypeError, ValueError, OverflowError or RuntimeError where
-            that cannot be told.
+        guess: returns what another value may have meant; raises TypeError, ValueError, OverflowError or RuntimeError
+            where it cannot.
     """
 
     rule: str

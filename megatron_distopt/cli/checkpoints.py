@@ -44,7 +44,7 @@ def find(path: Path) -> CheckpointPath:
     """Finds the checkpoint that a path means.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path means no checkpoint that is there and finished.
     """
     if not path.exists():
         raise _refused(path, "no such file or folder", _nearest(path))

@@ -255,12 +255,7 @@ METADATA_AREA = "metadata"
 
 
 def check_metadata(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Checks that torch alone can read the checkpoint, and would read the same; yields at most one problem.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of it.
-    """
+    """Checks that torch alone can read the checkpoint, and would read the same; yields at most one problem."""
     fault = _fault(folder, manifest)
     if fault:
         said = f"{fault}: torch alone cannot rely on it, loading by megatron-distopt needs none"

@@ -15,7 +15,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     """Reads one checkpoint and writes another.
 
     Raises:
-        CheckpointError: it cannot be read, or cannot become what is wanted; nothing is written then.
+        CheckpointError: the checkpoint cannot be read or written in that format; nothing is written then.
     """
     place = find(parsed.source)
     source = open_any(place.path, resume_step=parsed.resume_step)

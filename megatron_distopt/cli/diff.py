@@ -32,10 +32,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Reads both.
+    """Compares two checkpoints.
 
     Raises:
-        CheckpointError: one is none, or is damaged.
+        CheckpointError: a path holds no checkpoint, or a damaged one.
     """
     places = find(parsed.first), find(parsed.second)
     compared = _compare_all(*(open_any(place.path) for place in places))
@@ -67,7 +67,7 @@ class _Pair:
 
     Args:
         key: in the first.
-        first, second: it without its values.
+        first, second: its shape and dtype in both.
         difference: of the rows that both have; None where the shapes differ otherwise.
     """
 
@@ -107,12 +107,12 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Compared:
-    """The outcome.
+    """The differences between two checkpoints.
 
     Args:
         pairs: all tensors that both have.
-        only_first, only_second: keys that one of them has.
-        settings: that differ.
+        only_first, only_second: keys that only one of them has.
+        settings: settings that differ.
     """
 
     pairs: Sequence[_Pair]
@@ -128,11 +128,7 @@ class _Compared:
 
 
 def _compare_all(first: Source, second: Source) -> _Compared:
-    """Reads both; one tensor of each is in memory at a time.
-
-    Raises:
-        CheckpointError: one is damaged.
-    """
+    """Reads both checkpoints; one tensor of each is in memory at a time."""
     theirs = {_same(key): key for key in second.tensors}
     both = {key: theirs[_same(key)] for key in first.tensors if _same(key) in theirs}
     of_both = {*both.values()}
@@ -238,9 +234,7 @@ class _Setting:
 def _settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[_Setting]:
     """Compares options param by param, because two checkpoints may put the same params into other groups.
 
-    Args:
-        first, second: two checkpoints.
-        names: names of the params that both have, in each of them.
+    `names` are the names that a param has in both.
     """
     ours, theirs = _settings_by_name(first), _settings_by_name(second)
     found: dict[str, _Setting] = {}

@@ -276,8 +276,8 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
     """Yields findings about the flags of a launch script.
 
     Args:
-        words: nothing is checked where there are none.
-        found: what the host's source says, None where there is no host.
+        words: flags and their values; nothing is checked where there are none.
+        found: what the host's source says; None where there is no host.
         switch: with `REQUIRE`, a missing flag is a problem.
     """
     if not words:

@@ -43,7 +43,7 @@ def describe_machine(config: DistOptConfig, found: Survey | None) -> Iterator[Fi
 
     Args:
         config: what the environment asks for.
-        found: the host, None where there is none.
+        found: the host; None where there is none.
     """
     yield ok(_SECTION, "python", f"{platform.python_version()} ({sys.executable})")
     yield ok(_SECTION, "torch", str(torch.__version__))

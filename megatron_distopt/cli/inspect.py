@@ -31,7 +31,7 @@ __all__ = ["Param", "answer", "tree_of"]
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Reads no tensor.
+    """Says what a checkpoint holds, without reading a tensor.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.

@@ -53,11 +53,11 @@ _ONE_BUCKET, _AS_THEY_ARE = "all", "none"
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Declares them.
+    """Declares the flags of `plan`.
 
     Args:
-        command: gets them.
-        count: the type of a whole number of at least 1.
+        command: the parser that gets them.
+        count: reads a whole number of at least 1.
     """
     model = command.add_argument_group("model")
     model.add_argument("--config", type=Path, metavar="FILE", help="JSON with Megatron's or HuggingFace's names")
@@ -133,7 +133,7 @@ def _rank(text: str) -> int:
 
 
 def sizes_of(parsed: argparse.Namespace) -> GptSizes:
-    """The model.
+    """Returns the sizes of the model that is planned.
 
     Raises:
         ConfigError: a size is missing.
@@ -151,7 +151,7 @@ def sizes_of(parsed: argparse.Namespace) -> GptSizes:
 
 
 def choices_of(parsed: argparse.Namespace) -> list[Choice]:
-    """Every combination, in the order of the flags.
+    """Returns every combination of the values that were given, in the order of the flags.
 
     Raises:
         ConfigError: `--ranks` is no multiple of tp times pp, or grads that are kept in 16 bits are to be rounded.

@@ -98,9 +98,9 @@ def build(plan: StagePlan, rank: int, clock: Callable[[], float] = time.perf_cou
     """Builds the rank that was planned, measures it, and frees it.
 
     Args:
-        plan: of the rank.
-        rank: of all ranks.
-        clock: seconds since any moment.
+        plan: the plan of the rank.
+        rank: its number among all ranks.
+        clock: returns seconds since any moment.
 
     Raises:
         ConfigError: torch.distributed is initialised already.

@@ -223,7 +223,7 @@ def _needed(params: Sequence[StageParam]) -> dict[str, float]:
     return needed
 
 
-#: By the beginning of an interval's label; told apart in grey, too.
+#: By the beginning of an interval's label. The colors differ in brightness, for prints without color.
 _COLORS = {
     "backward": "#1f5f99",
     "update": "#6b4a8c",

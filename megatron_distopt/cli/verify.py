@@ -67,11 +67,11 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Verified:
-    """The outcome.
+    """The outcome of the checks.
 
     Args:
-        checked: by area, what was looked at and is well where no problem says otherwise.
-        problems: all of them.
+        checked: what was looked at, by area; it is well where no problem of that area says otherwise.
+        problems: everything that is wrong.
     """
 
     checked: Mapping[str, str]
@@ -79,10 +79,10 @@ class _Verified:
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Reads the whole checkpoint.
+    """Checks a whole checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path holds none.
     """
     place = find(parsed.checkpoint)
     verified = _verify_own(place.path) if place.is_ours else _verify_other(open_any(place.path))
@@ -190,11 +190,11 @@ class NonFinite:
 
 
 def non_finite(tensor: Tensor, box: Box) -> NonFinite | None:
-    """The elements that are inf or nan; None where all are finite.
+    """Finds the elements that are inf or nan; returns None where all are finite.
 
     Args:
-        tensor: of any dtype and shape.
-        box: that it is of the whole tensor.
+        tensor: a part of a larger tensor, of any dtype.
+        box: where it lies in that.
 
     >>> non_finite(torch.tensor([[1.0, math.inf]]), Box((4, 2), (1, 2)))
     NonFinite(index=(4, 3), value=inf, count=1)

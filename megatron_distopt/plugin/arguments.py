@@ -65,7 +65,7 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
 
     Args:
         original: the host's, whose first parameter is `extra_args_provider`.
-        check_arguments: refuses what was parsed and cannot be.
+        check_arguments: refuses parsed arguments that cannot be combined.
     """
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
         abbreviated: whether the parser takes the beginning of a flag for it.
 
     Raises:
-        ConfigError
+        ConfigError: one is misspelled; the message names the nearest.
 
     >>> check_spelling(["--distopt-adam", "apex"], ["--distopt-adam"])
     """

@@ -32,12 +32,12 @@ _NEWLINES = (b"\r\n", b"\n", b"\r")
 
 
 def as_bytes(newline: bytes) -> bytes:
-    """The block with a file's own newlines, one after every line."""
+    """Returns the block with a file's own newlines, one after every line."""
     return b"".join(line.encode("ascii") + newline for line in BLOCK)
 
 
 def has_marker(content: bytes) -> bool:
-    """Whether any part of a block is there."""
+    """Whether a file has the first or the last line of a block."""
     return any(line in (BEGIN.encode(), END.encode()) for line in content.splitlines())
 
 

@@ -100,10 +100,10 @@ class ClassFound:
         place: None where the factory imports no such class.
         parameters: of its constructor, without self.
         required: those of them without a default.
-        wanted: what the adapter gives.
-        is_exact: whether there may be no others, also none with a default.
+        wanted: the parameters that the adapter gives.
+        is_exact: whether it may have no others, not even with a default.
         kind: "per-rank files" or "gathered file" in a Megatron of 2023.
-        bound_in: file in which the name is bound by something else than a class, so that only running it tells more.
+        bound_in: file that binds the name to something else than a class; what that is shows only when it runs.
     """
 
     name: str

@@ -90,7 +90,7 @@ def survey(tree: SourceTree) -> Survey:
 
 
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointFound:
-    """A patch point in the file that defines it, without who imports it.
+    """Looks for a patch point in the file that defines it; who imports it is left out.
 
     Raises:
         UnreadableSourceError: that file cannot be read.
@@ -155,7 +155,7 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
 
 
 def _file_of_class(tree: SourceTree, factory: str, name: str) -> Path | None:
-    """The factory's module imports the class by name."""
+    """Finds the file of a class that the factory's module imports by name."""
     file = tree.file_of(factory)
     if file is None:
         return None

@@ -62,7 +62,7 @@ class SourceTree:
         return next((file for file in files if file.is_file()), None)
 
     def has(self, module: str) -> bool:
-        """Whether there is a module of that dotted name."""
+        """Whether the host has a module of that dotted name."""
         return self.file_of(module) is not None
 
     def module_of(self, file: Path) -> str:
@@ -81,13 +81,13 @@ class SourceTree:
             yield from _python_files(root if self.is_checkout else root / _PACKAGE)
 
     def parse(self, file: Path) -> ast.Module:
-        """A file's syntax tree.
+        """Returns a file's syntax tree.
 
         Raises:
-            UnreadableSourceError: with file and line.
+            UnreadableSourceError: the file cannot be read or is no Python; the message names the line.
         """
         try:
-            with warnings.catch_warnings():  # warnings about a fork's escape sequences help nobody here
+            with warnings.catch_warnings():  # a fork's invalid escape sequences are not our subject
                 warnings.simplefilter("ignore")
                 return ast.parse(file.read_bytes(), str(file))
         except OSError as error:
@@ -110,7 +110,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def fork_at(folder: Path) -> SourceTree:
-    """The fork in a folder.
+    """Returns the fork in a folder.
 
     Raises:
         UnknownHostError: the folder holds no folder `megatron`; it says which one to write, where it can be seen.
@@ -134,7 +134,7 @@ def _fork_near(folder: Path) -> Path | None:
 
 
 def importable_host(working_directory: Path, path: Sequence[str]) -> SourceTree:
-    """The Megatron that `import megatron` would find; without any roots where there is none.
+    """Returns the Megatron that `import megatron` would find; it has no roots where there is none.
 
     megatron-core alone is a namespace package, which has several places or none of its own.
 
@@ -166,7 +166,7 @@ Binding = ast.stmt | ast.expr
 
 
 def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs when the module is loaded, in the order of the source: no body of a function or a class."""
+    """Yields what runs when the module is loaded, in the order of the source: no body of a function or a class."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _SCOPES):
@@ -187,7 +187,7 @@ def _bound_by(node: Binding) -> set[str]:
 
 
 def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Names in the order of `inspect.signature`.
+    """Returns the names of all parameters, in the order of `inspect.signature`.
 
     >>> parameters_of(ast.parse("def f(a, /, b, *rest, c, **others): ...").body[0])
     ('a', 'b', 'rest', 'c', 'others')
@@ -199,7 +199,7 @@ def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Names of the parameters without a default.
+    """Returns the names of the parameters without a default.
 
     >>> required_of(ast.parse("def f(a, b=1, *rest, c, d=2): ...").body[0])
     ('a', 'c')
@@ -211,20 +211,21 @@ def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
-    """The classes at the top of a module, by name."""
+    """Returns the classes at the top of a module, by name."""
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
 
 
 def methods_of(definition: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    """The methods that a class defines itself, by name."""
+    """Returns the methods that a class defines itself, by name."""
     return {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
 
 
 def resolved(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of what a `from ... import` names.
+    """Returns the absolute name of the module from which a statement imports.
 
     Args:
-        package: of the module that it stands in; of an `__init__.py`, that itself.
+        node: the statement.
+        package: the package of the module that it stands in; of an `__init__.py`, that package itself.
 
     >>> resolved(ast.parse("from ..core import mpu").body[0], "megatron.optimizer")
     'megatron.core'
@@ -256,7 +257,7 @@ def _imports_of(body: list[ast.stmt], *, is_conditional: bool) -> Iterator[tuple
 
 
 def flags_added(module: ast.Module) -> Iterator[tuple[ast.Call, tuple[str, ...]]]:
-    """Calls of `add_argument` with the flags that they spell out."""
+    """Yields the calls of `add_argument`, with the flags that they spell out."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             words = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
@@ -266,6 +267,6 @@ def flags_added(module: ast.Module) -> Iterator[tuple[ast.Call, tuple[str, ...]]
 
 
 def values_given(call: ast.Call) -> dict[str, object]:
-    """Keywords of a call whose values are spelled out."""
+    """Returns the keyword arguments of a call whose values are spelled out."""
     given = [(keyword.arg, keyword.value) for keyword in call.keywords]
     return {name: value.value for name, value in given if name is not None and isinstance(value, ast.Constant)}
