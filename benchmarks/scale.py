@@ -29,9 +29,8 @@ from peers.ratios import ByRound, Spread, by_round, over, spread
 from peers.script import table, write
 
 from megatron_distopt.cli.plan_build import build
-from megatron_distopt.cli.plan_choice import Choice, plan_choice, plan_stage
-from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
-from megatron_distopt.cli.plan_timeline import Assumed, times_of
+from megatron_distopt.cli.plan_choice import Assumed, plan_choice, plan_stage, times_of
+from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes
 
 BUCKET_SIZE = 40_000_000
 RANKS = (2, 8, 32, 128, 512, 2048, 8192)

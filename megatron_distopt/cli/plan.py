@@ -6,9 +6,12 @@ Imports no torch, but where a rank is to be built. Its command line is in `plan_
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -16,10 +19,20 @@ from rich.padding import Padding
 from rich.table import Table
 
 from megatron_distopt.cli.plan_arguments import assumed_of, choices_of, sizes_of
-from megatron_distopt.cli.plan_choice import AUTO, Choice, ChoicePlan, StagePlan, plan_choice, plan_stage
-from megatron_distopt.cli.plan_model import GptSizes
-from megatron_distopt.cli.plan_timeline import Assumed, Times, draw, times_of
-from megatron_distopt.cli.show import Answer, counted, number_text, ranges, rows, size_text, titled
+from megatron_distopt.cli.plan_choice import (
+    Assumed,
+    ChoicePlan,
+    Interval,
+    StagePlan,
+    Timeline,
+    TimelineLane,
+    Times,
+    plan_choice,
+    plan_stage,
+    times_of,
+)
+from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes
+from megatron_distopt.cli.show import Answer, counted, number_text, ranges, rows, size_text, time_text, titled
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout.estimate import Kind
 
@@ -27,9 +40,6 @@ if TYPE_CHECKING:
     from megatron_distopt.cli.plan_build import Built
 
 __all__ = ["answer"]
-
-#: Kinds of bytes that a rank holds between two steps, as the names of a footprint begin.
-_KINDS = ("param", "grad", "main", "moment")
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -47,7 +57,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     built = [] if parsed.rank is None else [_build(gpt, plan.choice, parsed.rank) for plan in plans]
     if parsed.plot:
         titles = map(_title, plans, times)
-        draw([(title, each.timeline) for title, each in zip(titles, times, strict=True) if each.timeline], parsed.plot)
+        _draw([(title, each.timeline) for title, each in zip(titles, times, strict=True) if each.timeline], parsed.plot)
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "assumed": asdict(assumed),
@@ -64,7 +74,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if len(plans) == 1:
         parts.append(titled("pipeline stages", rows(_stage_row(plans[0], stage) for stage in plans[0].stages)))
         parts.append(titled("one step of the fullest stage", rows(_step(plans[0].fullest, times[0]))))
-    parts += [_built_part(parsed.rank, plan, each) for plan, each in built]
+    parts += [_builder().described(parsed.rank, plan, each) for plan, each in built]
     return Answer(document, parts)
 
 
@@ -87,8 +97,8 @@ def _title(plan: ChoicePlan, times: Times) -> str:
     bucket = {"all": "one bucket", AUTO: "buckets as runs choose them"}
     sizes += [f"{choice.dtype} with {choice.grad_dtype} grads{sent}"]
     sizes += [bucket.get(_bucket(choice), f"buckets of {_bucket(choice)}")]
-    exposed = _time_text(times.exposed_seconds or 0.0)
-    return f"{', '.join(sizes)}: {exposed} of {_time_text(times.seconds)} of communication exposed"
+    exposed = time_text(times.exposed_seconds or 0.0)
+    return f"{', '.join(sizes)}: {exposed} of {time_text(times.seconds)} of communication exposed"
 
 
 def _build(gpt: GptSizes, choice: Choice, rank: int) -> tuple[StagePlan, Built]:
@@ -98,7 +108,12 @@ def _build(gpt: GptSizes, choice: Choice, rank: int) -> tuple[StagePlan, Built]:
         rule = f"be below the {cut.num_ranks} ranks of dp {cut.dp}, tp {cut.tp} and pp {cut.pp}"
         raise ConfigError(refusal("--rank", rank, rule, "Write --rank 0 for the first one"))
     plan = plan_stage(gpt, choice, *cut.place_of(rank))
-    return plan, import_module("megatron_distopt.cli.plan_build").build(plan, rank)  # needs torch
+    return plan, _builder().build(plan, rank)
+
+
+def _builder() -> ModuleType:
+    """Imports what needs torch."""
+    return import_module("megatron_distopt.cli.plan_build")
 
 
 def _choice_document(plan: ChoicePlan, times: Times) -> dict[str, Any]:
@@ -135,20 +150,6 @@ def _stage_document(plan: ChoicePlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _time_text(seconds: float | None) -> str:
-    """Writes a time with three digits and its unit, and nothing for None.
-
-    >>> _time_text(0), _time_text(0.0000125), _time_text(0.25), _time_text(12.345)
-    ('0', '12.5 us', '250 ms', '12.3 s')
-    """
-    if seconds is None:
-        return ""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds > 1e-10 else "0"
-
-
 def _bucket(choice: Choice) -> str:
     """Returns the bucket size as on the command line, with commas."""
     if choice.bucket_size is None:
@@ -172,12 +173,12 @@ def _model(gpt: GptSizes) -> Iterator[tuple[str, str]]:
 
 def _assumed(assumed: Assumed) -> Iterator[tuple[str, str]]:
     gigabits = number_text(assumed.bytes_per_second * 8 / 1e9)
-    yield "link", f"{gigabits} Gbit/s a rank, and {_time_text(assumed.hop_seconds)} a message"
+    yield "link", f"{gigabits} Gbit/s a rank, and {time_text(assumed.hop_seconds)} a message"
     if assumed.backward_seconds is None:
         yield "backward", "unknown: --backward-ms or --tokens-per-second says what can be hidden"
     else:
-        times = _time_text(assumed.backward_seconds), _time_text(assumed.backward_seconds / 2)
-        yield "backward", f"{times[0]} a microbatch, forward {times[1]}, update {_time_text(assumed.update_seconds)}"
+        times = time_text(assumed.backward_seconds), time_text(assumed.backward_seconds / 2)
+        yield "backward", f"{times[0]} a microbatch, forward {times[1]}, update {time_text(assumed.update_seconds)}"
 
 
 @dataclass(frozen=True)
@@ -226,9 +227,9 @@ _COLUMNS = (
     _Column("buckets", lambda plan, times: str(plan.fullest.num_buckets), is_optional=True),
     _Column("collectives", lambda plan, times: str(len(plan.fullest.collectives)), is_optional=True),
     _column_of_bytes("sent", lambda stage: stage.sent_nbytes, is_optional=False),
-    _Column("takes", lambda plan, times: _time_text(times.seconds), is_optional=True),
-    _Column("hidden", lambda plan, times: _time_text(times.hidden_seconds), is_optional=True),
-    _Column("exposed", lambda plan, times: _time_text(times.exposed_seconds)),
+    _Column("takes", lambda plan, times: time_text(times.seconds), is_optional=True),
+    _Column("hidden", lambda plan, times: time_text(times.hidden_seconds), is_optional=True),
+    _Column("exposed", lambda plan, times: time_text(times.exposed_seconds)),
 )
 
 
@@ -295,32 +296,90 @@ def _step(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:
 def _collectives_text(sent: Sequence[int], seconds: float, exposed: float | None, by: str) -> str:
     if not sent:
         return "none"
-    text = f"{len(sent):,} that send {size_text(sum(sent))} in {_time_text(seconds)}"
+    text = f"{len(sent):,} that send {size_text(sum(sent))} in {time_text(seconds)}"
     if exposed is None:
         return text
     hidden = max(seconds - exposed, 0.0)
-    return f"{text}; {by} can hide {_time_text(hidden)} ({100 * hidden / seconds:.0f}%)"
+    return f"{text}; {by} can hide {time_text(hidden)} ({100 * hidden / seconds:.0f}%)"
 
 
-def _built_part(rank: int, plan: StagePlan, built: Built) -> RenderableType:
-    cut = plan.choice.cut
-    stage, data_rank = cut.place_of(rank)
-    where = f"stage {stage}, data-parallel rank {data_rank} of {cut.dp}"
-    title = f"built without memory: rank {rank} of {cut.num_ranks:,} ({where})"
-    groups = f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
-    updated = f"the inner optimizer updates {counted(built.num_flat_params, 'flat param')}"
-    cells = [
-        ("groups", groups),
-        ("tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"),
-    ]
-    for kind in _KINDS:
-        found, planned = getattr(built, f"{kind}_nbytes"), getattr(plan.footprint, f"{kind}_nbytes")
-        said = "as planned" if found == planned else f"planned were {planned:,}"
-        cells.append((f"{kind} bytes", f"{found:,}: {said}"))
-    seconds = built.seconds
-    steps = {"groups": seconds.groups, "params": seconds.params, "layout": seconds.layout}
-    steps |= {"buffers and optimizer": seconds.optimizer, "first update": seconds.update}
-    text = ", ".join(f"{name} {_time_text(each)}" for name, each in steps.items())
-    cells.append(("time", f"{_time_text(seconds.total)}: {text}"))
-    cells.append(("memory", f"the peak of this process rose by {size_text(built.process_nbytes)}"))
-    return titled(title, rows(cells))
+#: By the beginning of an interval's label. The colors differ in brightness, for prints without color.
+_COLORS = {
+    "backward": "#1f5f99",
+    "update": "#6b4a8c",
+    "forward": "#7fb2dd",
+    "reduce-scatter": "#d9822b",
+    "statistics": "#3a3a3a",
+    "all-gather": "#f2c46d",
+}
+_WAITING = "#f3cfcb"
+_HEIGHT = 0.8
+_PLACE = {TimelineLane.COMPUTE: 1.0, TimelineLane.SEND: 0.0}
+
+
+def _draw(titled: Sequence[tuple[str, Timeline]], path: Path) -> None:
+    """Draws one panel for each timeline, all with the same scale of time.
+
+    Args:
+        titled: title and timeline of each panel.
+        path: of the picture; its ending says the format.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    if find_spec("matplotlib") is None:
+        rule, remedy = "have matplotlib to draw with", "Run pip install matplotlib"
+        raise ConfigError(refusal("--plot", "matplotlib is not installed", rule, remedy))
+    figure = import_module("matplotlib.figure").Figure(figsize=(11, 1.2 + 1.5 * len(titled)), layout="constrained")
+    panels = figure.subplots(len(titled), 1, squeeze=False, sharex=True)
+    for (title, timeline), (axes,) in zip(titled, panels, strict=True):
+        _panel(axes, title, timeline)
+    timelines = [timeline for _, timeline in titled]
+    longest = max(interval.stop for timeline in timelines for interval in timeline.intervals)
+    panels[-1][0].set_xlim(0, 1.01e3 * longest)
+    panels[-1][0].set_xlabel("ms from the beginning of the last microbatch's backward")
+    _legend(figure, timelines)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        rule, remedy = "be a file that can be written, of a known format", "Write --plot plan.png"
+        raise ConfigError(refusal("--plot", f"{path} ({error})", rule, remedy)) from None
+
+
+def _panel(axes: Any, title: str, timeline: Timeline) -> None:
+    for kind, color in _COLORS.items():
+        for lane, place in _PLACE.items():
+            shown = [each for each in timeline.intervals if each.lane is lane and each.label.startswith(kind)]
+            spans = [(each.start * 1e3, (each.stop - each.start) * 1e3) for each in shown]
+            axes.broken_barh(spans, (place - _HEIGHT / 2, _HEIGHT), facecolors=color, edgecolors="white", linewidth=0.4)
+    waits = [(start * 1e3, (stop - start) * 1e3) for start, stop in _gaps(timeline.intervals)]
+    axes.broken_barh(waits, (_PLACE[TimelineLane.COMPUTE] - _HEIGHT / 2, _HEIGHT), facecolors=_WAITING)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_yticks(list(_PLACE.values()), [lane.value for lane in _PLACE])
+    axes.set_ylim(-0.6, 1.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _gaps(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
+    """Returns the gaps in which nothing is computed, from the first interval to the last."""
+    busy = sorted((each.start, each.stop) for each in intervals if each.lane is TimelineLane.COMPUTE)
+    ends = max((stop for _, stop in busy), default=0.0)
+    gaps, free = [], 0.0
+    for start, stop in [*busy, (ends, ends)]:
+        gaps += [(free, start)] * (start > free + 1e-12)
+        free = max(free, stop)
+    return gaps
+
+
+def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    patch = import_module("matplotlib.patches").Patch
+    labels = {each.label for timeline in timelines for each in timeline.intervals if _is_visible(each, timeline)}
+    kinds = [kind for kind in _COLORS if any(label.startswith(kind) for label in labels)]
+    handles = [patch(facecolor=_COLORS[kind], label=kind) for kind in kinds]
+    handles.append(patch(facecolor=_WAITING, label="waits"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _is_visible(interval: Interval, timeline: Timeline) -> bool:
+    """Whether it is as wide as the line around it."""
+    return interval.stop - interval.start > max(each.stop for each in timeline.intervals) / 1000

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from rich.console import RenderableType
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, allocate_grads, move_into_buffer
-from megatron_distopt.cli.plan_choice import Choice, PlannedBuffer, StageParam, StagePlan, layout_of, plan_stage
-from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
+from megatron_distopt.cli.plan_choice import PlannedBuffer, StagePlan, layout_of, plan_stage
+from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes, StageParam
+from megatron_distopt.cli.show import counted, rows, size_text, time_text, titled
 from megatron_distopt.comm import Group, fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
@@ -34,7 +36,7 @@ from megatron_distopt.optimizer import (
     write_model,
 )
 
-__all__ = ["Built", "Seconds", "build"]
+__all__ = ["Built", "Seconds", "build", "described"]
 
 _META = torch.device("meta")
 #: Other sources of Adam have kernels for real devices alone; it holds what the fused one holds.
@@ -192,3 +194,28 @@ def _peak_nbytes() -> int:
     """Returns the peak memory of this process. Linux counts in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def described(rank: int, plan: StagePlan, built: Built) -> RenderableType:
+    """Compares a rank that was built with its plan, for people."""
+    cut = plan.choice.cut
+    stage, data_rank = cut.place_of(rank)
+    where = f"stage {stage}, data-parallel rank {data_rank} of {cut.dp}"
+    title = f"built without memory: rank {rank} of {cut.num_ranks:,} ({where})"
+    groups = f"torch's fake process group of {counted(cut.num_ranks, 'rank')}, data-parallel ones of {cut.dp:,}"
+    updated = f"the inner optimizer updates {counted(built.num_flat_params, 'flat param')}"
+    cells = [
+        ("groups", groups),
+        ("tensors", f"{counted(built.num_params, 'param')} of {built.numel:,} elements; {updated}"),
+    ]
+    for kind in ("param", "grad", "main", "moment"):
+        found, planned = getattr(built, f"{kind}_nbytes"), getattr(plan.footprint, f"{kind}_nbytes")
+        said = "as planned" if found == planned else f"planned were {planned:,}"
+        cells.append((f"{kind} bytes", f"{found:,}: {said}"))
+    seconds = built.seconds
+    steps = {"groups": seconds.groups, "params": seconds.params, "layout": seconds.layout}
+    steps |= {"buffers and optimizer": seconds.optimizer, "first update": seconds.update}
+    text = ", ".join(f"{name} {time_text(each)}" for name, each in steps.items())
+    cells.append(("time", f"{time_text(seconds.total)}: {text}"))
+    cells.append(("memory", f"the peak of this process rose by {size_text(built.process_nbytes)}"))
+    return titled(title, rows(cells))

@@ -1,88 +1,43 @@
-"""One choice of sizes, dtypes and buckets: the params, layouts, bytes and collectives of every stage."""
+"""The plan of one choice: layouts, bytes, collectives and times of every stage.
+
+Times are those of one rank with one lane of computing and one of sending. The reduce-scatter of a bucket starts when
+its last gradient of the last microbatch is there and the one before it has ended; the all-gather of a bucket must end
+before forward needs it. Time of computing is shared among params in proportion to their multiplications.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
-from typing import Final, Literal
 
-from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, check_cut
+from megatron_distopt.cli.plan_model import DTYPES, Choice, GptSizes, StageParam, check_cut, stage_params
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import BufferLayout, ParamSpec, default_bucket_size, lay_out
+from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.layout.estimate import (
     Collective,
     Footprint,
     Kind,
-    Widths,
     collectives_of,
     estimate_footprint,
     stats_collective,
 )
 
 __all__ = [
-    "AUTO",
-    "DTYPES",
-    "REDUCE_NBYTES",
-    "Choice",
+    "Assumed",
     "ChoicePlan",
+    "Interval",
     "PlannedBuffer",
-    "StageParam",
     "StagePlan",
+    "Timeline",
+    "TimelineLane",
+    "Times",
     "layout_of",
     "plan_choice",
     "plan_stage",
-    "stage_params",
+    "times_of",
 ]
-
-#: By name on the command line: torch's name, and bytes an element.
-DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
-#: Bytes an element of each `DistOptConfig.reduce_dtype`.
-REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
-#: The bucket size that runs with overlap choose by themselves.
-AUTO: Final = "auto"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One choice of sizes, dtypes and buckets.
-
-    Args:
-        cut: sizes of the parallel groups.
-        dtype: of the params, a key of `DTYPES`.
-        has_fp32_grads: whether the grad buffer is fp32, whatever the dtype of the params.
-        bucket_size: elements of a bucket; None for one bucket a buffer, or `AUTO`.
-        reduce_dtype: the dtype in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32.
-
-    Raises:
-        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, which training refuses as well.
-    """
-
-    cut: ParallelSizes
-    dtype: str = "bf16"
-    has_fp32_grads: bool = True
-    bucket_size: int | Literal["auto"] | None = None
-    reduce_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and self.grad_dtype != "fp32":
-            got = f"{self.reduce_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
-            remedy = "Write --grad-dtype fp32, or --reduce-dtype none"
-            raise ConfigError(refusal("reduce_dtype", got, "have fp32 grads to round", remedy))
-
-    @property
-    def widths(self) -> Widths:
-        """Bytes an element."""
-        width = DTYPES[self.dtype][1]
-        reduce = 0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype]
-        grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
-        return Widths(param=width, grad=grad, main=main, reduce=reduce)
-
-    @property
-    def grad_dtype(self) -> str:
-        """The dtype of the grad buffer, a key of `DTYPES`."""
-        return "fp32" if self.has_fp32_grads else self.dtype
 
 
 @dataclass(frozen=True)
@@ -98,6 +53,14 @@ class PlannedBuffer:
     params: tuple[StageParam, ...]
     layout: BufferLayout
     rank: int
+
+    @cached_property
+    def names_by_bucket(self) -> dict[int | None, list[str]]:
+        """The names of the params in each bucket, by its index."""
+        found: dict[int | None, list[str]] = {}
+        for slot in self.layout.slots:
+            found.setdefault(slot.bucket, []).append(slot.name)
+        return found
 
 
 @dataclass(frozen=True)
@@ -233,110 +196,188 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
 
 
 @dataclass(frozen=True)
-class StageParam:
-    """A param, with what decides when its gradient is there.
+class Assumed:
+    """Times and bandwidth, which the layout does not know.
 
     Args:
-        spec: name, shape and dtype.
-        work: multiplications a token in forward, as a measure of the time that is spent on it.
-        is_expert: it belongs to an expert that other ranks do not have.
-        is_early: its work is at the end of forward, so at the beginning of backward, and its gradient is complete last
-            all the same: a word embedding that is the output layer too. On one stage it was registered first; the copy
-            on a last stage of its own waits for the sum with the first stage's, after backward.
+        bytes_per_second: bandwidth of a rank in each direction.
+        hop_seconds: time of a message in addition to its bytes.
+        backward_seconds: time of backward for one microbatch on one rank; None where it is not given.
+        update_seconds: time of statistics and update.
     """
 
-    spec: ParamSpec
-    work: float = 0.0
-    is_expert: bool = False
-    is_early: bool = False
+    bytes_per_second: float
+    hop_seconds: float = 0.0
+    backward_seconds: float | None = None
+    update_seconds: float = 0.0
 
     @property
-    def decays(self) -> bool:
-        """Whether Megatron decays it, which it does with matrices only."""
-        return len(self.spec.shape) > 1
+    def forward_seconds(self) -> float | None:
+        """Half of backward, which multiplies with every weight twice."""
+        return None if self.backward_seconds is None else self.backward_seconds / 2
+
+    def seconds_of(self, collective: Collective) -> float:
+        """Time of a collective on an idle link."""
+        return collective.sent_nbytes / self.bytes_per_second + collective.num_hops * self.hop_seconds
 
 
-def stage_params(gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str) -> tuple[StageParam, ...]:
-    """Returns the params that a rank of one pipeline stage registers.
+class TimelineLane(str, Enum):
+    """The resource that is busy."""
 
-    Args:
-        gpt, cut: agree with each other, see `check_cut`.
-        stage: from 0.
-        dtype: of all params, e.g. "bfloat16".
-    """
-    return tuple(_StageRank(gpt, cut, dtype).stage(stage))
+    COMPUTE = "compute"
+    SEND = "send"
 
 
 @dataclass(frozen=True)
-class _StageRank:
-    gpt: GptSizes
-    cut: ParallelSizes
-    dtype: str
+class Interval:
+    """One activity, in seconds from the beginning of the last microbatch's backward."""
 
-    def stage(self, stage: int) -> Iterator[StageParam]:
-        is_first, is_last = stage == 0, stage == self.cut.pp - 1
-        if is_first:
-            yield from self._embedding(is_output=is_last and self.gpt.is_tied)
-        for layer in range(self.gpt.layers // self.cut.pp):
-            yield from self._layer(f"decoder.layers.{layer}")
-        if is_last:
-            yield from self._norm("decoder.final_layernorm")
-            if not (is_first and self.gpt.is_tied):  # a last stage of its own has a copy of a tied embedding
-                shape = self._vocab_shape()
-                yield StageParam(self._spec("output_layer.weight", *shape), math.prod(shape), is_early=self.gpt.is_tied)
+    lane: TimelineLane
+    label: str
+    start: float
+    stop: float
 
-    def _embedding(self, *, is_output: bool) -> Iterator[StageParam]:
-        shape = self._vocab_shape()
-        spec = self._spec("embedding.word_embeddings.weight", *shape)
-        yield StageParam(spec, math.prod(shape) if is_output else 0.0, is_early=is_output)
-        if self.gpt.num_positions:  # a look-up is no work
-            yield StageParam(
-                self._spec("embedding.position_embeddings.weight", self.gpt.num_positions, self.gpt.hidden)
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step with all the overlap that is possible.
+
+    Args:
+        intervals: of both lanes.
+        exposed_scatter_seconds: by which the last reduce-scatter ends after backward.
+        exposed_gather_seconds: by which forward has to wait for all-gathers.
+    """
+
+    intervals: tuple[Interval, ...]
+    exposed_scatter_seconds: float
+    exposed_gather_seconds: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of the collectives of one step.
+
+    Args:
+        scatter_seconds, gather_seconds, stats_seconds: times by kind, without overlap.
+        timeline: the step with overlap; None where the length of backward is unknown.
+    """
+
+    scatter_seconds: float
+    gather_seconds: float
+    stats_seconds: float
+    timeline: Timeline | None
+
+    @property
+    def seconds(self) -> float:
+        """All collectives without overlap."""
+        return self.scatter_seconds + self.gather_seconds + self.stats_seconds
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Communication that is not hidden where both directions are overlapped; statistics are never hidden."""
+        shown = self.timeline
+        if shown is None:
+            return None
+        waited = shown.exposed_scatter_seconds + shown.exposed_gather_seconds + self.stats_seconds
+        return min(waited, self.seconds)  # sums in another order differ in their last bits
+
+    @property
+    def hidden_seconds(self) -> float | None:
+        """Communication that is hidden where both directions are overlapped."""
+        return None if self.exposed_seconds is None else self.seconds - self.exposed_seconds
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A collective of a bucket, with the fraction of backward after which it can start and that of forward before which
+    it has to end."""
+
+    label: str
+    seconds: float
+    ready: float
+    needed: float
+
+
+@dataclass
+class _Clock:
+    """The intervals that were added so far."""
+
+    intervals: list[Interval] = field(default_factory=list)
+
+    def fill(self, lane: TimelineLane, label: str, start: float, seconds: float) -> float:
+        """Adds an interval unless it takes no time, and returns its end."""
+        if seconds > 0:
+            self.intervals.append(Interval(lane, label, start, start + seconds))
+        return start + seconds
+
+
+def times_of(plan: StagePlan, assumed: Assumed) -> Times:
+    """Times the collectives of one step of a rank, with overlap where the length of backward is known."""
+    seconds = dict.fromkeys(Kind, 0.0)
+    for _, each in plan.collectives:
+        seconds[each.kind] += assumed.seconds_of(each)
+    stats = seconds[Kind.ALL_REDUCE]
+    timeline = None if assumed.backward_seconds is None else _timeline(plan, assumed, stats)
+    return Times(seconds[Kind.REDUCE_SCATTER], seconds[Kind.ALL_GATHER], stats, timeline)
+
+
+def _timeline(plan: StagePlan, assumed: Assumed, stats_seconds: float) -> Timeline:
+    backward, forward = assumed.backward_seconds or 0.0, assumed.forward_seconds or 0.0
+    clock = _Clock()
+    clock.fill(TimelineLane.COMPUTE, "backward", 0.0, backward)
+    free = 0.0
+    for each in sorted(_transfers(plan, assumed, Kind.REDUCE_SCATTER), key=lambda each: each.ready):
+        free = clock.fill(TimelineLane.SEND, each.label, max(free, each.ready * backward), each.seconds)
+    scattered = max(free, backward)
+    measured = clock.fill(TimelineLane.SEND, "statistics", scattered, stats_seconds)
+    updated = clock.fill(TimelineLane.COMPUTE, "update", measured, assumed.update_seconds)
+    gathers = sorted(_transfers(plan, assumed, Kind.ALL_GATHER), key=lambda each: each.needed)
+    waited = _forward(clock, gathers, updated, forward)
+    return Timeline(tuple(clock.intervals), scattered - backward, waited)
+
+
+def _forward(clock: _Clock, gathers: Sequence[_Transfer], start: float, seconds: float) -> float:
+    """Overlaps the gathers with the next forward; returns how long forward waited."""
+    free = now = start
+    done = 0.0
+    for each in gathers:
+        now = clock.fill(TimelineLane.COMPUTE, "forward", now, (each.needed - done) * seconds)
+        free = clock.fill(TimelineLane.SEND, each.label, free, each.seconds)
+        now, done = max(now, free), each.needed
+    end = clock.fill(TimelineLane.COMPUTE, "forward", now, (1.0 - done) * seconds)
+    return max(end - start - seconds, 0.0)
+
+
+def _transfers(plan: StagePlan, assumed: Assumed, kind: Kind) -> Iterator[_Transfer]:
+    ready, needed = _ready(plan.params), _needed(plan.params)
+    for part, each in plan.collectives:
+        if part is not None and each.kind is kind:
+            names = part.names_by_bucket[each.bucket]
+            yield _Transfer(
+                f"{kind.value} {each.bucket}",
+                assumed.seconds_of(each),
+                max(ready[name] for name in names),
+                min(needed[name] for name in names),
             )
 
-    def _layer(self, name: str) -> Iterator[StageParam]:
-        gpt, tp = self.gpt, self.cut.tp
-        qkv_width = gpt.query_width + 2 * gpt.kv_width
-        yield from self._norm(f"{name}.input_layernorm")
-        yield from self._row_parallel(f"{name}.self_attention.linear_proj", gpt.query_width)
-        yield self._param(f"{name}.self_attention.linear_qkv.weight", qkv_width // tp, gpt.hidden)
-        if gpt.has_bias or gpt.has_qkv_bias:
-            yield self._param(f"{name}.self_attention.linear_qkv.bias", qkv_width // tp)
-        yield from self._norm(f"{name}.pre_mlp_layernorm")
-        yield from self._experts(f"{name}.mlp") if gpt.experts else self._mlp(f"{name}.mlp", gpt.ffn_width)
 
-    def _experts(self, name: str) -> Iterator[StageParam]:
-        gpt, ep = self.gpt, self.cut.ep
-        yield self._param(f"{name}.router.weight", gpt.experts, gpt.hidden)
-        if gpt.has_bias:
-            yield self._param(f"{name}.router.bias", gpt.experts)
-        share = gpt.top_k * ep / gpt.experts  # of the tokens that the ranks of all experts send to one of them
-        for expert in range(gpt.experts // ep):
-            for param in self._mlp(f"{name}.experts.local_experts.{expert}", gpt.expert_ffn or gpt.ffn_width):
-                yield StageParam(param.spec, param.work * share, is_expert=ep > 1)
+def _ready(params: Sequence[StageParam]) -> dict[str, float]:
+    """The fraction of backward after which each gradient is complete."""
+    total = sum(param.work for param in params) or 1.0
+    done = sum(param.work for param in params if param.is_early)
+    ready = {}
+    for param in reversed(params):
+        done += 0.0 if param.is_early else param.work
+        ready[param.spec.name] = 1.0 if param.is_early else min(done / total, 1.0)
+    return ready
 
-    def _mlp(self, name: str, ffn: int) -> Iterator[StageParam]:
-        width = ffn * (2 if self.gpt.is_gated else 1) // self.cut.tp
-        yield self._param(f"{name}.linear_fc1.weight", width, self.gpt.hidden)
-        if self.gpt.has_bias:
-            yield self._param(f"{name}.linear_fc1.bias", width)
-        yield from self._row_parallel(f"{name}.linear_fc2", ffn)
 
-    def _row_parallel(self, name: str, width: int) -> Iterator[StageParam]:
-        """Yields a layer whose input is cut; its bias, which is added to the sum, is whole on every rank."""
-        yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp)
-        if self.gpt.has_bias:
-            yield self._param(f"{name}.bias", self.gpt.hidden)
-
-    def _norm(self, name: str) -> Iterator[StageParam]:
-        for kind in ("weight",) if self.gpt.is_rms else ("weight", "bias"):
-            yield self._param(f"{name}.{kind}", self.gpt.hidden)
-
-    def _param(self, name: str, *shape: int) -> StageParam:
-        return StageParam(self._spec(name, *shape), math.prod(shape) if len(shape) > 1 else 0.0)
-
-    def _spec(self, name: str, *shape: int) -> ParamSpec:
-        return ParamSpec(name, math.prod(shape), shape, self.dtype)
-
-    def _vocab_shape(self) -> tuple[int, int]:
-        return self.gpt.padded_vocab(self.cut.tp) // self.cut.tp, self.gpt.hidden
+def _needed(params: Sequence[StageParam]) -> dict[str, float]:
+    """The fraction of forward before which each param must be there."""
+    total = sum(param.work for param in params) or 1.0
+    done = 0.0
+    needed = {}
+    for param in params:
+        needed[param.spec.name] = min(done / total, 1.0)
+        done += 0.0 if param.is_early else param.work
+    return needed

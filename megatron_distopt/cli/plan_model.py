@@ -1,17 +1,34 @@
-"""The sizes of a GPT, from flags or a JSON file, and how they are cut over ranks."""
+"""What is planned: a GPT, a choice of parallel sizes, dtypes and buckets, and the params of a rank of each stage."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Final, Literal
 
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.layout import ParamSpec
+from megatron_distopt.layout.estimate import Widths
 
-__all__ = ["GptSizes", "ParallelSizes", "check_cut", "sizes_in_file", "sizes_in_mapping"]
+__all__ = [
+    "AUTO",
+    "DTYPES",
+    "REDUCE_NBYTES",
+    "Choice",
+    "GptSizes",
+    "ParallelSizes",
+    "StageParam",
+    "check_cut",
+    "stage_params",
+]
 
+#: By name on the command line: torch's name, and bytes an element.
+DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
+#: Bytes an element of each `DistOptConfig.reduce_dtype`.
+REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
+#: The bucket size that runs with overlap choose by themselves.
+AUTO: Final = "auto"
 #: Megatron makes the width of a gated MLP a multiple of this.
 _GATED_MULTIPLE = 64
 
@@ -148,6 +165,47 @@ class ParallelSizes:
         return self.data_ranks(rank)[self.place_of(rank)[1] % self.ep :: self.ep]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One choice of sizes, dtypes and buckets.
+
+    Args:
+        cut: sizes of the parallel groups.
+        dtype: of the params, a key of `DTYPES`.
+        has_fp32_grads: whether the grad buffer is fp32, whatever the dtype of the params.
+        bucket_size: elements of a bucket; None for one bucket a buffer, or `AUTO`.
+        reduce_dtype: the dtype in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32.
+
+    Raises:
+        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, which training refuses as well.
+    """
+
+    cut: ParallelSizes
+    dtype: str = "bf16"
+    has_fp32_grads: bool = True
+    bucket_size: int | Literal["auto"] | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype is not None and self.grad_dtype != "fp32":
+            got = f"{self.reduce_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
+            remedy = "Write --grad-dtype fp32, or --reduce-dtype none"
+            raise ConfigError(refusal("reduce_dtype", got, "have fp32 grads to round", remedy))
+
+    @property
+    def widths(self) -> Widths:
+        """Bytes an element."""
+        width = DTYPES[self.dtype][1]
+        reduce = 0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype]
+        grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
+        return Widths(param=width, grad=grad, main=main, reduce=reduce)
+
+    @property
+    def grad_dtype(self) -> str:
+        """The dtype of the grad buffer, a key of `DTYPES`."""
+        return "fp32" if self.has_fp32_grads else self.dtype
+
+
 def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:
     """Refuses sizes that Megatron would refuse.
 
@@ -173,121 +231,111 @@ def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:
             raise ConfigError(refusal(f"number of {what}", number, rule, remedy))
 
 
-#: The keys that mean a field of `GptSizes`. The first one that is present and not null counts.
-_NUMBERS = {
-    "layers": ("layers", "num_layers", "num_hidden_layers", "n_layer"),
-    "hidden": ("hidden", "hidden_size", "n_embd", "d_model"),
-    "heads": ("heads", "num_attention_heads", "n_head"),
-    "kv_heads": ("kv_heads", "num_query_groups", "num_key_value_heads"),
-    "head_dim": ("kv_channels", "head_dim"),
-    "ffn": ("ffn", "ffn_hidden_size", "intermediate_size", "n_inner"),
-    "vocab": ("padded_vocab_size", "vocab", "vocab_size"),
-    "vocab_multiple": ("make_vocab_size_divisible_by",),
-    # Not the positions: a model that has learned 131,072 of them is seldom trained on as many tokens at once.
-    "seq": ("seq", "seq_length"),
-    "positions": ("positions", "max_position_embeddings", "n_positions"),
-    "experts": ("experts", "num_moe_experts", "num_experts", "num_local_experts"),
-    "expert_ffn": ("expert_ffn", "moe_ffn_hidden_size", "moe_intermediate_size"),
-    "top_k": ("top_k", "moe_router_topk", "num_experts_per_tok"),
-}
-#: The same for fields that are true or false; a key after "not " means the opposite.
-_SWITCHES = {
-    "is_gated": ("gated", "swiglu", "gated_linear_unit"),
-    # A HuggingFace config has the key wherever it is false and may leave it out where it is true, as Gemma's does.
-    "is_tied": (
-        "tied",
-        "tie_word_embeddings",
-        "share_embeddings_and_output_weights",
-        "not untie_embeddings_and_output_weights",
-    ),
-    "has_bias": ("bias", "add_bias_linear"),
-    "has_qkv_bias": ("qkv_bias", "add_qkv_bias", "attention_bias"),
-    "is_rms": ("rms",),
-}
-#: Keys that add params which are not counted here, unless they have one of these values.
-_NOT_COUNTED = {
-    "multi_latent_attention": (False, None),
-    "kv_lora_rank": (None, 0),
-    "moe_shared_expert_intermediate_size": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "n_shared_experts": (None, 0),
-    "first_k_dense_replace": (None, 0),
-    "moe_layer_freq": (1, None),
-    "mtp_num_layers": (None, 0),
-    "num_nextn_predict_layers": (None, 0),
-    "qk_layernorm": (False, None),
-}
-#: Positions that have no params.
-_WITHOUT_PARAMS = ("rope", "rotary", "none", "alibi", "relative")
+@dataclass(frozen=True)
+class StageParam:
+    """A param, with what decides when its gradient is there.
 
-
-def sizes_in_file(path: Path) -> dict[str, Any]:
-    """Reads sizes from a JSON file, by field of `GptSizes`.
-
-    Raises:
-        ConfigError: it cannot be read, is no JSON object, or says something that is not counted here.
+    Args:
+        spec: name, shape and dtype.
+        work: multiplications a token in forward, as a measure of the time that is spent on it.
+        is_expert: it belongs to an expert that other ranks do not have.
+        is_early: its work is at the end of forward, so at the beginning of backward, and its gradient is complete last
+            all the same: a word embedding that is the output layer too. On one stage it was registered first; the copy
+            on a last stage of its own waits for the sum with the first stage's, after backward.
     """
-    remedy = "Give a JSON file such as a HuggingFace config.json"
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(refusal("config", f"{path} ({error})", "be a JSON file", remedy)) from None
-    if not isinstance(given, dict):
-        rule = "be a JSON object of names and values"
-        raise ConfigError(refusal("config", f"{path} with a {type(given).__name__}", rule, remedy))
-    return sizes_in_mapping(given)
+
+    spec: ParamSpec
+    work: float = 0.0
+    is_expert: bool = False
+    is_early: bool = False
+
+    @property
+    def decays(self) -> bool:
+        """Whether Megatron decays it, which it does with matrices only."""
+        return len(self.spec.shape) > 1
 
 
-def sizes_in_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads sizes from names and values; names that decide no shape are ignored.
+def stage_params(gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str) -> tuple[StageParam, ...]:
+    """Returns the params that a rank of one pipeline stage registers.
 
-    >>> sizes_in_mapping({"num_layers": 2, "hidden_size": 64, "padded_vocab_size": 128, "lr": 0.1})
-    {'layers': 2, 'hidden': 64, 'vocab': 128, 'vocab_multiple': 0}
+    Args:
+        gpt, cut: agree with each other, see `check_cut`.
+        stage: from 0.
+        dtype: of all params, e.g. "bfloat16".
     """
-    _refuse_uncounted(given)
-    found: dict[str, Any] = {}
-    for name, keys in _NUMBERS.items():
-        key = next((key for key in keys if given.get(key) is not None), None)
-        if key is not None:
-            found[name] = _whole_number(key, given[key])
-    for name, keys in _SWITCHES.items():
-        key = next((key for key in keys if given.get(key.removeprefix("not ")) is not None), None)
-        if key is not None:
-            found[name] = bool(given[key.removeprefix("not ")]) != key.startswith("not ")
-    return _settled(found, given)
+    return tuple(_StageRank(gpt, cut, dtype).stage(stage))
 
 
-def _settled(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settles what several keys decide together."""
-    is_llama = "rms_norm_eps" in given
-    if is_llama:  # what HuggingFace's classes with that key take for granted
-        found = {"is_gated": True, "is_rms": True, "has_bias": False, **found}
-    if given.get("normalization") is not None:
-        found["is_rms"] = given["normalization"] == "RMSNorm"
-    if given.get("padded_vocab_size") is not None:
-        found["vocab_multiple"] = 0
-    if given.get("group_query_attention") is False:
-        found.pop("kv_heads", None)
-    if _has_no_positions(given, is_llama=is_llama):
-        found["positions"] = 0
-    return found
+@dataclass(frozen=True)
+class _StageRank:
+    gpt: GptSizes
+    cut: ParallelSizes
+    dtype: str
 
+    def stage(self, stage: int) -> Iterator[StageParam]:
+        is_first, is_last = stage == 0, stage == self.cut.pp - 1
+        if is_first:
+            yield from self._embedding(is_output=is_last and self.gpt.is_tied)
+        for layer in range(self.gpt.layers // self.cut.pp):
+            yield from self._layer(f"decoder.layers.{layer}")
+        if is_last:
+            yield from self._norm("decoder.final_layernorm")
+            if not (is_first and self.gpt.is_tied):  # a last stage of its own has a copy of a tied embedding
+                shape = self._vocab_shape()
+                yield StageParam(self._spec("output_layer.weight", *shape), math.prod(shape), is_early=self.gpt.is_tied)
 
-def _has_no_positions(given: Mapping[str, Any], *, is_llama: bool) -> bool:
-    kind = given.get("position_embedding_type")
-    is_rotary = given.get("use_rotary_position_embeddings") or "rope_theta" in given or is_llama
-    return kind in _WITHOUT_PARAMS or (kind is None and bool(is_rotary)) or given.get("add_position_embedding") is False
+    def _embedding(self, *, is_output: bool) -> Iterator[StageParam]:
+        shape = self._vocab_shape()
+        spec = self._spec("embedding.word_embeddings.weight", *shape)
+        yield StageParam(spec, math.prod(shape) if is_output else 0.0, is_early=is_output)
+        if self.gpt.num_positions:  # a look-up is no work
+            yield StageParam(
+                self._spec("embedding.position_embeddings.weight", self.gpt.num_positions, self.gpt.hidden)
+            )
 
+    def _layer(self, name: str) -> Iterator[StageParam]:
+        gpt, tp = self.gpt, self.cut.tp
+        qkv_width = gpt.query_width + 2 * gpt.kv_width
+        yield from self._norm(f"{name}.input_layernorm")
+        yield from self._row_parallel(f"{name}.self_attention.linear_proj", gpt.query_width)
+        yield self._param(f"{name}.self_attention.linear_qkv.weight", qkv_width // tp, gpt.hidden)
+        if gpt.has_bias or gpt.has_qkv_bias:
+            yield self._param(f"{name}.self_attention.linear_qkv.bias", qkv_width // tp)
+        yield from self._norm(f"{name}.pre_mlp_layernorm")
+        yield from self._experts(f"{name}.mlp") if gpt.experts else self._mlp(f"{name}.mlp", gpt.ffn_width)
 
-def _refuse_uncounted(given: Mapping[str, Any]) -> None:
-    for key, harmless in _NOT_COUNTED.items():
-        if key in given and given[key] not in harmless:
-            rule, remedy = "leave out what is not counted here", "Take the key out to plan the rest of the model"
-            raise ConfigError(refusal(f"key {key!r} of the config", given[key], rule, remedy))
+    def _experts(self, name: str) -> Iterator[StageParam]:
+        gpt, ep = self.gpt, self.cut.ep
+        yield self._param(f"{name}.router.weight", gpt.experts, gpt.hidden)
+        if gpt.has_bias:
+            yield self._param(f"{name}.router.bias", gpt.experts)
+        share = gpt.top_k * ep / gpt.experts  # of the tokens that the ranks of all experts send to one of them
+        for expert in range(gpt.experts // ep):
+            for param in self._mlp(f"{name}.experts.local_experts.{expert}", gpt.expert_ffn or gpt.ffn_width):
+                yield StageParam(param.spec, param.work * share, is_expert=ep > 1)
 
+    def _mlp(self, name: str, ffn: int) -> Iterator[StageParam]:
+        width = ffn * (2 if self.gpt.is_gated else 1) // self.cut.tp
+        yield self._param(f"{name}.linear_fc1.weight", width, self.gpt.hidden)
+        if self.gpt.has_bias:
+            yield self._param(f"{name}.linear_fc1.bias", width)
+        yield from self._row_parallel(f"{name}.linear_fc2", ffn)
 
-def _whole_number(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        rule, remedy = "be a whole number of at least 0", "Correct it, or give the flag in addition to --config"
-        raise ConfigError(refusal(f"key {key!r} of the config", repr(value), rule, remedy))
-    return value
+    def _row_parallel(self, name: str, width: int) -> Iterator[StageParam]:
+        """Yields a layer whose input is cut; its bias, which is added to the sum, is whole on every rank."""
+        yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp)
+        if self.gpt.has_bias:
+            yield self._param(f"{name}.bias", self.gpt.hidden)
+
+    def _norm(self, name: str) -> Iterator[StageParam]:
+        for kind in ("weight",) if self.gpt.is_rms else ("weight", "bias"):
+            yield self._param(f"{name}.{kind}", self.gpt.hidden)
+
+    def _param(self, name: str, *shape: int) -> StageParam:
+        return StageParam(self._spec(name, *shape), math.prod(shape) if len(shape) > 1 else 0.0)
+
+    def _spec(self, name: str, *shape: int) -> ParamSpec:
+        return ParamSpec(name, math.prod(shape), shape, self.dtype)
+
+    def _vocab_shape(self) -> tuple[int, int]:
+        return self.gpt.padded_vocab(self.cut.tp) // self.cut.tp, self.gpt.hidden

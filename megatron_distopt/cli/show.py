@@ -33,6 +33,7 @@ __all__ = [
     "ranges",
     "rows",
     "size_text",
+    "time_text",
     "titled",
 ]
 
@@ -164,6 +165,20 @@ def size_text(nbytes: float) -> str:
     """
     unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
     return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
+
+
+def time_text(seconds: float | None) -> str:
+    """Writes a time with three digits and its unit, and nothing for None.
+
+    >>> time_text(0), time_text(0.0000125), time_text(0.25), time_text(12.345)
+    ('0', '12.5 us', '250 ms', '12.3 s')
+    """
+    if seconds is None:
+        return ""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us" if seconds > 1e-10 else "0"
 
 
 def number_text(value: object) -> str:

@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.plan_choice import (
-    stage_params,
-)
-from megatron_distopt.cli.plan_model import ParallelSizes
+from megatron_distopt.cli.plan_model import ParallelSizes, stage_params
 from megatron_distopt.layout import default_bucket_size
 from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused, run
 from tests.support.refusals import Said
@@ -264,7 +261,7 @@ def test_plot_when_matplotlib_is_missing_then_says_what_to_install(
     config: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_distopt.cli.plan_timeline.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_distopt.cli.plan.find_spec", lambda name: None)
     text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.png")
     assert text == Said("Invalid --plot: matplotlib is not installed", "Run pip install matplotlib.")
     assert not (tmp_path / "x.png").exists()

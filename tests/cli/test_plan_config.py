@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.cli.plan_choice import Choice, plan_choice
-from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes, sizes_in_mapping
+from megatron_distopt.cli.plan_arguments import sizes_in_mapping
+from megatron_distopt.cli.plan_choice import plan_choice
+from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes
 
 #: What HuggingFace writes for a model like Llama, whose class unties by default and so has to say it.
 LLAMA = {

@@ -19,16 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.cli import plan_build
-from megatron_distopt.cli.plan_choice import (
-    AUTO,
-    Choice,
-    StagePlan,
-    plan_choice,
-    plan_stage,
-    stage_params,
-)
-from megatron_distopt.cli.plan_model import GptSizes, ParallelSizes
-from megatron_distopt.cli.plan_timeline import Assumed, times_of
+from megatron_distopt.cli.plan_choice import Assumed, StagePlan, plan_choice, plan_stage, times_of
+from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.comm import fake_world, shared_memory
 from megatron_distopt.hosts.torch.census import HEAD_NUMEL
 from megatron_distopt.hosts.torch.plan import UserRequest, decide

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.cli.plan_choice import (
-    Choice,
-    StagePlan,
-    plan_choice,
-)
-from megatron_distopt.cli.plan_model import ParallelSizes
-from megatron_distopt.cli.plan_timeline import Assumed, TimelineLane, times_of
+from megatron_distopt.cli.plan_choice import Assumed, StagePlan, TimelineLane, plan_choice, times_of
+from megatron_distopt.cli.plan_model import Choice, ParallelSizes
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from tests.support.plan_command import BUCKET, GPT
 

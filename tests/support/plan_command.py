@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.plan_model import GptSizes, sizes_in_mapping
+from megatron_distopt.cli.plan_arguments import sizes_in_mapping
+from megatron_distopt.cli.plan_model import GptSizes
 
 __all__ = ["BUCKET", "CONFIG", "GPT", "SIZES", "Output", "document", "refused", "run"]
 
