@@ -76,8 +76,8 @@ def _opened(path: Path) -> Source:
         by_rank[model.tensor[0]] = {**here, **homes}  # what two stages hold is taken from the first
     found = [[each for parts in homes.values() for each in parts] for _, homes in sorted(by_rank.items())]
     source = source_of(Manifest("", (), {}, (), ""), whole_of(found), str(path))
-    groups, scaler = _saved_groups(models[0])
-    head = head_of(source.tensors, groups, scaler, _about(models[0]), str(path))
+    states, iteration = _saved_states(models[0]), models[0].state.get("iteration")
+    head = head_of(source.tensors, states, _OPTIMIZER, iteration, str(path))
     return replace(source, head=head)
 
 
@@ -102,22 +102,12 @@ def _is_copy(name: str, model: CoreModel, first: CoreModel) -> bool:
     return _EMBEDDING in values and torch.equal(values[_EMBEDDING].bits(), values[_OUTPUT].bits())
 
 
-def _saved_groups(model: CoreModel) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
-    """Param groups of all optimizers of a chain, each once, and the state of the grad scaler."""
+def _saved_states(model: CoreModel) -> list[Mapping[str, Any]]:
+    """States of all optimizers of a chain, without what is kept for each element."""
     entry = model.state.get("optimizer")
     states = [each for each in (entry if isinstance(entry, list) else [entry]) if isinstance(each, Mapping)]
     if not states or any("optimizer" not in state for state in states):
         remedy = "Save it without --no-save-optim"
         rule = "hold the param groups beside the model"
         raise CheckpointError(refusal(f"file in {model.folder}", "no entry 'optimizer'", rule, remedy))
-    groups: list[Mapping[str, Any]] = []
-    for state in states:
-        groups += [group for group in state["optimizer"]["param_groups"] if group not in groups]
-    return groups, next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
-
-
-def _about(model: CoreModel) -> dict[str, str | int]:
-    about: dict[str, str | int] = {"host": "megatron-core", "format": _OPTIMIZER}
-    if isinstance(model.state.get("iteration"), int):
-        about["iteration"] = model.state["iteration"]
-    return about
+    return states

@@ -19,28 +19,42 @@ _IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def head_of(
-    infos: Mapping[str, TensorInfo],
-    groups: Sequence[Mapping[str, Any]],
-    scaler: Mapping[str, Any] | None,
-    about: Mapping[str, str | int],
-    where: str,
+    infos: Mapping[str, TensorInfo], states: Sequence[Mapping[str, Any]], format: str, iteration: Any, where: str
 ) -> Manifest:
     """The manifest without tensors.
 
     Args:
         infos: of the tensors.
-        groups: param groups as saved, of all optimizers.
-        scaler: state of the grad scaler, where there was one.
-        about: of the writer.
+        states: of all optimizers, with their param groups and grad scalers, as saved.
+        format: of the files.
+        iteration: of the run, where they say it.
         where: path of the checkpoint, for errors.
 
     Raises:
         CheckpointError: groups were updated a different number of times.
     """
+    about: dict[str, str | int] = {"host": "megatron-core", "format": format}
+    if isinstance(iteration, int):
+        about["iteration"] = iteration
+    scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
     inner = inner_name(map(kind_of, infos))
     shapes = {name_of(key): info.shape for key, info in infos.items() if kind_of(key) == MAIN}
-    records = tuple(_records(shapes, groups, where))
+    records = tuple(_records(shapes, _groups_in(states), where))
     return Manifest("", (), {}, records, inner, loss_scale_of(scaler), about=about)
+
+
+def _groups_in(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Param groups, each once, with the step, which optimizers that are not distributed keep outside of the groups."""
+    found: list[Mapping[str, Any]] = []
+    for state in states:
+        inner = state.get("optimizer", state)
+        kept = inner.get("state") or {}
+        step = {"step": kept["common_step"]} if "common_step" in kept else {}
+        for group in inner["param_groups"]:
+            options = {**step, **{key: value for key, value in group.items() if key != "params"}}
+            if options not in found:
+                found.append(options)
+    return found
 
 
 def _records(

@@ -76,9 +76,10 @@ def _opened(path: Path) -> Source:
     if any(_BUCKETS.fullmatch(key) for key in (*folder.tensors, *folder.objects)):
         found = list(located_in_buckets(folder, model, common.get("args")))
         source = source_of(Manifest("", (), {}, (), ""), found, str(path))
-        groups = _groups_in([state for _, state in objects_of(folder, "optimizer")])
         scaler = next((state for _, state in objects_of(folder, "grad_scaler")), None)
-        return replace(source, head=_head(source.tensors, groups, scaler, common, path))
+        states = [{**state, "grad_scaler": scaler} for _, state in objects_of(folder, "optimizer")]
+        head = head_of(source.tensors, states, _format(common), common.get("iteration"), str(path))
+        return replace(source, head=head)
     raise _refused(path, folder)
 
 
@@ -111,8 +112,7 @@ def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, 
         if name in found[kind]
     }
     states = list(_optimizer_states(common))
-    scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
-    head = _head(infos, _groups_in(states), scaler, common, folder.folder)
+    head = head_of(infos, states, _format(common), common.get("iteration"), str(folder.folder))
 
     def read_box(key: str, box: Box) -> Tensor:
         name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
@@ -147,33 +147,9 @@ def _optimizer_states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from (each for each in entries if isinstance(each, Mapping))
 
 
-def _groups_in(states: list[Any]) -> list[Mapping[str, Any]]:
-    """Param groups, each once, with the step, which optimizers that are not distributed keep outside of the groups."""
-    found: list[Mapping[str, Any]] = []
-    for state in states:
-        inner = state.get("optimizer", state)
-        kept = inner.get("state") or {}
-        step = {"step": kept["common_step"]} if "common_step" in kept else {}
-        for group in inner["param_groups"]:
-            options = {**step, **{key: value for key, value in group.items() if key != "params"}}
-            if options not in found:
-                found.append(options)
-    return found
-
-
-def _head(
-    infos: Mapping[str, TensorInfo], groups: list[Mapping[str, Any]], scaler: Any, common: Mapping[str, Any], path: Path
-) -> Manifest:
+def _format(common: Mapping[str, Any]) -> str:
+    """The name of the format with the way in which the state was sharded."""
     content = common.get("content_metadata") or {}
-    kind = content.get("distrib_optim_sharding_type") or next(
-        (
-            state["param_state_sharding_type"]
-            for state in _optimizer_states(common)
-            if "param_state_sharding_type" in state
-        ),
-        "by param",
-    )
-    about: dict[str, str | int] = {"host": "megatron-core", "format": f"torch_dist, {kind}"}
-    if isinstance(common.get("iteration"), int):
-        about["iteration"] = common["iteration"]
-    return head_of(infos, groups, scaler, about, str(path))
+    kinds = (state.get("param_state_sharding_type") for state in _optimizer_states(common))
+    kind = content.get("distrib_optim_sharding_type") or next((each for each in kinds if each is not None), "by param")
+    return f"torch_dist, {kind}"
