@@ -107,8 +107,9 @@ class DistOptConfig:
     Raises:
         ConfigError: an option that does not exist, a value of another type, or one that cannot work.
 
-    >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
-    'raise'
+    Examples:
+        >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
+        'raise'
     """
 
     adam: str = option(
@@ -291,8 +292,9 @@ def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptCo
     Raises:
         ConfigError: an option that does not exist (it names the nearest), or a value that the option does not take.
 
-    >>> sorted(with_options(DistOptConfig(lr=0.1), {"clip_grad": 0.0}).explicit)
-    ['clip_grad', 'lr']
+    Examples:
+        >>> sorted(with_options(DistOptConfig(lr=0.1), {"clip_grad": 0.0}).explicit)
+        ['clip_grad', 'lr']
     """
     _check_names(options)
     return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
@@ -308,8 +310,9 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     Raises:
         ConfigError: an unknown variable (it lists the valid ones) or a bad value.
 
-    >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
-    'skip'
+    Examples:
+        >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
+        'skip'
     """
     known = {variable_of(name): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}

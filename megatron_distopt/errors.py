@@ -84,7 +84,8 @@ class InvariantError(DistOptError, AssertionError):
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:
     """The text of every refusal.
 
-    >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
-    "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
+    Examples:
+        >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
+        "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
     """
     return f"Invalid {what}: {got}. Must {rule}. {remedy}."

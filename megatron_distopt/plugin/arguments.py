@@ -36,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Returns:
         The same parser.
 
-    >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--distopt-nonfinite", "skip"])
-    >>> config_from_arguments(args).nonfinite
-    'skip'
+    Examples:
+        >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--distopt-nonfinite", "skip"])
+        >>> config_from_arguments(args).nonfinite
+        'skip'
     """
     if _spellings("adam")[0] in _known_to(parser):
         return parser
@@ -94,7 +95,8 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
     Raises:
         ConfigError: one is misspelled; the message names the nearest.
 
-    >>> check_spelling(["--distopt-adam", "apex"], ["--distopt-adam"])
+    Examples:
+        >>> check_spelling(["--distopt-adam", "apex"], ["--distopt-adam"])
     """
     for word in words:
         flag = word.partition("=")[0]

@@ -48,18 +48,19 @@ def distribute(
     Gradients are averaged over the ranks in `step()`, so the model is not wrapped in DistributedDataParallel. All ranks
     start from the params and module buffers that the group's rank 0 has.
 
-    >>> import torch, torch.distributed as dist, megatron_distopt
-    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    >>> model = torch.nn.Linear(4, 2).bfloat16()
-    >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    >>> optimizer = megatron_distopt.distribute(model, adamw, clip_grad=1.0)
-    >>> for _ in range(2):
-    ...     optimizer.zero_grad()
-    ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-    ...     optimizer.step()
-    >>> optimizer.last_step.updated
-    True
-    >>> dist.destroy_process_group()
+    Examples:
+        >>> import torch, torch.distributed as dist, megatron_distopt
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = megatron_distopt.distribute(model, adamw, clip_grad=1.0)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+        ...     optimizer.step()
+        >>> optimizer.last_step.updated
+        True
+        >>> dist.destroy_process_group()
 
     Args:
         model: one module, or several whose params are optimized together; on its device, in its dtypes.
