@@ -61,13 +61,13 @@ class Located:
         return found
 
 
-def source_of(head: Manifest, found: Iterable[Located], where: str) -> Source:
+def source_of(found: Iterable[Located], where: str, head_of: Callable[[Mapping[str, TensorInfo]], Manifest]) -> Source:
     """The optimizer state of the whole model.
 
     Args:
-        head: param groups, loss scale and so on.
         found: every element once.
         where: path of the checkpoint, for errors.
+        head_of: from the tensors to param groups, loss scale and so on.
 
     Raises:
         CheckpointError: nothing is there, or elements are missing or there twice.
@@ -89,7 +89,7 @@ def source_of(head: Manifest, found: Iterable[Located], where: str) -> Source:
         _check_kinds(name, parts, where)
         for kind, dtype in parts[0].flat.kinds.items():
             infos[key_of(kind, name)] = TensorInfo(shape, dtype_name(dtype))
-    return Source(head, infos, lambda key, box: gather(homes[name_of(key)], kind_of(key), infos[key], box))
+    return Source(head_of(infos), infos, lambda key, box: gather(homes[name_of(key)], kind_of(key), infos[key], box))
 
 
 def _check_kinds(name: str, parts: list[Located], where: str) -> None:

@@ -265,22 +265,25 @@ _INERT = _Reading(
 
 
 def load_kept(path: Path) -> Any:
-    """What a fork of 2023 or `save_whole` wrote, to be written again; see above."""
+    """Reads a file of a fork of 2023 or of `save_whole` that may be written again.
+
+    Raises:
+        CheckpointError: it cannot be read, or names what is not in the list above.
+    """
     return _KEPT.load(path, f"file {path}")
 
 
 def load_file(path: Path) -> Any:
-    """What any other software wrote; see above."""
+    """Reads a file of any other software.
+
+    Raises:
+        CheckpointError: it cannot be read, or names more than tensors, plain values and classes.
+    """
     return _INERT.load(path, f"file {path}")
 
 
 def load_bytes(data: bytes, what: str) -> Any:
-    """The same from memory.
-
-    Args:
-        data: as `torch.save` wrote it.
-        what: it is, for errors.
-    """
+    """Reads from memory what `load_file` reads from a file; errors call it `what`."""
     return _INERT.load(io.BytesIO(data), what)
 
 

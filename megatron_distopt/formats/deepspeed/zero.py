@@ -123,7 +123,7 @@ def open_deepspeed_zero(path: Path) -> Source:
     folder = folder_of(path, _LATEST)
     with understood(folder, "be a checkpoint of DeepSpeed's ZeRO"):
         ranks = _ranks_in(folder)
-        return source_of(_head(ranks), _located(ranks, _tensor_size(ranks), folder), str(folder))
+        return source_of(_located(ranks, _tensor_size(ranks), folder), str(folder), lambda _: _head(ranks))
 
 
 def _head(ranks: Sequence[_ModelRank]) -> Manifest:

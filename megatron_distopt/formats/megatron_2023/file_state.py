@@ -187,7 +187,7 @@ class Slices:
     file: ModelFile
     source: Source
     kept: Kept
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Callable[[int], None]
     _last: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @cached_property

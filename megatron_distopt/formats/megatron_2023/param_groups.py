@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: Entries that some forks save with the model and others with the optimizer.
-_BESIDE = ("opt_param_scheduler",)
+_ALSO_SAVED = ("opt_param_scheduler",)
 _IDENTITY = ("name", "wd_mult", "lr_mult")
 _REMEDY = "Resume it in its own fork with this package installed, and convert what that saves"
 
@@ -76,7 +76,7 @@ def kept_in(state: Mapping[str, Any]) -> Kept:
     inner = entry.get("optimizer", entry)
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     options = tuple(_without(group, "params", "step") for group in groups)
-    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in _BESIDE if key in state))
+    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in _ALSO_SAVED if key in state))
 
 
 def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:

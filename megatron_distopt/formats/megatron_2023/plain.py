@@ -176,7 +176,7 @@ def is_plain(entry: Mapping[str, Any]) -> bool:
 
 
 def plain_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
-    """The state in such an entry."""
+    """The state in an entry for which `is_plain` holds."""
     return SavedState(entry.get("optimizer", entry), entry.get(_MAINS) or (), origin)
 
 

@@ -11,13 +11,11 @@ Names, shapes and order are those of the model files; see [Note: found by value]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.located import Located, source_of
@@ -75,10 +73,8 @@ def _opened(path: Path) -> Source:
             here.setdefault(each.placement.name, []).append(each)
         by_rank[model.tensor[0]] = {**here, **homes}  # what two stages hold is taken from the first
     found = [[each for parts in homes.values() for each in parts] for _, homes in sorted(by_rank.items())]
-    source = source_of(Manifest("", (), {}, (), ""), whole_of(found), str(path))
     states, iteration = _saved_states(models[0]), models[0].state.get("iteration")
-    head = head_of(source.tensors, states, _OPTIMIZER, iteration, str(path))
-    return replace(source, head=head)
+    return source_of(whole_of(found), str(path), lambda infos: head_of(infos, states, _OPTIMIZER, iteration, str(path)))
 
 
 def _located(model: CoreModel, first: CoreModel) -> Iterator[Located]:

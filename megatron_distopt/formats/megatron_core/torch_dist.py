@@ -15,8 +15,7 @@ G counts tensor-parallel ranks, and pipeline stages of as many ranks each.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,10 @@ def _opened(path: Path) -> Source:
     if any(map(_STATE.fullmatch, folder.tensors)):
         return _by_param(folder, common, model)
     if any(_BUCKETS.fullmatch(key) for key in (*folder.tensors, *folder.objects)):
-        found = list(located_in_buckets(folder, model, common.get("args")))
-        source = source_of(Manifest("", (), {}, (), ""), found, str(path))
+        found = located_in_buckets(folder, model, common.get("args"))
         scaler = next((state for _, state in objects_of(folder, "grad_scaler")), None)
         states = [{**state, "grad_scaler": scaler} for _, state in objects_of(folder, "optimizer")]
-        head = head_of(source.tensors, states, _format(common), common.get("iteration"), str(path))
-        return replace(source, head=head)
+        return source_of(found, str(path), lambda infos: _head(infos, states, common, path))
     raise _refused(path, folder)
 
 
@@ -111,8 +108,7 @@ def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, 
         for kind in (MAIN, *sorted(found.keys() - {MAIN}))
         if name in found[kind]
     }
-    states = list(_optimizer_states(common))
-    head = head_of(infos, states, _format(common), common.get("iteration"), str(folder.folder))
+    head = _head(infos, list(_optimizer_states(common)), common, folder.folder)
 
     def read_box(key: str, box: Box) -> Tensor:
         name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
@@ -147,9 +143,11 @@ def _optimizer_states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from (each for each in entries if isinstance(each, Mapping))
 
 
-def _format(common: Mapping[str, Any]) -> str:
-    """The name of the format with the way in which the state was sharded."""
+def _head(
+    infos: Mapping[str, TensorInfo], states: Sequence[Mapping[str, Any]], common: Mapping[str, Any], path: Path
+) -> Manifest:
+    """With the way in which the state was sharded as the name of the format."""
     content = common.get("content_metadata") or {}
     kinds = (state.get("param_state_sharding_type") for state in _optimizer_states(common))
     kind = content.get("distrib_optim_sharding_type") or next((each for each in kinds if each is not None), "by param")
-    return f"torch_dist, {kind}"
+    return head_of(infos, states, f"torch_dist, {kind}", common.get("iteration"), str(path))
