@@ -15,11 +15,11 @@ model. A running fork asks each rank for its entry "optimizer", and hands it bac
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,10 +40,22 @@ from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, 
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
-__all__ = ["is_per_rank", "missing_in", "rank_entry", "rank_state", "read_per_rank", "write_per_rank"]
+T = TypeVar("T")
+
+__all__ = ["in_file_order", "is_per_rank", "missing_in", "rank_entry", "rank_state", "read_per_rank", "write_per_rank"]
 
 _OPTIM, _MAINS = "optim.pt", "shard_fp32_from_float16_groups"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
+
+
+def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
+    """A rank's shards of one group in the order of its file.
+
+    Args:
+        registered: the shards, in the order in which the fork registers their params.
+        has_main: whether the param of a shard has a main param.
+    """
+    return sorted(registered, key=has_main)
 
 
 def rank_entry(
@@ -174,9 +186,8 @@ def _groups_of_all(states: Sequence[SavedState]) -> list[Mapping[str, Any]]:
 def _owned(file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayout], rank: int) -> list[_Shard]:
     """A rank's shards of one group, in the order of its file."""
     spans = {int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)}
-    numbers = (number for number in members if number in spans)
-    in_order = sorted(numbers, key=lambda number: (file.params[number].has_main, number))
-    return [_Shard(number, spans[number]) for number in in_order]
+    numbers = sorted(number for number in members if number in spans)
+    return [_Shard(number, spans[number]) for number in in_file_order(numbers, lambda each: file.params[each].has_main)]
 
 
 def _of_rank(

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.param_groups import described, identity
-from megatron_distopt.formats.megatron_2023.per_rank import missing_in, rank_entry, rank_state
+from megatron_distopt.formats.megatron_2023.per_rank import in_file_order, missing_in, rank_entry, rank_state
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState, plain_state
 from megatron_distopt.hosts.megatron_2023.resplit import (
     Facts,
@@ -119,14 +119,13 @@ def _shards_by_group(optimizer: DistributedOptimizer) -> dict[int, list[ParamSha
     """By group of the run, without those that this rank owns nothing of, in the order of the files."""
     kind_of = kinds(optimizer)
     here = {shard.name: shard for buffer in optimizer.grad_buffers for _, shard in positions_in(buffer.plan, kind_of)}
-    by_kind: dict[Kind, list[ParamShard]] = {}
+    by_group: dict[int, list[ParamShard]] = {}
     for name in optimizer.names_as_registered():
         if name in here:
-            by_kind.setdefault(kind_of[name], []).append(here[name])
-    by_group: dict[int, list[ParamShard]] = {}
-    for kind in sorted(by_kind):  # in a group, fp32 params come first
-        by_group.setdefault(kind.group, []).extend(by_kind[kind])
-    return by_group
+            by_group.setdefault(kind_of[name].group, []).append(here[name])
+    return {
+        group: in_file_order(by_group[group], lambda shard: kind_of[shard.name].has_main) for group in sorted(by_group)
+    }
 
 
 def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:

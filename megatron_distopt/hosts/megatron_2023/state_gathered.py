@@ -119,11 +119,14 @@ def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
     by_group: dict[Group, list[GradBuffer]] = {}
     for buffer in optimizer.grad_buffers:
         by_group.setdefault(buffer.plan.group, []).append(buffer)
-    return [_Part(_name_for(filename, optimizer, group), group, tuple(buffers)) for group, buffers in by_group.items()]
-
-
-def _name_for(filename: str, optimizer: DistributedOptimizer, group: Group) -> str:
-    return filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0))
+    return [
+        _Part(
+            filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0)),
+            group,
+            tuple(buffers),
+        )
+        for group, buffers in by_group.items()
+    ]
 
 
 def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, facts: Facts) -> dict[str, Tensor]:
