@@ -1,6 +1,6 @@
 """The attributes of a host that are replaced, as data, and what stands in them while the package is active.
 
-Each host's facts.py lists its patch points; plugin/patcher.py and the adapters act on them.
+Each host's facts.py lists its patch points; plugin/install.py and the adapters act on them.
 """
 
 from __future__ import annotations

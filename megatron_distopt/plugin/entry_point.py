@@ -13,8 +13,7 @@ from typing import Any
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.hosts.detect import find_host
 from megatron_distopt.hosts.patch_points import Replacement
-from megatron_distopt.plugin.install import flags_of
-from megatron_distopt.plugin.patcher import apply
+from megatron_distopt.plugin.install import apply, flags_of
 
 __all__ = ["distopt"]
 

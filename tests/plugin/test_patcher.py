@@ -11,7 +11,7 @@ import pytest
 
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.plugin.patcher import Patch, apply
+from megatron_distopt.plugin.install import Patch, apply
 from tests.support.refusals import Said
 
 HOST = """
