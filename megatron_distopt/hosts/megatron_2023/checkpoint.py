@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron import get_args
 from megatron.core import mpu
@@ -18,6 +18,7 @@ from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_c
 from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.formats.megatron_2023.plain import is_plain
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
 from megatron_distopt.hosts.megatron_2023.state import (
     check_head,
@@ -35,9 +36,6 @@ from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, s
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
 
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-
 __all__ = ["CheckpointCalls", "whole_model_of"]
 
 #: Options of a fork under which the first layer of an MLP holds a gate as well.
@@ -51,7 +49,7 @@ class CheckpointCalls:
         optimizer: whose state it is.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
+    def __init__(self, optimizer: BuiltOptimizer) -> None:
         self._optimizer, self._everyone = optimizer, optimizer.everyone
         self._saver = Saver(optimizer.sharded.config, optimizer.everyone)
         #: Updates so far, as `load_state_dict` found them.
@@ -173,7 +171,7 @@ def _nothing() -> None:
     """There is nothing to take back."""
 
 
-def _undo_of(optimizer: DistributedOptimizer) -> Callable[[], None]:
+def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:
     """What puts hyperparameters and loss scale back as they are now."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     scale = optimizer.sharded.loss_scale.state_dict()
@@ -186,7 +184,7 @@ def _undo_of(optimizer: DistributedOptimizer) -> Callable[[], None]:
     return undo
 
 
-def whole_model_of(optimizer: DistributedOptimizer) -> WholeModel:
+def whole_model_of(optimizer: BuiltOptimizer) -> WholeModel:
     """How this rank's params lie in the whole model, by their attributes, the fork's groups and its arguments."""
     named, plan = optimizer.start.named, optimizer.start.plan
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import exchange
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, GradBuffer
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.layout import BufferLayout, ParamShard, Span, owned_shards
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
-
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
 __all__ = [
     "Facts",
@@ -74,7 +72,7 @@ def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamSh
     return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
 
 
-def agree(optimizer: DistributedOptimizer, facts: Facts) -> Facts:
+def agree(optimizer: BuiltOptimizer, facts: Facts) -> Facts:
     """Collective where values travel: the facts of all ranks together. Elsewhere a rank needs no facts but its own."""
     if all(buffer.plan.is_in_place for buffer in optimizer.grad_buffers):
         return facts
@@ -94,7 +92,7 @@ def joined(by_rank: Sequence[Facts]) -> Facts:
     return Facts(keys, step, dict(sorted(groups.items())))
 
 
-def keys_of(optimizer: DistributedOptimizer, *, with_all_mains: bool = False) -> dict[Kind, dict[str, torch.dtype]]:
+def keys_of(optimizer: BuiltOptimizer, *, with_all_mains: bool = False) -> dict[Kind, dict[str, torch.dtype]]:
     """What this rank keeps for each element of params of each kind.
 
     Args:
@@ -110,7 +108,7 @@ def keys_of(optimizer: DistributedOptimizer, *, with_all_mains: bool = False) ->
     return keys
 
 
-def kinds(optimizer: DistributedOptimizer) -> dict[str, Kind]:
+def kinds(optimizer: BuiltOptimizer) -> dict[str, Kind]:
     """The kind of every param that is updated, on this rank or another, by name."""
     named = optimizer.start.named
     return {
@@ -125,7 +123,7 @@ def kind_of_flat(flat: FlatParam) -> Kind:
     return Kind(flat.plan.key.group, flat.owns_memory)
 
 
-def kept(optimizer: DistributedOptimizer, flat: FlatParam) -> dict[str, Tensor]:
+def kept(optimizer: BuiltOptimizer, flat: FlatParam) -> dict[str, Tensor]:
     """What this rank keeps of a flat param, by key; 1-D, as long as it."""
     return {MAIN: flat.main.detach(), **moments_of(optimizer.sharded.inner, flat.main)}
 
@@ -143,7 +141,7 @@ def positions_in(plan: BufferPlan, kind_of: Mapping[str, Kind]) -> Iterator[tupl
 
 
 @torch.no_grad()
-def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[str, Tensor]]:
+def to_files(optimizer: BuiltOptimizer, facts: Facts) -> dict[str, dict[str, Tensor]]:
     """Collective where values travel: what this rank's file has, each tensor with memory of its own.
 
     Args:
@@ -167,7 +165,7 @@ def to_files(optimizer: DistributedOptimizer, facts: Facts) -> dict[str, dict[st
     return values
 
 
-def _sent(optimizer: DistributedOptimizer, buffer: GradBuffer, facts: Facts) -> dict[str, dict[str, Tensor]]:
+def _sent(optimizer: BuiltOptimizer, buffer: GradBuffer, facts: Facts) -> dict[str, dict[str, Tensor]]:
     kind_of = kinds(optimizer)
     positions = list(positions_in(buffer.plan, kind_of))
     values: dict[str, dict[str, Tensor]] = {shard.name: {} for _, shard in positions}
@@ -179,9 +177,7 @@ def _sent(optimizer: DistributedOptimizer, buffer: GradBuffer, facts: Facts) -> 
     return values
 
 
-def part_in_file(
-    optimizer: DistributedOptimizer, buffer: GradBuffer, key: str, facts: Facts, device: torch.device
-) -> Tensor:
+def part_in_file(optimizer: BuiltOptimizer, buffer: GradBuffer, key: str, facts: Facts, device: torch.device) -> Tensor:
     """Collective where values travel: what this rank's part has of one key; fp32, with zeros where nothing is kept.
 
     Args:
@@ -207,9 +203,7 @@ def part_in_file(
     return part
 
 
-def take_part(
-    optimizer: DistributedOptimizer, buffer: GradBuffer, part: Tensor, into: Mapping[FlatParam, Tensor]
-) -> None:
+def take_part(optimizer: BuiltOptimizer, buffer: GradBuffer, part: Tensor, into: Mapping[FlatParam, Tensor]) -> None:
     """Collective where values travel: the inverse of `part_in_file`.
 
     Args:
@@ -226,7 +220,7 @@ def take_part(
 
 
 @torch.no_grad()
-def from_files(optimizer: DistributedOptimizer, values: Values, facts: Facts) -> dict[FlatParam, dict[str, Tensor]]:
+def from_files(optimizer: BuiltOptimizer, values: Values, facts: Facts) -> dict[FlatParam, dict[str, Tensor]]:
     """Collective where values travel: writes the main params, and returns the moments of every flat param.
 
     Args:
@@ -246,7 +240,7 @@ def from_files(optimizer: DistributedOptimizer, values: Values, facts: Facts) ->
 
 
 def _take(
-    optimizer: DistributedOptimizer,
+    optimizer: BuiltOptimizer,
     buffer: GradBuffer,
     values: Values,
     facts: Facts,
@@ -273,7 +267,7 @@ def _whole(taken: Mapping[FlatParam, dict[str, Tensor]], flat: FlatParam, key: s
     return taken[flat][key]
 
 
-def owned_in(optimizer: DistributedOptimizer, plan: BufferPlan) -> Iterator[tuple[FlatParam, ParamShard]]:
+def owned_in(optimizer: BuiltOptimizer, plan: BufferPlan) -> Iterator[tuple[FlatParam, ParamShard]]:
     """What this rank owns of one buffer."""
     return (owned for name, owned in shards_of(optimizer.sharded).items() if name in plan.params)
 
@@ -284,14 +278,14 @@ def _columns(plan: BufferPlan, kind_of: Mapping[str, Kind], facts: Facts) -> lis
     return list(dict.fromkeys(column for kind in wanted for column in facts.keys.get(kind, {}).items()))
 
 
-def _kept_places(optimizer: DistributedOptimizer, plan: BufferPlan, key: str, dtype: torch.dtype) -> list[_Place]:
+def _kept_places(optimizer: BuiltOptimizer, plan: BufferPlan, key: str, dtype: torch.dtype) -> list[_Place]:
     """`_places` of what this rank keeps under a key, in one dtype."""
     tensors = {flat: kept(optimizer, flat).get(key) for flat in optimizer.sharded.flat_params}
     mine = {flat: tensor for flat, tensor in tensors.items() if tensor is not None and tensor.dtype is dtype}
     return _places(optimizer, plan, mine)
 
 
-def _places(optimizer: DistributedOptimizer, plan: BufferPlan, tensors: Mapping[FlatParam, Tensor]) -> list[_Place]:
+def _places(optimizer: BuiltOptimizer, plan: BufferPlan, tensors: Mapping[FlatParam, Tensor]) -> list[_Place]:
     """Where the files have what this rank owns of the given flat params."""
     return [
         _Place(rank, in_file, flat.cut(tensors[flat], shard)[in_shard.as_slice()])

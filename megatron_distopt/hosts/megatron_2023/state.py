@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.param_groups import described, identity
 from megatron_distopt.formats.megatron_2023.per_rank import in_file_order, missing_in, rank_entry, rank_state
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState, plain_state
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.resplit import (
     Facts,
     Kind,
@@ -35,9 +36,6 @@ from megatron_distopt.hosts.megatron_2023.resplit import (
 )
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import FlatParam, count_updates, restore, restore_group
-
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
 __all__ = [
     "check_head",
@@ -71,7 +69,7 @@ _OF_OTHER_LAYOUT = Origin(_WHAT, "Load one that a distributed optimizer of this 
 _Expected = Mapping[int, Sequence[ExpectedParam]]
 
 
-def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
+def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
     """The param groups without params, with the keys that the fork's own inner optimizer has, and the update count.
 
     torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has it in the group.
@@ -84,13 +82,13 @@ def group_dicts(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
     ]
 
 
-def updates_so_far(optimizer: DistributedOptimizer) -> int | None:
+def updates_so_far(optimizer: BuiltOptimizer) -> int | None:
     """The update count for a file; None for a class that does not count, whose moments mean something without one."""
     counted = count_updates(optimizer.sharded.inner)
     return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
 
 
-def state_per_rank(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def state_per_rank(optimizer: BuiltOptimizer) -> dict[str, Any]:
     """This rank's own state; every tensor has memory of its own.
 
     Collective over the data-parallel ranks where the run's buckets are not those of the files.
@@ -108,14 +106,14 @@ def state_per_rank(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return state
 
 
-def _state_of(optimizer: DistributedOptimizer, values: Mapping[str, Tensor], facts: Facts) -> dict[str, Any]:
+def _state_of(optimizer: BuiltOptimizer, values: Mapping[str, Tensor], facts: Facts) -> dict[str, Any]:
     state: dict[str, Any] = {key: tensor for key, tensor in values.items() if key != MAIN}
     if optimizer.host_is_torchs and facts.step is not None:
         state["step"] = torch.tensor(float(facts.step))
     return state
 
 
-def _shards_by_group(optimizer: DistributedOptimizer) -> dict[int, list[ParamShard]]:
+def _shards_by_group(optimizer: BuiltOptimizer) -> dict[int, list[ParamShard]]:
     """By group of the run, without those that this rank owns nothing of, in the order of the files."""
     kind_of = kinds(optimizer)
     here = {shard.name: shard for buffer in optimizer.grad_buffers for _, shard in positions_in(buffer.plan, kind_of)}
@@ -128,7 +126,7 @@ def _shards_by_group(optimizer: DistributedOptimizer) -> dict[int, list[ParamSha
     }
 
 
-def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
     """Whether the `state_dict()` that belongs to a gathered file can be taken.
 
     Raises:
@@ -178,7 +176,7 @@ def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str
     return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
 
 
-def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
+def check_step(optimizer: BuiltOptimizer, step: int | None) -> int | None:
     """The update count to go on from.
 
     Raises:
@@ -198,9 +196,7 @@ def check_step(optimizer: DistributedOptimizer, step: int | None) -> int | None:
     return None
 
 
-def check_moments(
-    optimizer: DistributedOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True
-) -> None:
+def check_moments(optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True) -> None:
     """Whether this is the state of the class that the run has: another's would be left out, or fail at the next step.
 
     Args:
@@ -221,7 +217,7 @@ def check_moments(
         raise CheckpointError(refusal(what, got, rule, remedy))
 
 
-def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
     """Into the fork's grad scaler, where both have one."""
     scaler, saved = optimizer.grad_scaler, state.get("grad_scaler")
     if scaler is not None and saved is not None:
@@ -233,7 +229,7 @@ def load_loss_scale(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -
 
 
 def install_state(
-    optimizer: DistributedOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
+    optimizer: BuiltOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
 ) -> None:
     """Gives the inner optimizer its state back and rounds the main params into the param buffers.
 
@@ -253,7 +249,7 @@ def install_state(
         flat.write_model()
 
 
-def check_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+def check_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
     """Whether `load_plain` would take it.
 
     Raises:
@@ -263,7 +259,7 @@ def check_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> No
 
 
 @torch.no_grad()
-def load_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+def load_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
     """Takes this rank's shards of the state of a run without the distributed optimizer; after `check_plain`.
 
     Every rank has all of it. The params are not gathered yet.
@@ -280,7 +276,7 @@ def load_plain(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> Non
     install_state(optimizer, moments, _step_in(optimizer, state))
 
 
-def check_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+def check_state_per_rank(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
     """Whether `load_state_per_rank` would take it.
 
     Raises:
@@ -293,7 +289,7 @@ def check_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, An
 
 
 @torch.no_grad()
-def load_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, Any]) -> None:
+def load_state_per_rank(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
     """Takes `state_per_rank`, or what the fork's own optimizer wrote, back; after `check_state_per_rank`.
 
     Collective over the data-parallel ranks where the run's buckets are not those of the files.
@@ -307,7 +303,7 @@ def load_state_per_rank(optimizer: DistributedOptimizer, entry: Mapping[str, Any
     install_state(optimizer, from_files(optimizer, values, facts), facts.step)
 
 
-def _whole_params(optimizer: DistributedOptimizer) -> _Expected:
+def _whole_params(optimizer: BuiltOptimizer) -> _Expected:
     named, groups = optimizer.start.named, optimizer.sharded.plan.groups
     return {
         number: [
@@ -318,7 +314,7 @@ def _whole_params(optimizer: DistributedOptimizer) -> _Expected:
     }
 
 
-def _own_shards(optimizer: DistributedOptimizer) -> _Expected:
+def _own_shards(optimizer: BuiltOptimizer) -> _Expected:
     kind_of = kinds(optimizer)
     return {
         number: [ExpectedParam(each.name, (each.in_param.numel,), kind_of[each.name].has_main) for each in shards]
@@ -327,7 +323,7 @@ def _own_shards(optimizer: DistributedOptimizer) -> _Expected:
 
 
 def _saved_in(
-    optimizer: DistributedOptimizer, state: SavedState, expected: _Expected
+    optimizer: BuiltOptimizer, state: SavedState, expected: _Expected
 ) -> Iterator[tuple[int, Mapping[str, Any], list[SavedParam]]]:
     """Each group of the run: its number, the saved group, and its params.
 
@@ -340,14 +336,14 @@ def _saved_in(
         yield number, group, list(state.params(place, params))
 
 
-def _check(optimizer: DistributedOptimizer, state: SavedState, expected: _Expected) -> None:
+def _check(optimizer: BuiltOptimizer, state: SavedState, expected: _Expected) -> None:
     saved = list(_saved_in(optimizer, state, expected))
     for each in (param for _, _, params in saved for param in params):
         check_moments(optimizer, _WHAT, each.moments, may_be_none=not state.has_begun)
     _step_in(optimizer, state)
 
 
-def _step_in(optimizer: DistributedOptimizer, state: SavedState) -> int | None:
+def _step_in(optimizer: BuiltOptimizer, state: SavedState) -> int | None:
     """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
     step = saved_step(state.groups, list(state.inner["state"].values()))
     is_known = step is not None or optimizer.sharded.config.resume_step is not None
@@ -355,7 +351,7 @@ def _step_in(optimizer: DistributedOptimizer, state: SavedState) -> int | None:
 
 
 def _load_groups_and_scale(
-    optimizer: DistributedOptimizer, groups: Mapping[int, Mapping[str, Any]], entry: Mapping[str, Any]
+    optimizer: BuiltOptimizer, groups: Mapping[int, Mapping[str, Any]], entry: Mapping[str, Any]
 ) -> None:
     """Takes hyperparameters and loss scale over.
 
@@ -371,7 +367,7 @@ def _load_groups_and_scale(
 
 
 def _keys_in(
-    optimizer: DistributedOptimizer, values: Mapping[str, Mapping[str, Tensor]]
+    optimizer: BuiltOptimizer, values: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[Kind, dict[str, torch.dtype]]:
     """What the state holds of params of each kind; all of it is loaded in fp32."""
     kind_of = kinds(optimizer)

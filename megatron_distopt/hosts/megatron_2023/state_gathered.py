@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -27,6 +27,7 @@ from megatron_distopt.formats.megatron_2023.gathered import (
 from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.resplit import Facts, joined, keys_of, owned_in, part_in_file, take_part
 from megatron_distopt.hosts.megatron_2023.state import (
     check_moments,
@@ -35,9 +36,6 @@ from megatron_distopt.hosts.megatron_2023.state import (
     updates_so_far,
 )
 from megatron_distopt.optimizer import FlatParam
-
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
 __all__ = ["load_gathered", "save_gathered"]
 
@@ -64,7 +62,7 @@ class _Part:
 
 
 @torch.no_grad()
-def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
+def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
     """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file.
 
     Raises:
@@ -75,7 +73,7 @@ def save_gathered(optimizer: DistributedOptimizer, filename: str) -> None:
     raise_together(lambda: _write_all(parts, states), optimizer.everyone)
 
 
-def _state_of(optimizer: DistributedOptimizer, part: _Part) -> dict[Any, Any]:
+def _state_of(optimizer: BuiltOptimizer, part: _Part) -> dict[Any, Any]:
     facts = joined(exchange(Facts(keys_of(optimizer, with_all_mains=True), None, {}), part.group))
     buffers = {
         (buffer.plan.chunk, buffer.plan.dtype): _gather(optimizer, buffer, part.group, facts) for buffer in part.buffers
@@ -90,7 +88,7 @@ def _write_all(parts: Sequence[_Part], states: Sequence[Mapping[Any, Any]]) -> N
 
 
 @torch.no_grad()
-def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int | None) -> None:
+def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
     """Collective: the first ranks read their files, every rank gets its shards; the params are not gathered yet.
 
     Args:
@@ -115,7 +113,7 @@ def load_gathered(optimizer: DistributedOptimizer, filename: str, head_step: int
     optimizer.sharded.num_skipped = max((num_skipped for _, num_skipped in told), default=0)
 
 
-def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
+def _parts(optimizer: BuiltOptimizer, filename: str) -> list[_Part]:
     by_group: dict[Group, list[GradBuffer]] = {}
     for buffer in optimizer.grad_buffers:
         by_group.setdefault(buffer.plan.group, []).append(buffer)
@@ -129,7 +127,7 @@ def _parts(optimizer: DistributedOptimizer, filename: str) -> list[_Part]:
     ]
 
 
-def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, facts: Facts) -> dict[str, Tensor]:
+def _gather(optimizer: BuiltOptimizer, buffer: GradBuffer, group: Group, facts: Facts) -> dict[str, Tensor]:
     """1-D on the CPU, by kind; empty on all ranks but the first."""
     keys = {key for dtypes in facts.keys.values() for key in dtypes} - {MAIN}
     moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
@@ -142,7 +140,7 @@ def _gather(optimizer: DistributedOptimizer, buffer: GradBuffer, group: Group, f
 
 
 def _scatter(
-    optimizer: DistributedOptimizer,
+    optimizer: BuiltOptimizer,
     buffer: GradBuffer,
     group: Group,
     file: GatheredFile | None,
@@ -171,7 +169,7 @@ def _padded(tensor: Tensor, buffer: GradBuffer) -> Tensor:
     return whole
 
 
-def _read(optimizer: DistributedOptimizer, part: _Part) -> GatheredFile | None:
+def _read(optimizer: BuiltOptimizer, part: _Part) -> GatheredFile | None:
     """On the first rank of the part's group, checked; None elsewhere."""
     if part.group.rank != 0:
         return None
@@ -190,7 +188,7 @@ def _tensors_of(buffer: GradBuffer, file: GatheredFile) -> dict[str, Tensor]:
     return file.tensors(buffer.plan.chunk, buffer.plan.dtype, buffer.plan.file_numel)
 
 
-def _mixes_dtypes(optimizer: DistributedOptimizer, buffer: GradBuffer) -> bool:
+def _mixes_dtypes(optimizer: BuiltOptimizer, buffer: GradBuffer) -> bool:
     names = [{name for name in group.names if buffer.holds(name)} for group in optimizer.sharded.plan.groups]
     return any(
         len([sharded for sharded in buffer.sharded if any(sharded.holds(name) for name in group)]) > 1
