@@ -189,9 +189,9 @@ def describe_fork(found: Survey) -> Iterator[Finding]:
         yield from _class(found.optimizer_class)
     yield _groups(found)
     yield _flag(found)
-    for each in found.unreadable:
-        make = problem if each.file.startswith("megatron/") else noted
-        yield make(_FORK, "unreadable", each.reason)
+    for file, reason in found.unreadable.items():
+        make = problem if file.startswith("megatron/") else noted
+        yield make(_FORK, "unreadable", reason)
 
 
 def _refused(subject: str, reason: str | None, text: str) -> Finding:

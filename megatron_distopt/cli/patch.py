@@ -104,7 +104,8 @@ def plan_apply(tree: SourceTree) -> Edit:
     lines = before.splitlines(keepends=True)
     head, tail = b"".join(lines[: patch_point.end]), b"".join(lines[patch_point.end :])
     edit = Edit(file, tree.shown(file), before, _joined(head, tail), patch_point.end)
-    if _without_block(edit.after) != before:
+    block = intact_block(edit.after)
+    if block is None or edit.after[: block.start] + edit.after[block.stop :] != before:
         raise InvariantError(refusal("edit", edit.name, "be undone by --undo to the byte", "Report this as a bug"))
     return edit
 
@@ -116,12 +117,13 @@ def plan_undo(tree: SourceTree) -> Edit:
         HostError: there is no block, or it was edited by hand.
     """
     file = _factory_file(tree)
-    if not is_patched(tree):
+    before = file.read_bytes()
+    block = intact_block(before) if is_patched(tree) else None
+    if block is None:
         remedy = "Run megatron-distopt patch --check to see what is there"
         raise HostError(refusal("fork", f"{tree.shown(file)} without our block", "hold it", remedy))
-    before = file.read_bytes()
-    after = _without_block(before)
-    return Edit(file, tree.shown(file), before, after, len(_head(before).splitlines()))
+    line = len(before[: block.start].splitlines())
+    return Edit(file, tree.shown(file), before, before[: block.start] + before[block.stop :], line)
 
 
 def write(edit: Edit) -> None:
@@ -189,16 +191,6 @@ def _newline_of(head: bytes) -> bytes:
     """Returns the newline of the last line that ends with one."""
     ends = [line[len(line.rstrip(b"\r\n")) :] for line in head.splitlines(keepends=True)]
     return next((end for end in reversed(ends) if end), b"\n")
-
-
-def _head(content: bytes) -> bytes:
-    block = intact_block(content)
-    return content if block is None else content[: block.start]
-
-
-def _without_block(content: bytes) -> bytes:
-    block = intact_block(content)
-    return content if block is None else content[: block.start] + content[block.stop :]
 
 
 def _replace(file: Path, content: bytes) -> None:

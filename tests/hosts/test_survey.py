@@ -228,9 +228,9 @@ def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and
 @pytest.mark.parametrize("content", [b"parse_args = = 1\n", b"x = 'parse_args\0'\n"])
 def test_survey_when_another_file_is_no_python_then_it_is_listed(content: bytes, tmp_path: Path) -> None:
     (per_rank_2023(tmp_path) / "tools" / "old.py").write_bytes(content)
-    (unreadable,) = read(tmp_path).unreadable
-    assert unreadable.file == "tools/old.py"
-    assert unreadable.reason.startswith("Invalid source: tools/old.py")
+    ((file, reason),) = read(tmp_path).unreadable.items()
+    assert file == "tools/old.py"
+    assert reason.startswith("Invalid source: tools/old.py")
 
 
 def test_survey_when_files_are_not_the_forks_then_they_are_left_alone(tmp_path: Path) -> None:

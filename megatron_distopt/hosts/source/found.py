@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,7 +18,6 @@ __all__ = [
     "PatchPointState",
     "SourceLine",
     "Survey",
-    "Unreadable",
 ]
 
 
@@ -161,19 +161,6 @@ class ParserOption:
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A file that could not be read, other than those with a patch point.
-
-    Args:
-        file: from the fork's folder.
-        reason: the refusal.
-    """
-
-    file: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Survey:
     """Everything that was found in the source.
 
@@ -185,7 +172,7 @@ class Survey:
         group_functions: those of `survey.GROUP_FUNCTIONS` that it has.
         options: of its parser; empty where it has none, as megatron-core from PyPI.
         needs: packages with CUDA kernels.
-        unreadable: files that could not be read, other than those with a patch point.
+        unreadable: files that could not be read, other than those with a patch point, with the refusal of each.
     """
 
     roots: tuple[str, ...]
@@ -195,4 +182,4 @@ class Survey:
     group_functions: tuple[str, ...]
     options: tuple[ParserOption, ...]
     needs: tuple[Need, ...]
-    unreadable: tuple[Unreadable, ...]
+    unreadable: Mapping[str, str]

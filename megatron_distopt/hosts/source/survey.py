@@ -20,7 +20,6 @@ from megatron_distopt.hosts.source.found import (
     PatchPointState,
     SourceLine,
     Survey,
-    Unreadable,
 )
 from megatron_distopt.hosts.source.tree import (
     SourceTree,
@@ -85,7 +84,7 @@ def survey(tree: SourceTree) -> Survey:
         group_functions=_find_group_functions(tree),
         options=tuple(_find_options(tree)),
         needs=tuple(_find_needs(tree, generation)),
-        unreadable=tuple(aliases.unreadable),
+        unreadable=aliases.unreadable,
     )
 
 
@@ -197,17 +196,17 @@ class _Aliases:
 
     Args:
         importers, assigners: of each function.
-        unreadable: files that mention a name and could not be read.
+        unreadable: files that mention a name and could not be read, with the refusal of each.
     """
 
     importers: dict[str, list[SourceLine]]
     assigners: dict[str, list[SourceLine]]
-    unreadable: list[Unreadable]
+    unreadable: dict[str, str]
 
 
 def _find_aliases(tree: SourceTree, names: Sequence[str]) -> _Aliases:
     """Reads every file that mentions one of the names."""
-    found = _Aliases({name: [] for name in names}, {name: [] for name in names}, [])
+    found = _Aliases({name: [] for name in names}, {name: [] for name in names}, {})
     words = [name.encode() for name in names]
     for file in tree.python_files() if words else ():
         content = _content(file)
@@ -215,7 +214,7 @@ def _find_aliases(tree: SourceTree, names: Sequence[str]) -> _Aliases:
             try:
                 _add_aliases(found, tree, file)
             except UnreadableSourceError as error:
-                found.unreadable.append(Unreadable(tree.shown(file), str(error)))
+                found.unreadable[tree.shown(file)] = str(error)
     return found
 
 
