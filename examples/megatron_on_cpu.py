@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16.1 train where there is no accelerator: over gloo, in the host's memory.
+"""Lets megatron-core 0.9 to 0.19 train where there is no accelerator: over gloo, in the host's memory.
 
 megatron-core names CUDA in five ways. `install()` maps four of them to the CPU and `map_type_strings()` the fifth, and
 each mapping below says what breaks without it. Where CUDA is available neither does anything, so a script calls
@@ -100,8 +100,12 @@ def _map_random_state(undo: Undo) -> None:
 
 
 def _map_synchronize_and_moves(undo: Undo) -> None:
-    """`torch.cuda.synchronize()` in pipeline sends and timers, `.cuda()` on embeddings that two stages share."""
+    """`torch.cuda.synchronize()` in pipeline sends and timers, `.cuda()` on embeddings that two stages share.
+
+    The current stream is only handed on, by megatron-core 0.19 around its reductions of gradients.
+    """
     undo.replace(torch.cuda, "synchronize", lambda device=None: None)
+    undo.replace(torch.cuda, "current_stream", lambda device=None: None)
     undo.replace(Tensor, "cuda", lambda self, *args, **kwargs: self)
 
 

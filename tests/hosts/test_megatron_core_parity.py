@@ -15,19 +15,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.cases import Case, Curve, train_all
+from tests.support.cases import Case, Curve, Step, train_all
+from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
+
+#: Up to 0.12 the host misplaces an embedding that pipeline stages share, and then fails; we refuse it.
+MISPLACES_TIED = core_mentions(
+    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
+)
+TIES_STAGES = not MISPLACES_TIED
+#: Until 0.10 the host's factory fails on a rank that trains nothing, in 0.11 its schedule does.
+HAS_STUBS = core_mentions("pipeline_parallel/schedules.py", "output_tensor[0].requires_grad")
+HAS_L2 = core_mentions("optimizer/optimizer_config.py", "decoupled_weight_decay")
 
 PAIRS = (("distopt", "host-plain"), ("distopt", "host-distributed"), ("host-distributed", "host-plain"))
 LAYOUTS = {
     "dp2": Case("host-plain", dp=2, steps=6),
     "tp2": Case("host-plain", tp=2, steps=6),
-    "pp2": Case("host-plain", pp=2, steps=6),
-    "pp2-vp2": Case("host-plain", pp=2, vp=2, steps=6),
-    "tp2-pp2": Case("host-plain", tp=2, pp=2, steps=6),
+    "pp2": Case("host-plain", tied=TIES_STAGES, pp=2, steps=6),
+    "pp2-vp2": Case("host-plain", tied=TIES_STAGES, pp=2, vp=2, steps=6),
+    "tp2-pp2": Case("host-plain", tied=TIES_STAGES, tp=2, pp=2, steps=6),
     "dp4": Case("host-plain", dp=4, steps=6),
     "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=6),
-    "pp2-dp2": Case("host-plain", pp=2, dp=2, steps=6),
+    "pp2-dp2": Case("host-plain", tied=TIES_STAGES, pp=2, dp=2, steps=6),
 }
 PRECISIONS = ("fp32", "bf16")
 #: Where the host's own two optimizers are compared with each other as well.
@@ -91,7 +101,7 @@ FROZEN_STAGE = Case("host-plain", pp=2, steps=6, tied=False, frozen=("embedding"
 # Without the query, key and value biases: whether rounding noise is zero or not would decide the count.
 ZEROS = DP2.of(steps=6, tied=False, log_num_zeros=True, frozen=("linear_qkv.bias",))
 ZEROS_TP2 = ZEROS.of(dp=1, tp=2)
-ZEROS_PP2 = ZEROS.of(dp=1, pp=2, tied=True)
+ZEROS_PP2 = ZEROS.of(dp=1, pp=2, tied=TIES_STAGES)
 OVERLAPS = {
     "grad-reduce": {"overlap_grad_reduce": True},
     "param-gather": {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -111,12 +121,11 @@ def _special_cases() -> dict[str, Case]:
         **_of_two("untied", DP2.of(tied=False)),
         **_of_every_optimizer("zeros-dp2", ZEROS),
         **_of_two("unclipped", DP2.of(clip_grad=0.0)),
-        # L2 decay, which the host's distributed optimizer refuses with torch's Adam.
-        "l2-host-plain": DP2.of(decoupled_weight_decay=False),
-        "l2-distopt": DP2.of(decoupled_weight_decay=False, optimizer="distopt"),
         "sgd-host-plain": SGD,
         "sgd-distopt": SGD.of(optimizer="distopt"),
     }
+    if HAS_L2:  # the host's distributed optimizer refuses it with torch's Adam
+        cases |= _of_two("l2", DP2.of(decoupled_weight_decay=False))
     cases |= {f"overlap-{name}": DP2.of(optimizer="distopt", **fields) for name, fields in OVERLAPS.items()}
     cases |= {
         f"bf16-overlap-{name}": DP2.of(optimizer="distopt", precision="bf16", **fields)
@@ -124,7 +133,8 @@ def _special_cases() -> dict[str, Case]:
     }
     cases |= _of_every_optimizer("zeros-tp2", ZEROS_TP2)
     cases |= _of_every_optimizer("zeros-pp2", ZEROS_PP2)
-    cases |= _of_two("frozen-stage", FROZEN_STAGE)
+    if HAS_STUBS:
+        cases |= _of_two("frozen-stage", FROZEN_STAGE)
     virtual = LAYOUTS["pp2-vp2"].of(optimizer="distopt", **OVERLAPS["buckets-param-gather"])
     cases["pp2-vp2-overlap"] = virtual
     cases["pp2-vp2-overlap-with-step"] = virtual.of(overlap_param_gather_with_step=True)
@@ -167,17 +177,22 @@ def deviation(ours: list[Curve], theirs: list[Curve]) -> Deviation:
     rounded = [(param != other).flatten() for param, other in pairs if param.dtype is not torch.float32]
     return Deviation(
         loss=max(abs(a - b) for a, b in zip(ours[0].losses, theirs[0].losses, strict=True)),
-        grad_norm=max(_relative(a, b) for a, b in zip(ours[0].grad_norms, theirs[0].grad_norms, strict=True)),
+        grad_norm=max(_relative(a, b) for a, b in zip(ours[0].steps, theirs[0].steps, strict=True)),
         first_param=max(float((param.double() - other.double()).abs().max()) for param, other in pairs),
         first_share=float(torch.cat(rounded).double().mean()) if rounded else 0.0,
     )
 
 
-def _relative(ours: float | None, theirs: float | None) -> float:
-    """Of two norms; a skipped step has none, on both sides or the deviation is infinite."""
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else float("inf")
-    return abs(ours - theirs) / theirs
+def _relative(ours: Step, theirs: Step) -> float:
+    """Of two norms; a skipped step has none, on both sides or the deviation is infinite.
+
+    Until 0.11 the host has no norm of an updated step either, where it does not clip.
+    """
+    if theirs.grad_norm is None and (theirs.success or ours.grad_norm is None):
+        return 0.0 if ours.success is theirs.success else float("inf")
+    if ours.grad_norm is None or theirs.grad_norm is None:
+        return float("inf")
+    return abs(ours.grad_norm - theirs.grad_norm) / theirs.grad_norm
 
 
 def check_alike(ours: list[Curve], theirs: list[Curve], precision: str, record: Record, what: str) -> None:
@@ -244,6 +259,7 @@ def test_curve_when_model_or_options_are_unusual_then_it_is_the_hosts(
     check_curves(two_ranks, name, PAIRS[0], precision, record_property)
 
 
+@pytest.mark.skipif(not HAS_STUBS, reason="this megatron-core fails on a rank without params")
 def test_curve_when_one_stage_is_frozen_then_the_other_trains_as_the_hosts(
     two_ranks: Curves, record_property: Record
 ) -> None:
@@ -253,7 +269,7 @@ def test_curve_when_one_stage_is_frozen_then_the_other_trains_as_the_hosts(
     check_alike(ours, theirs, "fp32", record_property, " vs ".join(PAIRS[0]))
 
 
-@pytest.mark.parametrize("name", ["frozen", "frozen-stage"])
+@pytest.mark.parametrize("name", ["frozen", *(["frozen-stage"] if HAS_STUBS else [])])
 def test_params_when_frozen_then_keep_their_bits(two_ranks: Curves, name: str) -> None:
     frozen = {"frozen": FROZEN, "frozen-stage": FROZEN_STAGE}[name].frozen
     seen = 0
@@ -276,6 +292,7 @@ def test_curve_when_sgd_shards_then_it_is_the_one_of_plain_sgd(two_ranks: Curves
     check_alike(ours, theirs, "fp32", record_property, "SGD distopt vs host-plain")
 
 
+@pytest.mark.skipif(not HAS_L2, reason="this megatron-core has no decoupled_weight_decay")
 def test_curve_when_weight_decay_is_l2_then_it_is_the_one_of_plain_adam(
     two_ranks: Curves, record_property: Record
 ) -> None:
@@ -357,18 +374,18 @@ def test_params_when_ranks_hold_copies_then_the_copies_have_the_same_bits(
     sizes = LAYOUTS[layout]
     ranks = sizes.ranks
     curves = request.getfixturevalue("two_ranks" if ranks == 2 else "four_ranks")[f"{layout}-{precision}-distopt"]
-    params = [_tied_once(curve.params) for curve in curves]
+    params = [_tied_once(curve.params) if sizes.tied else curve.params for curve in curves]
     compared = 0
     for rank, other in ((a, b) for a in range(ranks) for b in range(a)):
         for name in params[rank].keys() & params[other].keys():
             if _hold_copies(sizes, rank, other, name):
                 compared += 1
                 assert torch.equal(params[rank][name], params[other][name]), f"{name} on ranks {other} and {rank}"
-    assert compared > 0
+    assert compared > 0 or (sizes.pp == ranks and not sizes.tied)
 
 
 # Cut along the tensor-parallel ranks; every other param is the same on all of them.
-_CUT = ("word_embeddings", "linear_qkv", "linear_fc1", "linear_proj.weight", "linear_fc2.weight")
+_CUT = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1", "linear_proj.weight", "linear_fc2.weight")
 
 
 def _hold_copies(sizes: Case, rank: int, other: int, name: str) -> bool:
@@ -376,7 +393,7 @@ def _hold_copies(sizes: Case, rank: int, other: int, name: str) -> bool:
     same_tp = rank % sizes.tp == other % sizes.tp
     same_stage = rank // (sizes.tp * sizes.dp) == other // (sizes.tp * sizes.dp)
     same_part = same_tp or not any(part in name for part in _CUT)
-    return same_part and (same_stage or "word_embeddings" in name)
+    return same_part and (same_stage or (sizes.tied and "word_embeddings" in name))
 
 
 def _tied_once(params: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -200,7 +200,9 @@ def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> No
         (per_rank_2023, ("models", "models, extra=None"), False),
         (per_rank_2023, ("models", "models, extra"), True),
         (per_rank_2023, (", models", ""), True),
-        (core, ("instance_id", "instance_id, extra=None"), True),
+        (core, ("group_idx", "group_idx, extra=None"), True),
+        (core, ("group_idx", "group_idx, distributed_optimizer_instance_id"), False),
+        (core, (", data_parallel_group_idx", ""), True),
     ],
 )
 def test_survey_when_the_constructor_differs_then_refused_where_the_adapter_would(

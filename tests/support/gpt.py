@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import megatron.core.optimizer as host_optimizer
 import megatron_on_cpu
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -23,7 +25,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -33,6 +35,10 @@ from tests.support.cases import Case, Curve, Step
 from tests.support.spawn import forget_groups
 
 megatron_on_cpu.install()
+
+#: What the tests ask for that older versions of the host have no name for, with the value that those versions mean.
+#: None where it does not matter to them.
+_IMPLIED = {"decoupled_weight_decay": True, "vp_stage": None, "overlap_param_gather": None, "param_sync": None}
 
 # 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as real ones do.
 HIDDEN = 40
@@ -44,6 +50,15 @@ DISTINCT_BATCHES = 4  # the steps go around them, so that there is something to 
 SEED = 1234
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def known_to(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """The keyword arguments that this version of the host has; one that it lacks must be what it does anyway."""
+    names = inspect.signature(function).parameters
+    for name in values.keys() - names.keys():
+        if name not in _IMPLIED or _IMPLIED[name] not in (None, values[name]):
+            raise TypeError(f"{function} of this megatron-core has no {name}={values[name]!r}")
+    return {name: value for name, value in values.items() if name in names}
 
 
 def train(case: Case) -> Curve:
@@ -85,8 +100,8 @@ class Training:
         self._undo.close()
 
     def type_strings(self) -> contextlib.AbstractContextManager[object]:
-        """The mapping that the host's own optimizers cannot do without; nothing for ours."""
-        return contextlib.nullcontext() if self.case.optimizer == "distopt" else megatron_on_cpu.map_type_strings()
+        """The mappings that the host's own optimizers cannot do without; nothing for ours."""
+        return contextlib.nullcontext() if self.case.optimizer == "distopt" else hosts_own_runs()
 
     def step(self) -> Step:
         """Collective: one iteration in the order of the host's training loop."""
@@ -146,7 +161,30 @@ class Training:
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if self.case.overlap_param_gather:
             for chunk in self.chunks:
-                chunk.disable_forward_pre_hook(param_sync=False)
+                chunk.disable_forward_pre_hook(**known_to(chunk.disable_forward_pre_hook, param_sync=False))
+
+
+@contextlib.contextmanager
+def hosts_own_runs() -> Iterator[None]:
+    """Lets the host's own optimizers run on a CPU without its kernels.
+
+    Its distributed one asks for apex or TransformerEngine in 0.9, and in 0.12 calls TransformerEngine for 0 fp8 params.
+    """
+    with megatron_on_cpu.map_type_strings(), pytest.MonkeyPatch.context() as patch:
+        if "instance" not in str(inspect.signature(distrib_optimizer.DistributedOptimizer)):
+            patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+        patch.setattr(distrib_optimizer, "quantize_param_shard", _quantize_nothing, raising=False)
+        yield
+
+
+def _quantize_nothing(model_params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    if model_params:
+        raise TypeError("no test has fp8 params")
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The distributed optimizers of a chain; before 0.12 the host puts no chain around one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def enter_layout(case: Case) -> None:
@@ -159,6 +197,15 @@ def enter_layout(case: Case) -> None:
         parallel_state.destroy_model_parallel()
         forget_groups()
     parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp if case.vp > 1 else None)
+    if "get_position_embedding_group())" in inspect.getsource(inspect.getmodule(finalize_model_grads)):
+        _complete_position_groups()
+
+
+def _complete_position_groups() -> None:
+    """Collective: megatron-core 0.12 asks for this group also on the ranks that are in none, and fails."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    if parallel_state._POSITION_EMBEDDING_GROUP is None:
+        parallel_state._POSITION_EMBEDDING_GROUP = alone
 
 
 def _current_layout() -> tuple[int, int, int]:
@@ -179,15 +226,18 @@ def build_chunks(case: Case) -> list[DistributedDataParallel]:
 
 def build_chunk(case: Case, config: TransformerConfig, stage: int) -> DistributedDataParallel:
     vp_stage = stage if case.vp > 1 else None
+    if vp_stage is not None:  # before 0.13 a stage that is built finds its number here
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=first(**known_to(first, ignore_virtual=False, vp_stage=vp_stage)),
+        post_process=last(**known_to(last, ignore_virtual=False, vp_stage=vp_stage)),
         share_embeddings_and_output_weights=case.tied,
-        vp_stage=vp_stage,
+        **known_to(GPTModel, vp_stage=vp_stage),
     )
     if case.precision != "fp32":
         model = Float16Module(config, model)
@@ -247,7 +297,6 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         lr=case.lr,
         min_lr=case.lr / 10,
         weight_decay=case.weight_decay,
-        decoupled_weight_decay=case.decoupled_weight_decay,
         clip_grad=case.clip_grad,
         params_dtype=DTYPES[case.precision],
         bf16=case.precision == "bf16",
@@ -258,8 +307,12 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         hysteresis=case.hysteresis,
         log_num_zeros_in_grad=case.log_num_zeros,
         use_distributed_optimizer=case.distributed,
-        overlap_param_gather=case.overlap_param_gather,
         overlap_param_gather_with_optimizer_step=case.overlap_param_gather_with_step,
+        **known_to(
+            OptimizerConfig,
+            decoupled_weight_decay=case.decoupled_weight_decay,
+            overlap_param_gather=case.overlap_param_gather,
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from megatron_distopt.hosts.megatron_core.config import (
     merge_config,
     missing_parallel_state,
 )
-from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_PARAMETERS, PATCH_POINT
+from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS, PATCH_POINT
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.patch_points import Replacement, is_wanted, substituted
 from megatron_distopt.hosts.report import announce, describe
@@ -52,11 +52,12 @@ def build(
     merged = raise_together(lambda: _check(original, options, call), everyone)
     with substituted(original, {CLASS: partial(DistributedOptimizer, options=merged), CHAIN: ChainedOptimizer}):
         optimizer = original(config, model_chunks, *args, **kwargs)
-    for each in optimizer.chained_optimizers:
+    ours = optimizer.ours()  # megatron-core before 0.12 puts no chain around one optimizer
+    for each in ours:
         each.check_start_up()
     if everyone.rank == 0:
         device = optimizer.get_loss_scale().device
-        sharded = [each.sharded for each in optimizer.chained_optimizers]
+        sharded = [each.sharded for each in ours]
         announce(describe("megatron-core", (PATCH_POINT,), sharded, device))
     return optimizer
 
@@ -78,11 +79,11 @@ def _check(original: Callable[..., Any], options: DistOptConfig, call: Mapping[s
 
 def _check_classes(original: Callable[..., Any]) -> None:
     """The two names of the host that stand for ours while it runs, and what it gives to the first."""
-    remedy = "Use megatron-core 0.16, which this adapter was tested on"
+    remedy = "Use a megatron-core that docs/hosts.md lists"
     for name in (CLASS, CHAIN):
         if name not in original.__globals__:
             raise HostMismatchError(refusal(str(PATCH_POINT), f"no {name} in its module", "know its classes", remedy))
     found = tuple(inspect.signature(original.__globals__[CLASS].__init__).parameters)[1:]
-    if found != CLASS_PARAMETERS:
+    if tuple(name for name in found if name not in CLASS_MAY_TAKE) != CLASS_PARAMETERS:
         rule = f"be ({', '.join(CLASS_PARAMETERS)})"
         raise HostMismatchError(refusal(f"constructor of {CLASS}", f"({', '.join(found)})", rule, remedy))

@@ -15,7 +15,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 
-__all__ = ["adopt_buffer", "check_params_are_in"]
+__all__ = ["adopt_buffer", "check_layout", "check_params_are_in"]
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
@@ -27,6 +27,22 @@ def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer
     """
     group = buffer.data_parallel_group
     return ShardedBuffer(_layout_of(buffer, name_of, group.size()), group.rank(), buffer.grad_data, buffer.param_data)
+
+
+def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> None:
+    """Checks that the layout of one `_ParamAndGradBuffer` can be adopted.
+
+    Raises:
+        LayoutError
+    """
+    for param, (start, _, bucket) in buffer.param_index_map.items():
+        first = buffer.buckets[bucket].offset
+        if start < first:
+            got = f"at {start}, and its bucket begins at {first}"
+            remedy = "Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it "
+            remedy += "misplaces an embedding that pipeline stages share"
+            raise LayoutError(refusal(f"param {name_of[param]!r}", got, "lie in its bucket", remedy))
+    _layout_of(buffer, name_of, buffer.data_parallel_group.size())
 
 
 def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -> BufferLayout:

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
+from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 from megatron_distopt.options import flag_of
@@ -91,7 +92,8 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
     Raises:
         HostError, ConfigError, LayoutError
     """
-    devices = {param.device for param in names_by_param(chunks)}
+    names = names_by_param(chunks)
+    devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
         choose_inner(config, device.type)
@@ -104,6 +106,8 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
             if param not in in_buffers:
                 rule, remedy = "lie in a buffer of its DistributedDataParallel", "Unfreeze params before wrapping"
                 raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
+            check_layout(buffer, names)
 
 
 def _check_ddp(chunk: Any) -> None:

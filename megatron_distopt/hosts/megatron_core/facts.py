@@ -1,4 +1,4 @@
-"""What megatron-core looks like (0.16.1 from PyPI is what the tests run on). Data only; imports nothing of the host."""
+"""What megatron-core 0.9 to 0.19 looks like. Data only; imports nothing of the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["CHAIN", "CLASS", "CLASS_PARAMETERS", "PATCH_POINT", "REFUSED", "Refused"]
+__all__ = ["CHAIN", "CLASS", "CLASS_MAY_TAKE", "CLASS_PARAMETERS", "PATCH_POINT", "REFUSED", "Refused"]
 
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
 CLASS = "DistributedOptimizer"
@@ -20,8 +20,9 @@ CLASS_PARAMETERS = (
     "data_parallel_group",
     "data_parallel_group_gloo",
     "data_parallel_group_idx",
-    "distributed_optimizer_instance_id",
 )
+#: What it may give as well, last: megatron-core 0.9 has one instance and no number for it.
+CLASS_MAY_TAKE = ("distributed_optimizer_instance_id",)
 #: What it puts around what it built.
 CHAIN = "ChainedOptimizer"
 

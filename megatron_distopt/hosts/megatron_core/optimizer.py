@@ -15,8 +15,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -37,6 +36,7 @@ from megatron_distopt.hosts.base import (
 )
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
+from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.step import StepCalls
@@ -65,7 +65,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         data_parallel_group: over which the host's buffers are sharded.
         data_parallel_group_gloo: kept for the host, not used.
         data_parallel_group_idx: kept for the host.
-        distributed_optimizer_instance_id: kept for the host.
+        distributed_optimizer_instance_id: number of this copy; megatron-core 0.9 has one.
         options: ours, with what the host's config says.
     """
 
@@ -80,7 +80,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         data_parallel_group: Any,
         data_parallel_group_gloo: Any,
         data_parallel_group_idx: int,
-        distributed_optimizer_instance_id: int,
+        distributed_optimizer_instance_id: int = 0,
         *,
         options: DistOptConfig,
     ) -> None:
@@ -108,14 +108,14 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
         device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
-        tp_group = getattr(self.model_chunks[0], "tp_group", None)
+        groups = getattr(self.model_chunks[0], "tp_group", None), expert_tensor_group()
         plan = StepPlan(
             groups=plan_groups(self.named, self._groups),
             choice=choose_inner(self._options, device.type),
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
-            stats_group=lambda: self._stats_group,
-            excluded_from_norm=lambda name: _is_excluded_from_norm(self.named[name], tp_group),
+            stats_group=lambda: self.stats_group,
+            excluded_from_norm=lambda name: is_excluded_from_norm(self.named[name], *groups),
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
@@ -125,7 +125,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         Raises:
             RanksDisagreeError, LayoutError: on all ranks.
         """
-        raise_together(self.check_between_steps, self._stats_group)
+        raise_together(self.check_between_steps, self.stats_group)
         buffers = self.sharded.buffers
         start_up = StartUp(
             self.named,
@@ -134,7 +134,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             [dtype_name(buffer.grad.dtype) for buffer in buffers],
             tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
         )
-        compare_ranks(start_up, Group.of(self.data_parallel_group), self._stats_group)
+        compare_ranks(start_up, Group.of(self.data_parallel_group), self.stats_group)
 
     def check_between_steps(self) -> None:
         """Whether the params are in the host's buffers and the groups have their params, on this rank.
@@ -147,8 +147,9 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             check_params_are_in(buffer, self.named)
 
     @property
-    def _stats_group(self) -> Group:
-        return Group.of(self.get_grad_stats_parallel_group())
+    def stats_group(self) -> Group:
+        """All ranks that hold a part of the model."""
+        return Group.of(stats_group_of(self))
 
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""
@@ -228,10 +229,10 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             self.load_sharded(state_dict)
             return
         if "param_shards" not in state_dict:
-            raise_together(lambda: check_head(self, state_dict), self._stats_group, "load")
+            raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
             load_head(self, state_dict)
             return
-        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self._stats_group, "load")
+        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self.stats_group, "load")
         with self._new_params():
             load_local_state_dict(self.sharded, state_dict)
 
@@ -288,11 +289,6 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _idle_device(config: DistOptConfig) -> torch.device:
     """Where a rank without any param takes part in the statistics: the backend carries tensors of this device."""
     return torch.device(find_accelerator(config.accelerator).device_type)
-
-
-def _is_excluded_from_norm(param: Parameter, tp_group: Any) -> bool:
-    """See the note of that name in optimizer/grad_norm.py; the host marks shared and duplicated params itself."""
-    return not (param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=tp_group))
 
 
 def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:

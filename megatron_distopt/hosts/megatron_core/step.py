@@ -45,7 +45,8 @@ class OneOptimizer(Protocol):
     def check_between_steps(self) -> None:
         """Raises LayoutError where params or groups are not as they have to be."""
 
-    def get_grad_stats_parallel_group(self) -> Any:
+    @property
+    def stats_group(self) -> Group:
         """All ranks that hold a part of the model."""
 
 
@@ -118,7 +119,7 @@ class StepCalls:
 
 def _measured_by(ours: Sequence[OneOptimizer]) -> tuple[list[ShardedOptimizer], Group]:
     """What is measured, and the ranks that do it together."""
-    return [optimizer.sharded for optimizer in ours], Group.of(ours[0].get_grad_stats_parallel_group())
+    return [optimizer.sharded for optimizer in ours], ours[0].stats_group
 
 
 def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:

@@ -142,12 +142,13 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassFound | None:
     methods = methods_of(definition)
     constructor = methods.get("__init__")
     gathers = megatron_2023.GATHERS_STATE in methods
+    may_take = megatron_core.CLASS_MAY_TAKE if facts is megatron_core else ()
     return ClassFound(
         facts.CLASS,
         SourceLine(tree.shown(file), definition.lineno),
         parameters_of(constructor)[1:] if constructor else (),
         required_of(constructor)[1:] if constructor else (),
-        facts.CLASS_PARAMETERS,
+        facts.CLASS_PARAMETERS + tuple(name for name in may_take if constructor and name in parameters_of(constructor)),
         is_exact=facts is megatron_core,
         kind=None if facts is megatron_core else ("gathered file" if gathers else "per-rank files"),
     )
