@@ -6,6 +6,7 @@ The checker is the first part; the second runs it on the package; the third runs
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -183,6 +184,35 @@ def heavy_after(statement: str) -> list[str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_package_when_read_then_it_keeps_the_rule(rule: Rule) -> None:
     assert violations(PACKAGE, rule) == []
+
+
+def cycle_of_imports(folder: Path) -> list[str]:
+    """Files that import each other in a circle, typing imports included; empty where there is no circle."""
+    files = {
+        f"{NAME}.{source.path[:-3].replace('/', '.').removesuffix('.__init__')}": source for source in sources(folder)
+    }
+    graph = {
+        name: {each if each in files else each.rpartition(".")[0] for each in all_imported(source)}
+        & files.keys() - {name}
+        for name, source in files.items()
+        if source.path != "__init__.py"  # the shop window imports things of every layer when it is asked
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_package_when_its_imports_are_followed_then_they_never_come_back() -> None:
+    assert cycle_of_imports(PACKAGE) == []
+
+
+def test_cycle_when_two_files_import_each_other_for_their_types_then_found(tmp_path: Path) -> None:
+    write(tmp_path, "comm/a.py", f"from {NAME}.comm.b import B")
+    assert cycle_of_imports(tmp_path) == []
+    write(tmp_path, "comm/b.py", f"if TYPE_CHECKING:\n    from {NAME}.comm import a")
+    assert set(cycle_of_imports(tmp_path)) == {f"{NAME}.comm.a", f"{NAME}.comm.b"}
 
 
 def test_package_when_listed_then_every_layer_is_there_and_nothing_else() -> None:

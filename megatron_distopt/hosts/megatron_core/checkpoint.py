@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
@@ -18,12 +18,9 @@ from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import load_sharded_state, state_to_load, state_to_save
-from megatron_distopt.hosts.megatron_core.whole import whole_model_of
+from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.optimizer import count_updates
-
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
 
 __all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
 
@@ -33,7 +30,7 @@ class CheckpointCalls:
 
     _saver: Saver | None = None
 
-    def ours(self) -> Sequence[DistributedOptimizer]:
+    def ours(self) -> Sequence[HoldsState]:
         """The optimizers whose state it is."""
         raise NotImplementedError
 
@@ -145,7 +142,7 @@ def _refuse(call: str) -> NoReturn:
     raise CheckpointError(refusal(call, "called", "not gather the state on one rank", remedy))
 
 
-def head_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def head_of(optimizer: HoldsState) -> dict[str, Any]:
     """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
     step = count_updates(optimizer.sharded.inner)
     counted = {} if step is None else {"step": step}
@@ -158,7 +155,7 @@ def head_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return state
 
 
-def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def check_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
     """Whether `load_head` would take it.
 
     Raises:
@@ -173,7 +170,7 @@ def check_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> Non
         raise CheckpointError(refusal("number of param groups", len(saved), f"be {len(ours)}", remedy))
 
 
-def load_head(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
+def load_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
     """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
         group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})

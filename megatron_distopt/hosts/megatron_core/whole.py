@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron.core import parallel_state
 from torch.nn import Parameter
@@ -11,14 +11,28 @@ from torch.nn import Parameter
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.optimizer import ShardedOptimizer
 
-if TYPE_CHECKING:
-    from megatron_distopt.hosts.megatron_core.optimizer import DistributedOptimizer
-
-__all__ = ["whole_model_of"]
+__all__ = ["HoldsState", "whole_model_of"]
 
 
-def whole_model_of(optimizers: Sequence[DistributedOptimizer]) -> WholeModel:
+class HoldsState(Protocol):
+    """What checkpoints read of an optimizer: the host's attributes, and two of ours.
+
+    Args:
+        sharded: the sharded step.
+        named: this rank's params by their names in the optimizer.
+    """
+
+    sharded: ShardedOptimizer
+    named: dict[str, Parameter]
+    model_chunks: list[Any]
+    param_groups: list[dict[str, Any]]
+    grad_scaler: Any
+    distributed_optimizer_instance_id: int
+
+
+def whole_model_of(optimizers: Sequence[HoldsState]) -> WholeModel:
     """Reads it off the params' attributes and the host's groups.
 
     Args:
@@ -33,7 +47,7 @@ def whole_model_of(optimizers: Sequence[DistributedOptimizer]) -> WholeModel:
     )
 
 
-def _share_of(optimizer: DistributedOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
+def _share_of(optimizer: HoldsState, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
     placements = {
         name: placement_of(names[param], param, ranks, is_expert=_is_expert(names[param], param))
         for name, param in optimizer.named.items()
@@ -48,7 +62,7 @@ def _is_expert(name: str, param: Parameter) -> bool:
     return not getattr(param, "allreduce", True) or "experts" in name.split(".")
 
 
-def _is_writer(optimizer: DistributedOptimizer, name: str, ranks: ModelRanks) -> bool:
+def _is_writer(optimizer: HoldsState, name: str, ranks: ModelRanks) -> bool:
     """The rank that does not exclude a param from the norm writes it. Of experts the host excludes biases by the
     tensor-parallel group of all the other params, over whose ranks experts may be spread."""
     param = optimizer.named[name]
