@@ -148,7 +148,7 @@ def _check_same_save(where: str, save_ids: Sequence[str]) -> None:
 def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     """Reads what was planned into the live state; the params are not gathered yet.
 
-    At most one saved tensor is in memory beside the state, which is filled in place where it has the right dtype.
+    In addition to the state, which is filled in place where it has the right dtype, at most one tensor is in memory.
 
     Args:
         state: as it was given to `check_state`.

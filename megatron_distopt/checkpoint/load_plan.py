@@ -297,7 +297,7 @@ def _check_kinds(
         has_begun = bool(found) or bool(state.step)
         if (found and state.kinds != usual) or (has_begun and not wanted <= found):
             what = f"state of {placements[name].name!r} in checkpoint {saved.where}"
-            got = f"{', '.join(sorted(found)) or 'nothing'} beside the param"
+            got = f"{', '.join(sorted(found)) or 'nothing'} besides the param"
             rule = f"hold {', '.join(sorted(wanted | dict(usual).keys()))} for {optimizer.plan.choice.name}"
             remedy = f"Resume with the optimizer of the saved run, or {saved.from_weights}"
             raise CheckpointError(refusal(what, got, rule, remedy))

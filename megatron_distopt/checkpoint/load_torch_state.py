@@ -193,7 +193,7 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
     wanted |= {"max_exp_avg_sq"} if is_adam(optimizer) and has_maxima else set()
     has_begun = bool(kinds) or bool(given.step)
     if has_begun and not wanted <= kinds:
-        got = f"{', '.join(sorted(kinds)) or 'nothing'} beside the param"
+        got = f"{', '.join(sorted(kinds)) or 'nothing'} besides the param"
         rule, remedy = (
             f"hold {', '.join(sorted(wanted))} for {optimizer.plan.choice.name}",
             "Load a state of the same class",

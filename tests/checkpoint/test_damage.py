@@ -294,7 +294,7 @@ def test_load_when_a_moment_is_missing_then_the_param_is_named(folder: Path, run
     edit(folder, lambda body: body["tensors"].pop("exp_avg_sq/norm"))
     assert_says(
         refused(folder, running),
-        f"Invalid state of 'norm' in checkpoint {folder}: exp_avg beside the param. "
+        f"Invalid state of 'norm' in checkpoint {folder}: exp_avg besides the param. "
         "Must hold exp_avg, exp_avg_sq for torch_fused. "
         "Resume with the optimizer of the saved run, or start from its weights with a new optimizer.",
     )

@@ -268,7 +268,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = 
     "other groups": (lambda state: state["param_groups"].pop(), ("params by group", "[2]", "[2, 3]")),
     "other shape": (lambda state: _put(state, "exp_avg", torch.zeros(3)), ("exp_avg of", "[3]", "[31, 17]")),
     "a text": (lambda state: _put(state, "exp_avg", "x"), ("exp_avg of", "str")),
-    "one moment": (lambda state: state["state"][0].pop("exp_avg_sq"), ("exp_avg beside", "exp_avg_sq")),
+    "one moment": (lambda state: state["state"][0].pop("exp_avg_sq"), ("exp_avg besides", "exp_avg_sq")),
     "no count": (lambda state: state["state"][0].pop("step"), ("without step",)),
     "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
     "lr nan": (lambda state: state["param_groups"][0].update(lr=float("nan")), ("lr of param group 0", "nan")),

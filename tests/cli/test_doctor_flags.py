@@ -53,7 +53,7 @@ def test_flags_when_all_is_well_then_ok(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "got"),
     [
-        ("--deepspeed", "--deepspeed beside --use-distributed-optimizer"),
+        ("--deepspeed", "--deepspeed together with --use-distributed-optimizer"),
         ("--DDP-impl torch", "--DDP-impl torch"),
         ("--no-contiguous-buffers-in-local-ddp", "--no-contiguous-buffers-in-local-ddp"),
         ("--use-fsdp", "--use-fsdp"),

@@ -412,7 +412,7 @@ def test_file_when_it_holds_objects_of_megatron_then_they_are_inert(tmp_path: Pa
         ),
         (
             lambda tensors: {key: tensor for key, tensor in tensors.items() if "fp32_param" not in key},
-            "no fp32 values of 'decoder.final_layernorm.weight'. Must hold main params beside what the optimizer keeps "
+            "no fp32 values of 'decoder.final_layernorm.weight'. Must hold main params and what the optimizer keeps "
             "of them. Load it where it was written, and save it in another format.",
         ),
     ],

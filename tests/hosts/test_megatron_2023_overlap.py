@@ -28,8 +28,8 @@ BUCKETS = "--distopt-bucket-size 700"
 # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
 BASE = f"{DISTRIBUTED} --distopt-adam torch_foreach {BUCKETS} --lr 0.01 --train-iters 4"
 AFTER = "--distopt-overlap-grad-reduce no"
-BESIDE = "--distopt-overlap-grad-reduce yes"
-BOTH = f"{BESIDE} --distopt-overlap-param-gather"
+OVERLAPPED = "--distopt-overlap-grad-reduce yes"
+BOTH = f"{OVERLAPPED} --distopt-overlap-param-gather"
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 4096"
@@ -161,7 +161,7 @@ def _compare(fork: MiniFork, words: str) -> Found:
     early: list[int] = []
     without = fork.train(*f"{words} {BASE} {AFTER}".split())
     with _noting_early(early):
-        grads = fork.train(*f"{words} {BASE} {BESIDE}".split())
+        grads = fork.train(*f"{words} {BASE} {OVERLAPPED}".split())
     both = fork.train(*f"{words} {BASE} {BOTH}".split())
     layout = both.optimizer.grad_buffers[0].plan.layout
     last = [slot.name for slot in layout.slots if slot.bucket == len(layout.buckets) - 1]

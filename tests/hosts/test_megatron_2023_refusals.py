@@ -405,7 +405,7 @@ _FLOAT64 = (
 WANTED: dict[str, tuple[str, str]] = {
     "deepspeed": (
         "ConfigError",
-        "Invalid arguments: --deepspeed beside --use-distributed-optimizer. Must be one of the two, because the "
+        "Invalid arguments: --deepspeed together with --use-distributed-optimizer. Must be one of the two, because the "
         "DeepSpeed engine owns gradients and optimizer. Drop --deepspeed to train with this optimizer, or drop "
         '--use-distributed-optimizer and write "zero_optimization": {"stage": 1} in the DeepSpeed config.',
     ),

@@ -144,7 +144,7 @@ class Pair:
         saved: key of `SAVED`.
         layout: of the run that loads.
         tolerance: of the loss; None where the end is the same bit for bit.
-        words: flags beside those of the saved run.
+        words: flags in addition to those of the saved run.
     """
 
     saved: str
@@ -588,7 +588,7 @@ def test_load_when_the_layout_is_another_then_every_rank_has_what_was_saved_bit_
     of_ranks = [each["resumed"][str(pair)] for each in found.ranks if str(pair) in each["resumed"]]
     assert len(of_ranks) == pair.layout.size
     assert [each.differences for each in of_ranks] == [()] * pair.layout.size
-    # Replicas beside data parallelism hold the same elements again.
+    # Replicas outside of data parallelism hold the same elements again.
     assert sum(each.numel for each in of_ranks) >= _numel_in(_folder_in(_saved_at(found.folder / pair.saved)))
 
 
@@ -794,7 +794,7 @@ def test_load_when_the_state_is_of_another_optimizer_then_all_ranks_refuse_and_n
         assert (refused.kind, refused.unchanged) == ("CheckpointError", True)
         assert refused.text.startswith(
             "Invalid state of 'language_model.embedding.word_embeddings.weight' in checkpoint "
-            f"{_given('sgd', found)}: momentum_buffer beside the param. Must hold exp_avg, exp_avg_sq"
+            f"{_given('sgd', found)}: momentum_buffer besides the param. Must hold exp_avg, exp_avg_sq"
         )
 
 

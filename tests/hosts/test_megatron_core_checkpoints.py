@@ -563,7 +563,7 @@ class Legacy:
     """What one rank found in the host's first kind of checkpoint.
 
     Args:
-        files: beside those of the host.
+        files: in addition to those of the host.
         differs, params_differ, head: by who loads, as of `Resumed`.
         head_at_save: when it was saved.
         head_of_dict: after `load_state_dict` alone.

@@ -38,7 +38,7 @@ class Run:
     """One start of the fork.
 
     Args:
-        words: of its command line, beside those of run.sh.
+        words: of its command line, in addition to those of run.sh.
         precision: fp32, bf16 or fp16.
         ranks: on this machine.
         launcher: torchrun or deepspeed.
@@ -369,7 +369,11 @@ def test_megatron_deepspeed_when_a_checkpoint_does_not_say_the_step_then_refused
 
 _BUCKETS = ("--distopt-adam", "torch_foreach", "--distopt-bucket-size", "30000", "--global-batch-size", "16")
 _AFTER = ("--distopt-overlap-grad-reduce", "no")
-_BESIDE = ("--distopt-overlap-grad-reduce", "yes", "--distopt-overlap-param-gather", "--distopt-log-communication", "5")
+_OVERLAPPED = (
+    *("--distopt-overlap-grad-reduce", "yes"),
+    "--distopt-overlap-param-gather",
+    *("--distopt-log-communication", "5"),
+)
 OVERLAPPED: dict[str, Run] = {
     "dp2": Run(_BUCKETS, precision="bf16"),
     "dp2 fp16": Run((*_BUCKETS, *_FP16), precision="fp16"),
@@ -389,11 +393,11 @@ OVERLAPPED: dict[str, Run] = {
 
 
 @pytest.mark.parametrize("name", OVERLAPPED)
-def test_megatron_deepspeed_when_communication_runs_beside_computation_then_every_loss_and_norm_is_the_same(
+def test_megatron_deepspeed_when_communication_is_overlapped_then_every_loss_and_norm_is_the_same(
     name: str, train: Train
 ) -> None:
     run = OVERLAPPED[name]
-    after, beside = (train(replace(run, words=(*run.words, *words))) for words in (_AFTER, _BESIDE))
-    assert (after.losses, after.norms, after.scales) == (beside.losses, beside.norms, beside.scales)
-    assert "overlap    grads overlapped with backward, params overlapped with the next forward" in beside.output
-    assert "communication of step 5: reduce-scatter" in beside.output
+    after, overlapped = (train(replace(run, words=(*run.words, *words))) for words in (_AFTER, _OVERLAPPED))
+    assert (after.losses, after.norms, after.scales) == (overlapped.losses, overlapped.norms, overlapped.scales)
+    assert "overlap    grads overlapped with backward, params overlapped with the next forward" in overlapped.output
+    assert "communication of step 5: reduce-scatter" in overlapped.output

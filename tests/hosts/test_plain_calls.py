@@ -383,7 +383,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         everyone(ConfigError, "the class AdamW", "Write distribute(model, AdamW(model.parameters(), lr=...))"),
     ),
     "params for model": (_params_for_model, everyone(ConfigError, "its params", "Write distribute(model, optimizer)")),
-    "groups beside an optimizer": (
+    "groups and an optimizer": (
         _groups_beside_an_optimizer,
         everyone(ConfigError, "param_groups", "Give the groups to the optimizer's constructor"),
     ),

@@ -63,7 +63,7 @@ class Fork:
         fp32_norms: norms are fp32 among them.
         swiglu: a gate beside the up projection.
         step: updates so far; None for a class that keeps it elsewhere, 0 for before the first one.
-        options: of the fork, beside those that follow from the sizes.
+        options: of the fork, in addition to those that follow from the sizes.
         seed: of all values.
     """
 

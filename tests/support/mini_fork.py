@@ -189,7 +189,7 @@ def launch(
         launcher: its name; the one beside this Python is used.
         ranks: on this machine.
         words: with `-m MODULE` in torchrun's spelling for both.
-        environment: beside this process's.
+        environment: in addition to this process's.
         seconds: time limit.
     """
     port = str(_free_port())

@@ -104,6 +104,6 @@ def _saved_states(model: CoreModel) -> list[Mapping[str, Any]]:
     states = [each for each in (entry if isinstance(entry, list) else [entry]) if isinstance(each, Mapping)]
     if not states or any("optimizer" not in state for state in states):
         remedy = "Save it without --no-save-optim"
-        rule = "hold the param groups beside the model"
+        rule = "hold the param groups with the model"
         raise CheckpointError(refusal(f"file in {model.folder}", "no entry 'optimizer'", rule, remedy))
     return states

@@ -122,7 +122,7 @@ def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, 
 def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFolder) -> None:
     missing = sorted({name for tensors in found.values() for name in tensors} - found[MAIN].keys())
     if missing:
-        got, rule = f"no fp32 values of {missing[0]!r}", "hold main params beside what the optimizer keeps of them"
+        got, rule = f"no fp32 values of {missing[0]!r}", "hold main params and what the optimizer keeps of them"
         raise CheckpointError(refusal(f"checkpoint {folder.folder}", got, rule, _RESAVE))
 
 

@@ -89,7 +89,7 @@ CONFLICTS = (
     Conflict(
         "deepspeed",
         True,
-        "--deepspeed beside --use-distributed-optimizer",
+        "--deepspeed together with --use-distributed-optimizer",
         "be one of the two, because the DeepSpeed engine owns gradients and optimizer",
         "Drop --deepspeed to train with this optimizer, or drop --use-distributed-optimizer and write "
         '"zero_optimization": {"stage": 1} in the DeepSpeed config',

@@ -73,7 +73,7 @@ def distribute(
         stats_process_group: ranks that hold a part of the model, over which gradient statistics are added up;
             `process_group` where None.
         excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True on all but one rank
-            for a param that several ranks of `stats_process_group` hold beside data parallelism.
+            for a param that several ranks of `stats_process_group` hold in addition to data parallelism.
         placement: from a name and its param to where this rank's part lies in the whole model, for checkpoints of a
             model that is cut over `stats_process_group`.
         broadcast_buffers: whether module buffers that training changes (running statistics) follow rank 0 after each
@@ -155,7 +155,7 @@ def _request_of(given: _Given) -> UserRequest:
         raise ConfigError(refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy))
     if optimizer is not None and given.param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
-        raise ConfigError(refusal("param_groups", "given beside an optimizer", "be the optimizer's own", remedy))
+        raise ConfigError(refusal("param_groups", "given together with an optimizer", "be the optimizer's own", remedy))
     return UserRequest(chunks, with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
 
 
