@@ -10,7 +10,7 @@ The copies cost bytes only for the minority. Every rank's part is as long as the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -68,9 +68,10 @@ class CompactBuffer(ShardedBuffer):
             raise InvariantError(refusal("packed flat param", got, rule, "Report this"))
         return view_of(self._part_of(self.rank).detach(), packed)
 
-    def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What one all-gather of the packed params has to move: (whole, this rank's part)."""
-        yield self.param, self._part_of(self.rank)
+    @cached_property
+    def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What one all-gather of the packed params has to move: (all parts, this rank's part)."""
+        return ((self.param, self._part_of(self.rank)),)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -166,25 +166,18 @@ class GradSlot:
     def take(self) -> None:
         """Moves into the buffer what autograd or the user put into `param.grad` elsewhere."""
         grad = self.param.grad
-        if grad is None or (grad is self.shown and grad.data_ptr() == self._address):
+        if grad is None:
             return
         if grad is self.shown:
             with torch._C.DisableTorchFunctionSubclass():
+                if grad.data_ptr() == self._address:
+                    return
                 grad = grad.detach()
-        if not self._fits(grad):
+        is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
+        if not is_same_param or grad.shape != self.view.shape:
             return  # the param was converted, which is refused in the step
         self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.show()
-
-    def _bring_back(self) -> None:
-        """`shown` may have been given other memory: grad.data = ..., as module.to(...) does."""
-        if self.shown.data_ptr() != self._address:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.shown.data = self.view
-
-    def _fits(self, grad: Tensor) -> bool:
-        is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
-        return is_same_param and grad.shape == self.view.shape
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -201,7 +194,9 @@ class GradSlot:
 
     def show(self) -> None:
         """Makes `param.grad` what the buffer holds."""
-        self._bring_back()
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.shown.data_ptr() != self._address:  # it was given other memory, as module.to(...) does
+                self.shown.data = self.view
         self.param.grad = self.shown
 
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout import Bucket, BufferLayout, Span
+from megatron_distopt.layout import BufferLayout, Span
 
 __all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of"]
 
@@ -82,27 +83,25 @@ class ShardedBuffer:
         """Whether the param lies in `param`."""
         return self.names is None or name in self.names
 
-    def bucket_of(self, tensor: Tensor, bucket: Bucket) -> Tensor:
-        """A bucket of `grad` or `param`, 1-D."""
-        return tensor[bucket.in_buffer.as_slice()]
-
-    def shard_of(self, tensor: Tensor, bucket: Bucket) -> Tensor:
-        """This rank's shard of a bucket of `grad` or `param`, 1-D."""
-        return tensor[bucket.shard(self.rank, self.layout.num_shards).as_slice()]
-
     def param_of(self, in_buffer: Span) -> Tensor:
         """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
         return view_of(self.param.detach(), in_buffer)
 
-    def reduces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a reduce-scatter of the grads has to add up: (whole, this rank's part), one a bucket."""
-        for bucket in self.layout.buckets:
-            yield self.bucket_of(self.grad, bucket), self.shard_of(self.grad, bucket)
+    @cached_property
+    def reduces(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What a reduce-scatter of the grads has to add up: (bucket, this rank's shard of it), 1-D, one a bucket."""
+        return self._cut(self.grad)
 
-    def gathers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What an all-gather of the params has to move: (whole, this rank's part), one a bucket."""
-        for bucket in self.layout.buckets:
-            yield self.bucket_of(self.param, bucket), self.shard_of(self.param, bucket)
+    @cached_property
+    def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What an all-gather of the params has to move: (bucket, this rank's shard of it), 1-D, one a bucket."""
+        return self._cut(self.param)
+
+    def _cut(self, tensor: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        return tuple(
+            (view_of(tensor, bucket.in_buffer), view_of(tensor, bucket.shard(self.rank, self.layout.num_shards)))
+            for bucket in self.layout.buckets
+        )
 
     def publish(self) -> None:
         """After the all-gather: nothing to do, the params are views."""

@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 
+#: The same on all ranks, see [Note: carrier of a collective].
 _PAIRWISE_OVER = "gloo"
 #: Backends on which each launch costs the CPU and the device something.
 _COALESCING = ("nccl",)
@@ -85,11 +86,6 @@ def carrier_of(device: torch.device, group: Group) -> str:
     return by_device.get(device.type, config)
 
 
-def _is_pairwise(tensor: Tensor, group: Group) -> bool:
-    """Whether a tensor goes between pairs of ranks, see [Note: carrier of a collective]; the same on all ranks."""
-    return carrier_of(tensor.device, group) == _PAIRWISE_OVER
-
-
 def shares_memory(device: torch.device, group: Group) -> bool:
     """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
     is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
@@ -119,7 +115,7 @@ def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction =
     op = _operation(bucket, group, how)
     if group.size == 1:
         return
-    if _is_pairwise(bucket, group):
+    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         in_turn(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
     elif how.reduce_dtype is not None:
         pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype).wait()
@@ -135,7 +131,7 @@ def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduc
     op = _operation(bucket, group, how)
     if group.size == 1:
         return Done()
-    if _is_pairwise(bucket, group):
+    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         return begin_in_thread(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
     if how.reduce_dtype is not None:
         return pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
@@ -173,7 +169,7 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     """
     if group.size == 1:
         return
-    if _is_pairwise(bucket, group):
+    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         in_turn(pairwise.all_gather, bucket, shard, group)
     else:
         _all_gather(bucket, shard, group=group.handle)
@@ -186,7 +182,7 @@ def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
     """
     if group.size == 1:
         return Done()
-    if _is_pairwise(bucket, group):
+    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         return begin_in_thread(pairwise.all_gather, bucket, shard, group)
     work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
     return work

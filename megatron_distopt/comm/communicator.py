@@ -48,7 +48,7 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
         how: see `Reduction`.
     """
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
-        for number, (whole, shard) in enumerate(buffer.reduces()):
+        for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
                 reduce_scatter(whole, shard, group, how)
 
@@ -60,7 +60,7 @@ def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     see buffers/compact.py.
     """
     with coalesced(buffer.param, group):
-        for number, (whole, shard) in enumerate(buffer.gathers()):
+        for number, (whole, shard) in enumerate(buffer.gathers):
             with profiled(f"all-gather {number}"):
                 all_gather(whole, shard, group)
     buffer.publish()
@@ -146,7 +146,7 @@ class Communicator:
 
     def is_reducing(self, name: str) -> bool:
         """Whether the bucket of a gradient is under way."""
-        return self._grads.is_under_way(name)
+        return self._grads.number_of[name] in self._grads.under_way
 
     def check_open(self, name: str) -> None:
         """Checks that a gradient may still be changed.
@@ -154,7 +154,7 @@ class Communicator:
         Raises:
             LayoutError: its bucket is under way.
         """
-        if self._grads.is_under_way(name):
+        if self.is_reducing(name):
             raise _arrived_too_late(name)
 
     @contextmanager
@@ -197,7 +197,8 @@ class Communicator:
 
         Ranks that began buckets of two optimizers in different orders would add up one with the other.
         """
-        last = _last_launcher.get(self.group.own_handle, lambda: None)()
+        known = _last_launcher.get(self.group.own_handle)
+        last = None if known is None else known()
         if last is not None and last is not self and last.num_reducing:
             raise _shared_group()
 
@@ -207,7 +208,7 @@ class Communicator:
         Raises:
             LayoutError: its bucket is under way already.
         """
-        if self._grads.is_under_way(name):
+        if self.is_reducing(name):
             raise _changed_too_late(name)
         self._arrivals.defer(name)
 
@@ -244,7 +245,7 @@ class Communicator:
 
     def is_gathering(self, name: str) -> bool:
         """Whether the gather of a param has not ended, or not been waited for."""
-        return self._params.is_under_way(name)
+        return self._params.number_of[name] in self._params.under_way
 
     def gather(self) -> None:
         """Collective: gathers what the owners have updated; where params are overlapped, it is only begun."""

@@ -53,17 +53,18 @@ def transfers_of_grads(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[Tr
         frozen: params in it that never have a gradient.
     """
     names = [frozenset(slot.name for slot in slots) - frozen for slots in buffer.layout.slots_of_bucket]
-    return [Transfer(buffer, *each, of_bucket) for each, of_bucket in zip(buffer.reduces(), names, strict=True)]
+    return [Transfer(buffer, *each, of_bucket) for each, of_bucket in zip(buffer.reduces, names, strict=True)]
 
 
 def transfers_of_params(buffer: ShardedBuffer) -> list[Transfer]:
     """The all-gathers of a param buffer: one a bucket, or one for all params of a minority dtype."""
-    gathers = list(buffer.gathers())
-    names: list[set[str]] = [set() for _ in gathers]
+    names: list[set[str]] = [set() for _ in buffer.gathers]
     for slot in buffer.layout.slots:
         if buffer.holds(slot.name):
-            names[slot.bucket if len(gathers) == len(buffer.layout.buckets) else 0].add(slot.name)
-    return [Transfer(buffer, *each, frozenset(of_bucket)) for each, of_bucket in zip(gathers, names, strict=True)]
+            names[slot.bucket if len(names) == len(buffer.layout.buckets) else 0].add(slot.name)
+    return [
+        Transfer(buffer, *each, frozenset(of_bucket)) for each, of_bucket in zip(buffer.gathers, names, strict=True)
+    ]
 
 
 class Launches:
@@ -101,10 +102,6 @@ class Launches:
         self.number_of |= {name: number for number in numbers for name in self.transfers[number].names}
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
         self._is_agreed = False
-
-    def is_under_way(self, name: str) -> bool:
-        """Whether the collective of a param was launched and has not been waited for."""
-        return self.number_of[name] in self.under_way
 
     def launch(self, number: int) -> None:
         """Collective: begins one of them."""

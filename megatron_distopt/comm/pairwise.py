@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, others, receive, send, wait
-from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, lane_of
-from megatron_distopt.layout import Span
+from megatron_distopt.comm.shared_memory import GATHER, SUM, lane_of
 
 __all__ = [
     "SCRATCH_NBYTES",
@@ -53,50 +52,41 @@ def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
     lane = lane_of(group, SUM)
     if lane is None:
         sum_by_messages(bucket, shard, group)
-    else:
-        with lane.lock:
-            _sum_shared(bucket, shard, group, lane)
+        return
+    # Every rank writes a row for every other rank into a half of the segment, beginning with the rank after itself.
+    shares, ranks = bucket.view(group.size, -1), others(group)
+    with lane.lock:
+        for chunk in _chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
+            own = shard[chunk]
+            rows = _rows(lane.begin(), own, len(ranks))
+            for rank in ranks:
+                rows[(rank - group.rank - 1) % group.size].copy_(shares[rank][chunk])
+            lane.publish()
+            parts = [_rows(lane.read(rank), own, len(ranks))[(group.rank - rank - 1) % group.size] for rank in ranks]
+            _add_up(parts, own)
 
 
 def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     """Collective: see `collectives.all_gather`."""
-    own = bucket.view(group.size, -1)[group.rank]
-    if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard)
+    shares = bucket.view(group.size, -1)
+    if shares[group.rank].data_ptr() != shard.data_ptr():
+        shares[group.rank].copy_(shard)
     lane = lane_of(group, GATHER)
     if lane is None:
         gather_by_messages(bucket, shard, group)
-    else:
-        with lane.lock:
-            _gather_shared(bucket, shard, group, lane)
+        return
+    with lane.lock:
+        for chunk in _chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
+            own = shard[chunk]
+            _rows(lane.begin(), own, 1)[0].copy_(own)
+            lane.publish()
+            for rank in others(group):
+                shares[rank][chunk].copy_(_rows(lane.read(rank), own, 1)[0])
 
 
 def shares_memory(group: Group) -> bool:
     """Whether the group's ranks share memory; collective where neither of the two collectives was called before."""
     return lane_of(group, SUM) is not None
-
-
-def _sum_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
-    """Writes a row for every other rank into a half of the segment, beginning with the rank after this one."""
-    shares, ranks = bucket.view(group.size, -1), others(group)
-    for chunk in _chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
-        own = shard[chunk]
-        rows = _rows(lane.begin(), own, len(ranks))
-        for rank in ranks:
-            rows[(rank - group.rank - 1) % group.size].copy_(shares[rank][chunk])
-        lane.publish()
-        parts = [_rows(lane.read(rank), own, len(ranks))[(group.rank - rank - 1) % group.size] for rank in ranks]
-        _add_up(parts, own)
-
-
-def _gather_shared(bucket: Tensor, shard: Tensor, group: Group, lane: Lane) -> None:
-    shares = bucket.view(group.size, -1)
-    for chunk in _chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
-        own = shard[chunk]
-        _rows(lane.begin(), own, 1)[0].copy_(own)
-        lane.publish()
-        for rank in others(group):
-            shares[rank][chunk].copy_(_rows(lane.read(rank), own, 1)[0])
 
 
 def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
@@ -163,7 +153,7 @@ def _chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
     """
     step = max(nbytes // nbytes_each, 1)
     for start in range(0, numel, step):
-        yield Span(start, min(start + step, numel)).as_slice()
+        yield slice(start, min(start + step, numel))
 
 
 @torch.no_grad()

@@ -134,17 +134,19 @@ class Lane:
 
     def __init__(self, segments: Sequence[_Segment], collective: int, group: Group) -> None:
         self.lock = threading.Lock()
-        self._segments, self._collective = segments, collective
+        self._segments = segments
         self._rank, self._timeout = group.rank, _timeout_of(group)
         self._names = [group.global_rank(rank) for rank in range(group.size)]
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
         self.half_nbytes = segments[0].half_nbytes
+        with torch.inference_mode(False):  # they are written to in every mode, whichever one this was made in
+            self._halves = [[each.half(collective, number) for number in range(_NUM_HALVES)] for each in segments]
 
     def begin(self) -> Tensor:
         """Begins a turn and returns this rank's half, uint8. The turn before must have been read from all ranks."""
         self._turn += 1
-        return self._half_of(self._rank)
+        return self._halves[self._rank][self._turn % _NUM_HALVES]
 
     def publish(self) -> None:
         """Lets the other ranks read the half."""
@@ -152,17 +154,16 @@ class Lane:
 
     def read(self, rank: int) -> Tensor:
         """Waits until another rank has published its half, and returns it."""
-        self._wait(rank)
-        return self._half_of(rank)
-
-    def _half_of(self, rank: int) -> Tensor:
-        return self._segments[rank].half(self._collective, self._turn % _NUM_HALVES)
-
-    def _wait(self, rank: int) -> None:
         for _ in range(_LOOKS):
             if self._is_there(rank):
-                return
+                break
             os.sched_yield()
+        else:
+            self._wait(rank)
+        return self._halves[rank][self._turn % _NUM_HALVES]
+
+    def _wait(self, rank: int) -> None:
+        """Sleeps until another rank has published its half."""
         start, checks = time.monotonic(), 0
         while not self._is_there(rank):
             waited = time.monotonic() - start

@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 
 class _InBlocks(Optimizer):
-    """Beside one of torch's fused optimizers: rounds in the sweep that updates."""
+    """Mixed into one of torch's fused optimizers: rounds the main params in the sweep that updates them."""
 
     #: See `inner.READS_TENSORS`.
     reads_tensors = True
@@ -79,7 +79,8 @@ class _InBlocks(Optimizer):
         options |= {"beta1": beta1, "beta2": beta2, "grad_scale": getattr(self, "grad_scale", None)}
         options["found_inf"] = found_inf
         torch._foreach_add_(steps, 1)
-        for block in _blocks(piece for main in mains for piece in self._pieces(main)):
+        numel = _BLOCK_NUMEL * torch.get_num_threads()
+        for block in _blocks((piece for main in mains for piece in self._pieces(main, numel)), numel):
             parts, grads, firsts, seconds, counts, models = map(list, zip(*block, strict=True))
             type(self)._kernel(parts, grads, firsts, seconds, [], counts, **options)
             for part, model in zip(parts, models, strict=True):
@@ -88,8 +89,9 @@ class _InBlocks(Optimizer):
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _pieces(self, main: Tensor) -> Iterator[_Piece]:
-        state, model, grad, numel = self.state[main], self._models.get(main), main.grad, _block_numel()
+    def _pieces(self, main: Tensor, numel: int) -> Iterator[_Piece]:
+        """Cuts a main param into pieces of at most `numel` elements."""
+        state, model, grad = self.state[main], self._models.get(main), main.grad
         whole: list[Any] = [main, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], model]
         if main.numel() <= numel:
             yield _Piece._make(whole)
@@ -112,23 +114,19 @@ class Adam(_InBlocks, torch.optim.Adam):
     _is_decoupled = False
 
 
-def _block_numel() -> int:
-    return _BLOCK_NUMEL * torch.get_num_threads()
-
-
 def _updated(group: Mapping[str, Any]) -> list[Tensor]:
     return [main for main in group["params"] if main.grad is not None]
 
 
-def _blocks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Small pieces go together into one call of the kernel."""
+def _blocks(pieces: Iterable[_Piece], numel: int) -> Iterator[list[_Piece]]:
+    """Puts small pieces together, until a block for one call of the kernel has at least `numel` elements."""
     block: list[_Piece] = []
-    numel = 0
+    held = 0
     for piece in pieces:
         block.append(piece)
-        numel += piece.main.numel()
-        if numel >= _block_numel():
+        held += piece.main.numel()
+        if held >= numel:
             yield block
-            block, numel = [], 0
+            block, held = [], 0
     if block:
         yield block

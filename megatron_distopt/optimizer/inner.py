@@ -105,7 +105,9 @@ def step_divided(
     given: dict[str, Tensor] = {} if found_inf is None else {"found_inf": found_inf}
     if grads and not (isinstance(divisor, float) and divisor == 1.0):
         if _divides_itself(inner):
-            given["grad_scale"] = _as_tensor(divisor, grads[0].device)
+            if not isinstance(divisor, Tensor):
+                divisor = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)
+            given["grad_scale"] = divisor
         else:
             torch._foreach_div_(list(grads), divisor)
     with _given(inner, given):
@@ -139,12 +141,6 @@ def _not_fused(inner: Optimizer) -> Iterator[None]:
 def divides_in_place(inner: Optimizer) -> bool:
     """Whether a gradient that was divided for a step stays divided."""
     return not getattr(inner, LEAVES_GRADS, False)
-
-
-def _as_tensor(divisor: float | Tensor, device: torch.device) -> Tensor:
-    if isinstance(divisor, Tensor):
-        return divisor
-    return torch.full((), divisor, dtype=torch.float32, device=device)
 
 
 @contextmanager

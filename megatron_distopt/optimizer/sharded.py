@@ -85,6 +85,8 @@ class ShardedOptimizer:
         plan: see `StepPlan`.
 
     Attributes:
+        config, loss_scale: of the plan.
+        device: of the params, also where this rank owns none.
         flat_params: in buffer order.
         inner: updates them.
         deferred_check: of the last step, where that left one to the next; see [Note: deferred check] in deferred.py.
@@ -93,7 +95,8 @@ class ShardedOptimizer:
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
         group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
-        self.plan = plan
+        self.plan, self.config, self.loss_scale = plan, plan.config, plan.loss_scale
+        self.device = plan.loss_scale.scale.device
         mark_ranges(self.device)
         self._num_skipped = 0
         self.deferred_check: DeferredCheck | None = None
@@ -129,24 +132,9 @@ class ShardedOptimizer:
             self._round_into_model()
 
     @property
-    def config(self) -> DistOptConfig:
-        """The plan's."""
-        return self.plan.config
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The plan's."""
-        return self.plan.loss_scale
-
-    @property
     def divisor(self) -> float:
         """What the gradients in the grad buffers have to be divided by: loss scale times number of summands."""
         return self.loss_scale.value * self.plan.average_over
-
-    @property
-    def device(self) -> torch.device:
-        """Of the params, also where this rank owns none."""
-        return self.loss_scale.scale.device
 
     @property
     def defers_check(self) -> bool:
@@ -174,8 +162,9 @@ class ShardedOptimizer:
     def take_deferred_check(self) -> DeferredCheck | None:
         """The check of the last step if it is open; it is no longer kept, and a step that it skipped is counted."""
         check = self.deferred_check
-        self._num_skipped += self._skips(check)
-        self.forget_deferred_check()
+        if check is not None:
+            self._num_skipped += self._skips(check)
+            self.forget_deferred_check()
         return check
 
     def forget_deferred_check(self) -> None:

@@ -73,9 +73,9 @@ def _ranks(layout: BufferLayout) -> range:
 
 def _all_gathered(buffers: list[CompactBuffer]) -> None:
     """What the all-gather does, in one process."""
-    parts = [part.clone() for buffer in buffers for _, part in buffer.gathers()]
+    parts = [part.clone() for buffer in buffers for _, part in buffer.gathers]
     for buffer in buffers:
-        for whole, _ in buffer.gathers():
+        for whole, _ in buffer.gathers:
             whole.copy_(torch.cat(parts))
 
 
@@ -95,7 +95,7 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
     buffers = _packed(params, layout)
     owned = [sum(run.in_buffer.numel for run in _runs(layout, rank, params)) for rank in _ranks(layout)]
     assert {buffer.part_numel for buffer in buffers} == {max(owned)}  # no even gather moves less
-    held = Counter(float(value) for buffer in buffers for _, part in buffer.gathers() for value in part if value)
+    held = Counter(float(value) for buffer in buffers for _, part in buffer.gathers for value in part if value)
     wanted = Counter(float(value) for param in params.values() for value in param.detach().flatten())
     assert held == wanted
     assert set(wanted.values()) == {1} or dtype is not torch.float32  # 16 bits cannot tell 2,744 values apart
@@ -182,7 +182,7 @@ def test_pack_when_a_rank_owns_nothing_of_the_minority_then_its_part_is_as_long_
     layout = _layout({"norm": (3,), "wide": (9,)}, 4, alignment_numel=1)
     params = {"norm": Parameter(torch.tensor([1.0, 2.0, 3.0]))}
     buffers = _packed(params, layout)
-    assert [part.tolist() for buffer in buffers for _, part in buffer.gathers()] == [[1.0, 2.0, 3.0], *[[0.0] * 3] * 3]
+    assert [part.tolist() for buffer in buffers for _, part in buffer.gathers] == [[1.0, 2.0, 3.0], *[[0.0] * 3] * 3]
     _all_gathered(buffers)
     buffers[3].publish()
     assert buffers[3].params["norm"].tolist() == [1.0, 2.0, 3.0]

@@ -27,7 +27,7 @@ def _sent(rank: int) -> list[list[float]]:
     buffer, group = _buffer(rank), Group.of()
     reduce_grads(buffer, group)
     gather_params(buffer, group)
-    shards = [buffer.shard_of(buffer.grad, bucket).tolist() for bucket in buffer.layout.buckets]
+    shards = [shard.tolist() for _, shard in buffer.reduces]
     return [*shards, buffer.param.tolist()]
 
 

@@ -47,7 +47,7 @@ def _reduced(group: Group, mark: int, divide_by: int, dtype: torch.dtype) -> tup
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
     before: list[float] = grad.tolist()
     reduce_grads(buffer, group, Reduction(divide_by))
-    return [float(value) for bucket in layout.buckets for value in buffer.shard_of(grad, bucket)], before
+    return [float(value) for _, shard in buffer.reduces for value in shard], before
 
 
 def _overflows(group: Group, divide_by: int) -> bool:
@@ -56,7 +56,7 @@ def _overflows(group: Group, divide_by: int) -> bool:
     grad = torch.full((layout.numel,), 43_000.0, dtype=torch.float16)
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
     reduce_grads(buffer, group, Reduction(divide_by))
-    shard: Tensor = buffer.shard_of(grad, layout.buckets[0])
+    [(_, shard)] = buffer.reduces
     return not bool(shard.isfinite().all())
 
 
