@@ -106,16 +106,6 @@ class _Segment:
         finalize(segment, os.close, process)
         return segment
 
-    @property
-    def half_nbytes(self) -> int:
-        return (len(self.memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
-
-    def half(self, collective: int, number: int) -> Tensor:
-        """A half of the memory of a collective, 1-D, uint8."""
-        nbytes = self.half_nbytes
-        offset = 8 * _WORDS + (_NUM_HALVES * collective + number) * nbytes
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
-
     def has_ended(self) -> bool:
         """Whether the process that shares it has ended."""
         poll = select.poll()
@@ -134,19 +124,17 @@ class Lane:
 
     def __init__(self, segments: Sequence[_Segment], collective: int, group: Group) -> None:
         self.lock = threading.Lock()
-        self._segments = segments
+        self._segments, self._collective = segments, collective
         self._rank, self._timeout = group.rank, _timeout_of(group)
         self._names = [group.global_rank(rank) for rank in range(group.size)]
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
-        self.half_nbytes = segments[0].half_nbytes
-        with torch.inference_mode(False):  # they are written to in every mode, whichever one this was made in
-            self._halves = [[each.half(collective, number) for number in range(_NUM_HALVES)] for each in segments]
+        self.half_nbytes = (len(segments[0].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
 
     def begin(self) -> Tensor:
         """Begins a turn and returns this rank's half, uint8. The turn before must have been read from all ranks."""
         self._turn += 1
-        return self._halves[self._rank][self._turn % _NUM_HALVES]
+        return self._half_of(self._rank)
 
     def publish(self) -> None:
         """Lets the other ranks read the half."""
@@ -160,7 +148,13 @@ class Lane:
             os.sched_yield()
         else:
             self._wait(rank)
-        return self._halves[rank][self._turn % _NUM_HALVES]
+        return self._half_of(rank)
+
+    def _half_of(self, rank: int) -> Tensor:
+        """The half of a rank's memory that this turn is in, 1-D, uint8."""
+        offset = 8 * _WORDS + (_NUM_HALVES * self._collective + self._turn % _NUM_HALVES) * self.half_nbytes
+        memory = self._segments[rank].memory
+        return torch.frombuffer(memory, dtype=torch.uint8, count=self.half_nbytes, offset=offset)
 
     def _wait(self, rank: int) -> None:
         """Sleeps until another rank has published its half."""

@@ -22,8 +22,8 @@ from megatron_distopt.cli import plan_build
 from megatron_distopt.cli.plan_choice import Assumed, StagePlan, plan_choice, plan_stage, times_of
 from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.comm import fake_world, shared_memory
-from megatron_distopt.hosts.torch.census import HEAD_NUMEL
 from megatron_distopt.hosts.torch.plan import UserRequest, decide
+from megatron_distopt.hosts.torch.step import HEAD_NUMEL
 from tests.support.cases import Case
 from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused
 from tests.support.refusals import Said

@@ -28,6 +28,7 @@ from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
 from megatron_distopt.optimizer import IMPLEMENTATION
+from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 __all__ = ["StateCalls"]
 
@@ -156,7 +157,7 @@ class StateCalls(Optimizer):
     def _before_state(self) -> None:
         """Collective: the state that is read now is that of the params as they are."""
         self._model.gather.finish()
-        self._stepper.heed()
+        act_on_deferred_notice([self._model.sharded])
         raise_together(self._follow_user, self._model.ranks.stats, "params")
 
     def _follow_user(self) -> None:

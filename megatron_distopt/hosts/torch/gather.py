@@ -137,8 +137,7 @@ class ParamGather:
         self._handles.clear()
 
     def gather(self) -> None:
-        """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
-        self.finish()
+        """Collective, after `finish`: gathers what the owners have updated; where that is overlapped, only begins."""
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return

@@ -9,6 +9,7 @@ holds for a backward after `clip_grad_norm_` or `full_grad`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -20,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
 from megatron_distopt.comm import CommTime, Communicator, sum_over
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
-from megatron_distopt.hosts.torch.census import mark_of
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 
@@ -56,7 +56,7 @@ class Grads:
         self._is_scaled = self._has_arrived = False
         #: Whether the gradients of this round were read before the step; the same on all ranks.
         self._was_reduced = False
-        #: Gradients of the round before with which this one began, and a mark of those that stayed; see `mark_of`.
+        #: Gradients of the round before with which this one began, and a mark of those that stayed; see `_mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
         #: Gradients of the round before that have been zeroed since they were summed.
@@ -181,20 +181,17 @@ class Grads:
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
 
-    @torch.no_grad()
-    def reduce(self, divisor: float, *, for_step: bool = False) -> CommTime:
-        """Collective: every rank has the sums of its shards afterwards.
+    def reduce(self, divisor: float) -> CommTime:
+        """Collective: every rank has the sums of its shards afterwards, for the step that follows at once.
 
         Args:
             divisor: by which the sums have to be divided.
-            for_step: whether the step follows at once, so that no gradient changes before it.
         """
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
             return CommTime(0.0, 0.0)
-        return self._reduce(divisor, for_step=for_step)
+        return self._reduce(divisor, for_step=True)
 
-    @torch.no_grad()
     def reduce_ahead(self, divisor: float) -> None:
         """Collective: reduces gradients before the step, for calls that read them.
 
@@ -209,6 +206,7 @@ class Grads:
         self.settle([flag > 0 for flag in flags.tolist()])
 
     def _reduce(self, divisor: float, *, for_step: bool) -> CommTime:
+        """Collective: `reduce`; while it is not for the step, gradients may still change before that."""
         try:
             if self.phase is not Phase.LOCAL:
                 self._reopen()
@@ -228,7 +226,7 @@ class Grads:
 
         All ranks must have cleared the same gradients since then: a sum cannot be made anew without one of them.
         """
-        kept = mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
+        kept = _mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
@@ -283,7 +281,7 @@ class Grads:
     @property
     def _mark(self) -> int:
         kept = self._kept
-        return mark_of([slot.name in kept and slot.param.grad is slot.shown for slot in self.slots]) if kept else 0
+        return _mark_of([slot.name in kept and slot.param.grad is slot.shown for slot in self.slots]) if kept else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """Gives a param a gradient on every rank where it has one on any rank.
@@ -315,7 +313,6 @@ class Grads:
         self._has_arrived = self._is_scaled = False
         self._ddp.end_round()
 
-    @torch.no_grad()
     def averaged(self, slot: GradSlot) -> Tensor:
         """This rank's part of a gradient, and zeros elsewhere; fp32, in the shape of the param. After `reduce`."""
         number = next(n for n, buffer in enumerate(self._buffers) if slot.name in buffer.layout.slot_of)
@@ -343,6 +340,14 @@ class Grads:
             self.on_drop()
         self.num_rounds += 1
         self._forget_backward()
+
+
+def _mark_of(is_kept: Sequence[bool]) -> int:
+    """A number below 64 that says which gradients were kept: 0 for none, and seldom the same for others.
+
+    It is small so that the sum of its squares over thousands of ranks is exact in fp32.
+    """
+    return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
 
 def _cleared_somewhere() -> LayoutError:

@@ -78,6 +78,7 @@ class TorchDistributedOptimizer(StateCalls):
             _lead_here(given, self)
 
     def _own(self) -> None:
+        self._num_owned = len(self._model.grads.slots)
         for slot in self._model.grads.slots:
             _owners[slot.param] = ref(self)
 
@@ -108,7 +109,8 @@ class TorchDistributedOptimizer(StateCalls):
                 loss = closure()
         self._consolidated = None
         self.last_step = self._stepper.step()
-        self._own()
+        if self._num_owned != len(self._model.grads.slots):  # params have begun to train
+            self._own()
         if self._given is not None:
             vars(self._given)["_opt_called"] = True
         return loss
@@ -285,6 +287,7 @@ class TorchDistributedOptimizer(StateCalls):
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one."""
         self._model.release()
+        self._num_owned = 0
         for slot in self._model.grads.slots:
             _owners.pop(slot.param, None)
 

@@ -31,14 +31,12 @@ class TrainedParam(PlacedParam):
         homes: where modules hold it: the dict of the module, and the key.
     """
 
-    __slots__ = ("__weakref__", "_aliases", "_version", "homes", "is_doubtful")
+    __slots__ = ("__weakref__", "_aliases", "_version", "homes")
 
     def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         super().__init__(name, param)
         self.homes = tuple(homes)
         self._aliases: list[ReferenceType[Tensor]] = []
-        #: Whether its values have to be compared before the next step, also where no change was seen.
-        self.is_doubtful = False
         self.forget()
 
     def forget(self) -> None:
@@ -107,7 +105,9 @@ class Params:
     def __init__(self, chunks: Sequence[Module]) -> None:
         self._chunks = chunks
         self._params: list[TrainedParam] = []
+        #: Those of 16 bits, and names of those whose values have to be compared also where no change was seen.
         self._short: list[TrainedParam] = []
+        self._doubtful: frozenset[str] = frozenset()
 
     def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
         """Watches further params.
@@ -126,7 +126,7 @@ class Params:
     def release(self) -> None:
         """Stops watching."""
         _data_watch.remove(self, self._short)
-        self._params, self._short = [], []
+        self._params, self._short, self._doubtful = [], [], frozenset()
 
     def _homes(self) -> dict[Parameter, list[tuple[Mapping[str, Any], str]]]:
         homes: dict[Parameter, list[tuple[Mapping[str, Any], str]]] = {}
@@ -160,14 +160,11 @@ class Params:
 
     def doubt(self) -> None:
         """Main params were loaded, and the model perhaps not, or not yet: all are compared before the next step."""
-        for each in self._short:
-            each.is_doubtful = True
+        self._doubtful = frozenset(each.name for each in self._short)
 
     def take_doubtful(self) -> frozenset[str]:
         """Names of those that are to be compared; they no longer are."""
-        names = frozenset(each.name for each in self._short if each.is_doubtful)
-        for each in self._short:
-            each.is_doubtful = False
+        names, self._doubtful = self._doubtful, frozenset()
         return names
 
     def _look_for_replaced(self) -> None:

@@ -1,8 +1,14 @@
-"""One step: collect -> reduce -> measure -> decide -> update -> gather. Read `Stepper.step` from top to bottom."""
+"""One step: collect -> reduce -> measure -> decide -> update -> gather. Read `Stepper.step` from top to bottom.
+
+[Note: census] In the all-reduce of the gradient statistics the ranks also tell each other which params have a gradient,
+in which round of gradients they are, and whether one of them has something to raise or to learn. So all of them act on
+it in the same step, and it costs no collective of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +16,13 @@ from torch import Tensor
 
 from megatron_distopt.comm import CommLog, Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
-from megatron_distopt.hosts.torch.census import COMMON_NUMEL, HEAD_NUMEL, Census, CensusSums, active_params
-from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.torch.model import Ranks, ShardedModel
 from megatron_distopt.optimizer import (
     IMPLEMENTATION,
     CapturedStep,
     DeferredCheck,
     GradStats,
     Notice,
-    ShardedOptimizer,
     StepAction,
     StepDecision,
     decide,
@@ -33,10 +37,13 @@ from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import divides_in_place
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 
-__all__ = ["Stepper"]
+__all__ = ["HEAD_NUMEL", "Stepper"]
 
-#: `measure` or `measure_now`.
-Measure = Callable[[Sequence[ShardedOptimizer], Group, Notice | None], GradStats | DeferredCheck]
+#: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
+_MODULUS = 64
+#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params sum. Flags by param
+#: follow.
+_COMMON_NUMEL, HEAD_NUMEL = 5, 7
 
 
 class Stepper:
@@ -63,21 +70,18 @@ class Stepper:
         """
         model = self._model
         gathered = model.gather.finish()
-        self.heed()
+        act_on_deferred_notice([model.sharded])
         self._collect()
-        reduced = model.grads.reduce(model.sharded.divisor, for_step=True)
+        reduced = model.grads.reduce(model.sharded.divisor)
         self._log.step(reduced, gathered)
         finish_deferred_check([model.sharded], model.ranks.stats)
         decision = self._replay(self._captured) if self._captured and self._is_recordable else self._decide_and_update()
         if decision.action is StepAction.UPDATE:
+            model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
             model.gather.gather()
         model.module_buffers.sync()
         model.grads.end_round()
         return decision
-
-    def heed(self) -> None:
-        """Collective where ranks said something unusual in the last step and its check was deferred."""
-        act_on_deferred_notice([self._model.sharded])
 
     def _collect(self) -> None:
         """What the user did to params and param groups since the last step."""
@@ -107,38 +111,31 @@ class Stepper:
         if decision.action is StepAction.UPDATE:
             self._leave_out_absent(census)
             update(model.sharded, decision)
-            self._note_division(decision)
         return decision
 
     def _measure(self) -> tuple[GradStats | DeferredCheck, Tensor]:
-        """Collective: what was measured, and the sums of what ranks said."""
-        model = self._model
-        if not model.may_grow:
-            return self._measure_by(measure)
-        # A param that may begin to train has to be known at once; then all are measured once more.
-        num_params = len(model.grads.slots)
-        found = self._measure_by(measure_now)
-        return found if len(model.grads.slots) == num_params else self._measure_by(measure_now)
+        """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model.
 
-    def _measure_by(self, measure_with: Measure) -> tuple[GradStats | DeferredCheck, Tensor]:
-        """Collective: statistics and census of all ranks, in one all-reduce where every rank holds the whole model."""
-        model, packed = self._model, self._packed()
-        return measure_with([model.sharded], model.ranks.stats, self._notice(packed)), packed
+        A param that may begin to train has to be known at once; if one does, all are measured once more.
+        """
+        model = self._model
+        measure_with = measure_now if model.may_grow else measure
+        while True:
+            num_params, packed = len(model.grads.slots), self._packed()
+            measured = measure_with([model.sharded], model.ranks.stats, self._notice(packed))
+            if len(model.grads.slots) == num_params:
+                return measured, packed
 
     def _leave_out_absent(self, census: Tensor) -> None:
         """A param without a gradient on any rank is left alone; one with a gradient somewhere has one everywhere."""
         grads = self._model.grads
         if all(grads.present):
             return
-        active = active_params(census)
+        active = [value > 0 for value in census[HEAD_NUMEL:].tolist()]  # waits for the device
         grads.settle(active)
         self._model.sharded.leave_out(
             {slot.name for slot, is_active in zip(grads.slots, active, strict=True) if not is_active}
         )
-
-    def _note_division(self, decision: StepDecision) -> None:
-        model = self._model
-        model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
 
     def capture(self, record: Record | None) -> CapturedStep:
         """See `TorchDistributedOptimizer.capture_step`."""
@@ -159,24 +156,22 @@ class Stepper:
             captured = self.capture(captured.record)
         else:
             notice.numbers.copy_(census)
-        decision = captured.step()
-        self._note_division(decision)
-        return decision
+        return captured.step()
 
     def _notice(self, packed: Tensor) -> Notice:
         """Collective where ranks hold different params: those that hold the same ones sum their flags by themselves."""
         ranks = self._model.ranks
         if ranks.are_one:
             return Notice(packed, packed[:HEAD_NUMEL], self._act_on)
-        flags = packed[COMMON_NUMEL:].clone()
+        flags = packed[_COMMON_NUMEL:].clone()
         sum_over(flags, ranks.data)
-        packed[COMMON_NUMEL:] = flags
-        return Notice(packed[:COMMON_NUMEL], packed[:HEAD_NUMEL], self._act_on)
+        packed[_COMMON_NUMEL:] = flags
+        return Notice(packed[:_COMMON_NUMEL], packed[:HEAD_NUMEL], self._act_on)
 
     def _packed(self, *, is_dropped: bool = False) -> Tensor:
         """What this rank says, of the dtype and device of statistics."""
         model = self._model
-        census = Census(
+        census = _Census(
             round=model.grads.num_rounds,
             complaints=len(model.grads.complaints),
             newcomers=len(model.newcomers()),
@@ -195,15 +190,12 @@ class Stepper:
         """
         ranks, packed = self._model.ranks, self._packed(is_dropped=True)
         sum_with(packed.new_zeros(3), self._notice(packed).numbers, ranks.stats)
-        if not self._said(packed[:HEAD_NUMEL].tolist()).is_one_round:
+        if not _CensusSums.of(packed[:HEAD_NUMEL].tolist(), ranks).is_one_round:
             raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
-
-    def _said(self, head: Sequence[float]) -> CensusSums:
-        return CensusSums(head, self._model.ranks.stats.size, self._model.ranks.data.size)
 
     def _act_on(self, head: Sequence[float]) -> None:
         """Collective where something is not as in every other step."""
-        model, stats_group, sums = self._model, self._model.ranks.stats, self._said(head)
+        model, stats_group, sums = self._model, self._model.ranks.stats, _CensusSums.of(head, self._model.ranks)
         if sums.is_usual:
             return
         if not sums.is_one_round:
@@ -229,6 +221,67 @@ class Stepper:
                 raise first
 
         raise_together(check, self._model.ranks.stats, "step")
+
+
+@dataclass(frozen=True)
+class _Census:
+    """What one rank says, see [Note: census].
+
+    Args:
+        round: of gradients, see `Grads.num_rounds`.
+        complaints: things that have to be raised on all ranks.
+        newcomers: params that were frozen or new, and have a gradient now.
+        begun: modules whose buffers have begun to change.
+        kept: which gradients of the round before it began with, see `Grads.kept`.
+        present: by param, whether this rank has a gradient of it.
+        is_dropped: whether the round ends without a step.
+    """
+
+    round: int
+    complaints: int
+    newcomers: int
+    begun: int
+    kept: int
+    present: Sequence[bool]
+    is_dropped: bool = False
+
+    def packed(self, like: Tensor) -> Tensor:
+        """1-D, of the dtype and device of `like`; to be summed over ranks."""
+        number = (2 * self.round + self.is_dropped) % _MODULUS
+        head = [number, number**2, self.complaints, self.newcomers, self.begun, self.kept, self.kept**2]
+        return torch.tensor([*head, *self.present], dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _CensusSums:
+    """What all ranks said together, see [Note: census].
+
+    Args:
+        is_one_round: whether all ranks are in the same one.
+        keeps_the_same: whether all ranks with the same params have kept the same gradients.
+        complaints, newcomers, begun: of all ranks.
+    """
+
+    is_one_round: bool
+    keeps_the_same: bool
+    complaints: int
+    newcomers: int
+    begun: int
+
+    @classmethod
+    def of(cls, head: Sequence[float], ranks: Ranks) -> _CensusSums:
+        """Reads the first `HEAD_NUMEL` sums of what `_Census.packed` returned.
+
+        Ranks have said the same number where the mean of its squares is the square of its mean.
+        """
+        total, squares, complaints, newcomers, begun, kept, squares_of_kept = map(int, head)
+        is_one_round = ranks.stats.size * squares == total**2
+        return cls(is_one_round, ranks.data.size * squares_of_kept == kept**2, complaints, newcomers, begun)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing has to be done but the step."""
+        return self.is_one_round and self.keeps_the_same and not (self.complaints or self.newcomers or self.begun)
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
