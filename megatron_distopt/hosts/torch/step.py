@@ -41,8 +41,8 @@ __all__ = ["HEAD_NUMEL", "Stepper"]
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
 _MODULUS = 64
-#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params sum. Flags by param
-#: follow.
+#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params sum. Then follows
+#: for each param whether the rank has a gradient of it.
 _COMMON_NUMEL, HEAD_NUMEL = 5, 7
 
 
@@ -169,18 +169,16 @@ class Stepper:
         return Notice(packed[:_COMMON_NUMEL], packed[:HEAD_NUMEL], self._act_on)
 
     def _packed(self, *, is_dropped: bool = False) -> Tensor:
-        """What this rank says, of the dtype and device of statistics."""
-        model = self._model
-        census = _Census(
-            round=model.grads.num_rounds,
-            complaints=len(model.grads.complaints),
-            newcomers=len(model.newcomers()),
-            begun=len(model.module_buffers.begun()),
-            kept=model.grads.kept,
-            present=model.grads.present,
-            is_dropped=is_dropped,
-        )
-        return census.packed(torch.empty((), dtype=stats_dtype(model.device), device=model.device))
+        """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks.
+
+        Args:
+            is_dropped: whether the round ends without a step.
+        """
+        model, grads = self._model, self._model.grads
+        number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
+        found = len(grads.complaints), len(model.newcomers()), len(model.module_buffers.begun())
+        numbers = [number, number**2, *found, kept, kept**2, *grads.present]
+        return torch.tensor(numbers, dtype=stats_dtype(model.device)).to(model.device, non_blocking=True)
 
     def _announce_drop(self) -> None:
         """Collective, as a step is, so that a rank which makes one meanwhile meets the others here.
@@ -196,8 +194,6 @@ class Stepper:
     def _act_on(self, head: Sequence[float]) -> None:
         """Collective where something is not as in every other step."""
         model, stats_group, sums = self._model, self._model.ranks.stats, _CensusSums.of(head, self._model.ranks)
-        if sums.is_usual:
-            return
         if not sums.is_one_round:
             raise _in_different_rounds(model.grads.num_rounds, stats_group)
         if not sums.keeps_the_same:
@@ -224,42 +220,15 @@ class Stepper:
 
 
 @dataclass(frozen=True)
-class _Census:
-    """What one rank says, see [Note: census].
-
-    Args:
-        round: of gradients, see `Grads.num_rounds`.
-        complaints: things that have to be raised on all ranks.
-        newcomers: params that were frozen or new, and have a gradient now.
-        begun: modules whose buffers have begun to change.
-        kept: which gradients of the round before it began with, see `Grads.kept`.
-        present: by param, whether this rank has a gradient of it.
-        is_dropped: whether the round ends without a step.
-    """
-
-    round: int
-    complaints: int
-    newcomers: int
-    begun: int
-    kept: int
-    present: Sequence[bool]
-    is_dropped: bool = False
-
-    def packed(self, like: Tensor) -> Tensor:
-        """1-D, of the dtype and device of `like`; to be summed over ranks."""
-        number = (2 * self.round + self.is_dropped) % _MODULUS
-        head = [number, number**2, self.complaints, self.newcomers, self.begun, self.kept, self.kept**2]
-        return torch.tensor([*head, *self.present], dtype=like.dtype).to(like.device, non_blocking=True)
-
-
-@dataclass(frozen=True)
 class _CensusSums:
     """What all ranks said together, see [Note: census].
 
     Args:
         is_one_round: whether all ranks are in the same one.
         keeps_the_same: whether all ranks with the same params have kept the same gradients.
-        complaints, newcomers, begun: of all ranks.
+        complaints: things that have to be raised on all ranks.
+        newcomers: params that were frozen or new, and have a gradient now.
+        begun: modules whose buffers have begun to change.
     """
 
     is_one_round: bool
@@ -270,18 +239,13 @@ class _CensusSums:
 
     @classmethod
     def of(cls, head: Sequence[float], ranks: Ranks) -> _CensusSums:
-        """Reads the first `HEAD_NUMEL` sums of what `_Census.packed` returned.
+        """Reads the first `HEAD_NUMEL` sums of what `Stepper._packed` returned.
 
         Ranks have said the same number where the mean of its squares is the square of its mean.
         """
         total, squares, complaints, newcomers, begun, kept, squares_of_kept = map(int, head)
         is_one_round = ranks.stats.size * squares == total**2
         return cls(is_one_round, ranks.data.size * squares_of_kept == kept**2, complaints, newcomers, begun)
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether nothing has to be done but the step."""
-        return self.is_one_round and self.keeps_the_same and not (self.complaints or self.newcomers or self.begun)
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
