@@ -47,6 +47,11 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "float64": lambda rank: _build(double=True),
         "fp16 params without fp16": lambda rank: _build(half=True),
         "precision aware": lambda rank: _build(optimizer={"use_precision_aware_optimizer": True}),
+        "cuda graph": lambda rank: _build(optimizer={"optimizer_cuda_graph": True}),
+        "fp4 gather": lambda rank: _build(ddp_later={"fp4_param_gather": True}),
+        "custom fsdp": lambda rank: _build(ddp_later={"use_custom_fsdp": True}),
+        "unknown field": lambda rank: _build(newer=5),
+        "unknown field, default": lambda rank: _only_part(_build(newer=4)) and None,
         "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
         "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
         "our buckets": lambda rank: _build(options=DistOptConfig(bucket_size=1000)),
@@ -82,6 +87,8 @@ def _build(
     *,
     ddp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
+    ddp_later: dict[str, Any] | None = None,
+    newer: int | None = None,
     options: DistOptConfig | None = None,
     unwrapped: bool = False,
     frozen_when_wrapped: bool = False,
@@ -111,7 +118,17 @@ def _build(
     host_config = gpt.optimizer_config(case)
     for name, value in (optimizer or {}).items():
         setattr(host_config, name, value)  # past the checks of the host's own constructor
+    for name, value in (ddp_later or {}).items():
+        setattr(chunk.ddp_config, name, value)
+    if newer is not None:
+        host_config.__class__ = _newer_class(type(host_config))
+        host_config.new_idea = newer
     return megatron_distopt.get_megatron_optimizer(host_config, [chunk], options=options)
+
+
+def _newer_class(host_config: type[Any]) -> type[Any]:
+    """The host's OptimizerConfig as a later version may have it."""
+    return dataclasses.make_dataclass("OptimizerConfig", [("new_idea", int, 4)], bases=(host_config,))
 
 
 def _only_part(optimizer: Any) -> Any:
@@ -219,6 +236,24 @@ WANTED: dict[str, Refusal] = {
         "Invalid use_precision_aware_optimizer: set. Must be off with this distributed optimizer. "
         "Drop --use-precision-aware-optimizer.",
     ),
+    "cuda graph": (
+        ConfigError,
+        "Invalid optimizer_cuda_graph: set. Must be off with this distributed optimizer. Drop --optimizer-cuda-graph.",
+    ),
+    "fp4 gather": (
+        ConfigError,
+        "Invalid fp4_param_gather: set. Must be off with this distributed optimizer. Drop --fp4-param-gather.",
+    ),
+    "custom fsdp": (
+        ConfigError,
+        "Invalid use_custom_fsdp: set. Must be off with this distributed optimizer. "
+        "Drop --use-custom-fsdp, or --use-distributed-optimizer.",
+    ),
+    "unknown field": (
+        ConfigError,
+        "Invalid new_idea: 5 in OptimizerConfig, a field that megatron_distopt does not know. Must be its default 4. "
+        "Leave new_idea out, or use a megatron_distopt that lists it.",
+    ),
     "unknown optimizer": (
         ConfigError,
         "Invalid optimizer: 'lion'. Must be one of adam, sgd, module:Class. Write optimizer='adam'.",
@@ -278,6 +313,10 @@ def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
 ) -> None:
     for rank in range(SIZE):
         assert found[rank][name] == WANTED[name]
+
+
+def test_host_when_an_unknown_field_has_its_default_then_it_is_served(found: list[dict[str, Refusal | None]]) -> None:
+    assert [each["unknown field, default"] for each in found] == [None] * SIZE
 
 
 #: Where the other rank is told so, if that is not at start-up.

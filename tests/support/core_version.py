@@ -10,11 +10,12 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-__all__ = ["core_mentions"]
+__all__ = ["core_folder", "core_mentions"]
 
 
 @cache
-def _folder() -> Path:
+def core_folder() -> Path:
+    """Where megatron/core is."""
     found = importlib.util.find_spec("megatron.core")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("megatron.core")
@@ -23,5 +24,5 @@ def _folder() -> Path:
 
 def core_mentions(file: str, word: str) -> bool:
     """Whether a file of megatron/core has this text."""
-    path = _folder() / file
+    path = core_folder() / file
     return path.exists() and word in path.read_text()

@@ -288,6 +288,11 @@ def ddp_config(case: Case) -> DistributedDataParallelConfig:
         use_distributed_optimizer=case.distributed,
         average_in_collective=case.average_in_collective,
         bucket_size=case.bucket_size,
+        **(
+            {"param_name_patterns_for_fp32_local_accumulation": case.fp32_accumulation}
+            if case.fp32_accumulation
+            else {}
+        ),
     )
 
 
@@ -308,6 +313,7 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         log_num_zeros_in_grad=case.log_num_zeros,
         use_distributed_optimizer=case.distributed,
         overlap_param_gather_with_optimizer_step=case.overlap_param_gather_with_step,
+        **({} if case.skip_threshold is None else {"grad_norm_skip_threshold": case.skip_threshold}),
         **known_to(
             OptimizerConfig,
             decoupled_weight_decay=case.decoupled_weight_decay,

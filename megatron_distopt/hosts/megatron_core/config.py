@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from megatron.core import parallel_state
@@ -13,6 +14,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
+from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 from megatron_distopt.options import flag_of
 
@@ -84,6 +86,27 @@ def _check_options(where: str, options: object) -> None:
     for refused in REFUSED:
         if refused.where == where and getattr(options, refused.option, False):
             raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
+    _check_unknown(where, options)
+
+
+def _check_unknown(where: str, options: Any) -> None:
+    """Refuses a field that no version had on which this adapter was tried, unless it has its default.
+
+    Raises:
+        ConfigError
+    """
+    for field in fields(options) if is_dataclass(options) else ():
+        value, default = getattr(options, field.name), _default_of(field)
+        if field.name not in judged(where) and value != default:
+            got = f"{value!r} in {type(options).__name__}, a field that megatron_distopt does not know"
+            remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
+            raise ConfigError(refusal(field.name, got, f"be its default {default!r}", remedy))
+
+
+def _default_of(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return None if field.default_factory is MISSING else field.default_factory()
 
 
 def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:

@@ -48,9 +48,15 @@ class Refused:
 REFUSED = (
     Refused("config", "use_precision_aware_optimizer", "Drop --use-precision-aware-optimizer"),
     Refused("config", "optimizer_cpu_offload", "Drop --optimizer-cpu-offload"),
+    Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
+    Refused("config", "use_layer_wise_distributed_optimizer", "Drop --use-layer-wise-distributed-optimizer"),
+    Refused("config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
     Refused("config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
     Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
+    Refused("ddp_config", "use_custom_fsdp", "Drop --use-custom-fsdp, or --use-distributed-optimizer"),
+    Refused("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
     Refused("ddp_config", "fp8_param_gather", "Drop --fp8-param-gather"),
+    Refused("ddp_config", "fp4_param_gather", "Drop --fp4-param-gather"),
 )
 
 #: Options of ours that it has a flag of its own for.

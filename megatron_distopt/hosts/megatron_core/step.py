@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,6 +28,8 @@ from megatron_distopt.optimizer import (
     update,
 )
 from megatron_distopt.optimizer.accelerator import stats_dtype
+
+_log = logging.getLogger("megatron_distopt")
 
 __all__ = ["StepCalls", "StepOfHost"]
 
@@ -63,7 +67,7 @@ class StepCalls:
 
         Returns:
             (updated, gradient norm, zeros or None), as the host's. Where the check is deferred "updated" is True, and
-            norm and zeros are 0-D tensors.
+            norm and zeros are 0-D tensors. A step whose norm is above `grad_norm_skip_threshold` is not made.
 
         Raises:
             LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
@@ -72,12 +76,17 @@ class StepCalls:
         config, sharded, group = ours[0].config, *_measured_by(ours)
         with _timer(config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
-            measured = measure(sharded, group, _notice_of(ours, group))
+            threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+            find = measure if threshold == math.inf else measure_now  # the CPU has to know the norm
+            measured = find(sharded, group, _notice_of(ours, group))
             decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
         if decisions[0].action is StepAction.SKIP:
             return False, None, None
-        _update(ours, decisions)
         zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
+        if threshold != math.inf and decisions[0].norm > threshold:
+            _leave_out(sharded, decisions[0].norm, threshold, group)
+            return False, decisions[0].norm, zeros
+        _update(ours, decisions)
         return True, decisions[0].norm_to_log, zeros
 
     def prepare_grads(self) -> bool:
@@ -115,6 +124,15 @@ class StepCalls:
         for optimizer in ours:
             optimizer.prepared = None
         return True
+
+
+def _leave_out(sharded: Sequence[ShardedOptimizer], norm: float, threshold: float, group: Group) -> None:
+    """Lets go of the gradients of a step that the host's `grad_norm_skip_threshold` forbids."""
+    for optimizer in sharded:
+        optimizer.release_grads()
+        optimizer.num_skipped += 1
+    if group.rank == 0:
+        _log.info("step skipped: its gradient norm %s is above grad_norm_skip_threshold %s", norm, threshold)
 
 
 def _measured_by(ours: Sequence[OneOptimizer]) -> tuple[list[ShardedOptimizer], Group]:
