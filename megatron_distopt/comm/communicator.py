@@ -100,7 +100,7 @@ class Communicator:
         self._param_buffers: list[ShardedBuffer] = []
         self._grads = Launches("reduce-scatter", partial(begin_reduce_scatter, group=group, how=how), group)
         self._params = Launches("all-gather", partial(begin_all_gather, group=group), group)
-        self._arrivals = Arrivals(num_microbatches or _one)
+        self._arrivals = Arrivals(num_microbatches or (lambda: 1))
         #: A gradient that no autograd kernel returns (it was added up elsewhere) may be announced by another thread.
         self._lock = RLock()
         #: Gathers of this step in the order in which they were waited for, and whether a read of a param waited.
@@ -304,10 +304,6 @@ class Communicator:
         self._wait_for(tuple(self._params.under_way))
         self._params.under_way.clear()
         return self._param_time
-
-
-def _one() -> int:
-    return 1
 
 
 def _has_ended(pending: Pending) -> bool:

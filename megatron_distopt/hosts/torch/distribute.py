@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -85,8 +84,9 @@ def distribute(
     """
     data = Group.of(process_group)
     ranks = Ranks(data, Group.of(stats_process_group or process_group))
-    given = _Given(model, optimizer, config, param_groups, options)
-    request, plan = raise_together(lambda: _planned(given, data), ranks.stats)
+    request, plan = raise_together(
+        lambda: _planned(_request_of(model, optimizer, config, param_groups, options), data), ranks.stats
+    )
     step_plan = StepPlan(
         plan.groups,
         plan.choice,
@@ -107,19 +107,7 @@ def distribute(
     return TorchDistributedOptimizer(sharded, plan.torch_groups, request.optimizer)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """The arguments of `distribute` as they were written."""
-
-    model: Any
-    optimizer: Any
-    config: Any
-    param_groups: Any
-    options: Mapping[str, Any]
-
-
-def _planned(given: _Given, data: Group) -> tuple[UserRequest, Plan]:
-    request = _request_of(given)
+def _planned(request: UserRequest, data: Group) -> tuple[UserRequest, Plan]:
     for chunk in request.chunks:
         for name, param in chunk.named_parameters():
             _check_free(name, param)
@@ -134,15 +122,18 @@ def _check_free(name: str, param: Parameter) -> None:
         raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
 
 
-def _request_of(given: _Given) -> UserRequest:
-    """Raises: ConfigError: something of another kind was given, with the call that was meant."""
-    chunks = [given.model] if isinstance(given.model, Module) else list(given.model)
+def _request_of(model: Any, optimizer: Any, config: Any, param_groups: Any, options: Mapping[str, Any]) -> UserRequest:
+    """The arguments of `distribute` as they were meant.
+
+    Raises:
+        ConfigError: something of another kind was given, with the call that was meant.
+    """
+    chunks = [model] if isinstance(model, Module) else list(model)
     wrong = [each for each in chunks if not isinstance(each, Module)]
     if wrong or not chunks:
-        got = "its params" if wrong and isinstance(wrong[0], Parameter) else f"a {type(given.model).__name__}"
+        got = "its params" if wrong and isinstance(wrong[0], Parameter) else f"a {type(model).__name__}"
         rule, remedy = "be a torch.nn.Module or a list of them", "Write distribute(model, optimizer)"
         raise ConfigError(refusal("model", got, rule, remedy))
-    optimizer, config = given.optimizer, given.config
     if isinstance(optimizer, DistOptConfig) and config is None:
         optimizer, config = None, optimizer
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -153,10 +144,10 @@ def _request_of(given: _Given) -> UserRequest:
     if config is not None and not isinstance(config, DistOptConfig):
         remedy = "Write distribute(model, optimizer, DistOptConfig(...))"
         raise ConfigError(refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy))
-    if optimizer is not None and given.param_groups is not None:
+    if optimizer is not None and param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
         raise ConfigError(refusal("param_groups", "given together with an optimizer", "be the optimizer's own", remedy))
-    return UserRequest(chunks, with_options(config or DistOptConfig(), given.options), given.param_groups, optimizer)
+    return UserRequest(chunks, with_options(config or DistOptConfig(), options), param_groups, optimizer)
 
 
 def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: Ranks) -> None:

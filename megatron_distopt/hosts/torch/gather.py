@@ -127,7 +127,7 @@ class ParamGather:
         own = [param for param in module.parameters(recurse=False) if param in self._names]
         if own and not isinstance(module, torch.jit.ScriptModule):  # a script module takes no hooks
             # In front of whatever else is hooked there, which may read params.
-            yield module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True)
+            yield module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
@@ -137,7 +137,8 @@ class ParamGather:
         self._handles.clear()
 
     def gather(self) -> None:
-        """Collective, after `finish`: gathers what the owners have updated; where that is overlapped, only begins."""
+        """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
+        self.finish()
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return
@@ -158,10 +159,6 @@ class ParamGather:
         """Waits until a param may be read on the current stream."""
         self._communicator.param_needed(self._names[param])
         self._restore([each for each in self._usual if not self._communicator.is_gathering(self._names[each])])
-
-    def is_pending(self, param: Parameter) -> bool:
-        """Whether the values of a param may not be there yet."""
-        return param in self._usual
 
     def _restore(self, params: Iterable[Parameter]) -> None:
         for param in params:
@@ -189,26 +186,21 @@ class _BeforeForward:
     """Waits for a module's own params before its forward pass; a copy of the module waits for the same params.
 
     Args:
-        gather: of the params.
-        params: of the module.
+        params: of the module; none in another process.
     """
 
-    def __init__(self, gather: ParamGather | None, params: Sequence[Parameter]) -> None:
-        self._gather, self._params = None if gather is None else ref(gather), params
+    def __init__(self, params: Sequence[Parameter] = ()) -> None:
+        self._params = params
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # see [Note: compiled models]
-        gather = None if self._gather is None else self._gather()
-        for param in self._params:
-            if gather is not None and gather.is_pending(param):
-                gather.wait_for(param)
+        if not torch.compiler.is_compiling():  # see [Note: compiled models]
+            _wait_for(self._params)
 
     def __deepcopy__(self, memo: Any) -> _BeforeForward:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _BeforeForward, (None, ())
+        return _BeforeForward, ()
 
 
 def _watch_compiler() -> None:

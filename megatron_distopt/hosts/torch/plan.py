@@ -108,15 +108,14 @@ def decide(request: UserRequest, data: Group) -> Plan:
     _check_backend(data, device)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
     own = request.optimizer
-    choice = choose_inner(config, device.type) if own is None else _adopted(own, config, device.type)
+    if own is None:
+        choice = choose_inner(config, device.type)
+    else:
+        choice = fused_instance(own, config, device.type) or adopt_instance(own)
     sets = plan_sets(trained, config, data.size)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
     return Plan(config, named, torch_groups, groups, sets, choice, device, how)
-
-
-def _adopted(own: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
-    return fused_instance(own, config, device_type) or adopt_instance(own)
 
 
 def _check_model(named: Mapping[str, Parameter]) -> None:
