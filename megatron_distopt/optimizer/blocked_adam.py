@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_distopt.optimizer.inner import RoundsItself
+
 __all__ = ["Adam", "AdamW"]
 
 #: Elements of a block for each thread: a smaller one costs more in calls than it saves, a larger one leaves the cache.
@@ -35,23 +37,14 @@ class _Piece(NamedTuple):
     model: Tensor | None
 
 
-class _InBlocks(Optimizer):
+class _InBlocks(RoundsItself, Optimizer):
     """Mixed into one of torch's fused optimizers: rounds the main params in the sweep that updates them."""
 
     #: See `inner.READS_TENSORS`.
     reads_tensors = True
-    _models: Mapping[Tensor, Tensor] = {}
     _kernel: Callable[..., None]
     #: What the kernel does; a param group may ask for the other.
     _is_decoupled: bool
-
-    def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """From now on the update of a main param is rounded into its model param.
-
-        Args:
-            models: from a main param to the model param of the same elements, both 1-D.
-        """
-        self._models = dict(models)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

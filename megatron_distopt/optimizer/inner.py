@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +48,18 @@ Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 
 
-@runtime_checkable
-class RoundsItself(Protocol):
+class RoundsItself:
     """An inner optimizer that writes the rounded model param in the sweep that updates the main param."""
 
+    _models: Mapping[Tensor, Tensor] = {}
+
     def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """Called once: from a main param to the model param of the same elements, both 1-D."""
+        """From now on the update of a main param is rounded into its model param.
+
+        Args:
+            models: from a main param to the model param of the same elements, both 1-D.
+        """
+        self._models = dict(models)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ cast while their main params are in the cache ([Note: blocks] in blocked_adam.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -36,7 +36,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck
-from megatron_distopt.optimizer.inner import InnerChoice, RoundsItself, skips_by_itself, split_state
+from megatron_distopt.optimizer.inner import Groups, InnerChoice, RoundsItself, skips_by_itself, split_state
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
@@ -93,18 +93,13 @@ class ShardedOptimizer:
     """
 
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
-        group_of = {name: index for index, group in enumerate(plan.groups) for name in group.names}
         self.buffers = tuple(buffers)
         self.plan, self.config, self.loss_scale = plan, plan.config, plan.loss_scale
         self.device = plan.loss_scale.scale.device
         mark_ranges(self.device)
         self._num_skipped = 0
         self.deferred_check: DeferredCheck | None = None
-        self.flat_params = build_flat_params(
-            buffers,
-            lambda name: _key_of(name, group_of, plan) if name in group_of else None,
-        )
-        groups = [_as_torch_group(group, index, self.flat_params) for index, group in enumerate(plan.groups)]
+        self.flat_params, groups = _flatten(buffers, plan.groups, plan)
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self._round_into_model()
@@ -195,12 +190,7 @@ class ShardedOptimizer:
             buffers: of those.
             groups: all param groups, with the names of those in each; groups after the known ones are new.
         """
-        group_of = {name: index for index, group in enumerate(groups) for name in group.names}
-        flat_params = build_flat_params(
-            buffers,
-            lambda name: _key_of(name, group_of, self.plan) if name in group_of else None,
-        )
-        added = [_as_torch_group(group, index, flat_params) for index, group in enumerate(groups)]
+        flat_params, added = _flatten(buffers, groups, self.plan)
         # Built anew, because some classes fill their state in the constructor.
         fresh = self.plan.choice.build([dict(group) for group in added])
         self.inner.state.update(fresh.state)
@@ -246,12 +236,18 @@ def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[P
     return tuple(ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
 
 
-def _key_of(name: str, group_of: Mapping[str, int], plan: StepPlan) -> FlatParamKey:
-    return FlatParamKey(group_of[name], plan.excluded_from_norm(name))
+def _flatten(
+    buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup], plan: StepPlan
+) -> tuple[tuple[FlatParam, ...], Groups]:
+    """The flat params of some buffers, and param groups of `torch.optim` that hold their main params."""
+    group_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
+    def key_of(name: str) -> FlatParamKey | None:
+        return FlatParamKey(group_of[name], plan.excluded_from_norm(name)) if name in group_of else None
 
-def _as_torch_group(group: ParamGroup, index: int, flat_params: Sequence[FlatParam]) -> dict[str, object]:
-    return {**group.options, "params": [flat.main for flat in flat_params if flat.plan.key.group == index]}
+    flat_params = build_flat_params(buffers, key_of)
+    mains = [[flat.main for flat in flat_params if flat.plan.key.group == index] for index in range(len(groups))]
+    return flat_params, [{**group.options, "params": params} for group, params in zip(groups, mains, strict=True)]
 
 
 @dataclass(frozen=True)

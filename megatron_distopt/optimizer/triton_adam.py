@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import current
-from megatron_distopt.optimizer.inner import Groups
+from megatron_distopt.optimizer.inner import Groups, RoundsItself
 
 __all__ = ["TritonAdamW"]
 
@@ -91,7 +91,7 @@ def _sweep(  # type: ignore[no-untyped-def]  # Triton's compiler knows no other 
 _kernel: Any = triton.jit(_sweep) if _HAS_TRITON else None
 
 
-class TritonAdamW(torch.optim.AdamW):
+class TritonAdamW(RoundsItself, torch.optim.AdamW):
     """AdamW over flat fp32 params; its state is that of torch's fused AdamW, and so are its checkpoints.
 
     It reads `grad_scale` and `found_inf` as torch's fused optimizers do, and leaves the gradients as they are.
@@ -122,20 +122,11 @@ class TritonAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.decoupled = decoupled
-        self._models: dict[Tensor, Tensor] = {}
         for number, group in enumerate(self.param_groups):
             for option in ("amsgrad", "maximize"):
                 if group[option]:
                     rule, remedy = f"leave {option} off with adam='triton'", "Write adam='torch_fused'"
                     raise ConfigError(refusal(f"param group {number}", f"{option}=True", rule, remedy))
-
-    def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """From now on the update of a main param is rounded into its model param.
-
-        Args:
-            models: from a main param to the model param of the same elements, both 1-D.
-        """
-        self._models = dict(models)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
