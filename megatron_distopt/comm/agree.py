@@ -138,7 +138,7 @@ def _text_of(error: Exception | None) -> str:
 
 
 def _raise_first(texts: Sequence[str], own: Exception | None, group: Group, what: str) -> None:
-    """This rank's own error, or that of another rank."""
+    """Raises this rank's own error, or that of another rank."""
     if own is not None:
         raise own
     for rank, text in enumerate(texts):
@@ -163,7 +163,7 @@ def compare(fields: Sequence[Field], group: Group) -> None:
 
 
 def _difference(field: Field, group: Group, digests: list[str]) -> str:
-    """Collective: the text of the error."""
+    """Collective: writes the text of the error."""
     items_by_rank = exchange(field.items, group)
     usual = Counter(digests).most_common(1)[0][0]
     odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual]

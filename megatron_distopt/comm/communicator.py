@@ -203,7 +203,7 @@ class Communicator:
             raise _shared_group()
 
     def defer(self, name: str) -> None:
-        """A gradient is changed after backward: from now on its bucket is launched by `finish_grads`.
+        """Notes that a gradient is changed after backward: from now on its bucket is launched by `finish_grads`.
 
         Raises:
             LayoutError: its bucket is under way already.
@@ -307,7 +307,7 @@ class Communicator:
 
 
 def _has_ended(pending: Pending) -> bool:
-    """A collective that cannot tell has ended when it was waited for."""
+    """Whether a collective that was waited for has ended; one that cannot tell has."""
     is_completed = getattr(pending, "is_completed", None)
     return is_completed is None or bool(is_completed())
 

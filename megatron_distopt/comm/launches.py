@@ -185,7 +185,7 @@ class Arrivals:
         return not self._missing[bucket]
 
     def defer(self, name: str) -> None:
-        """The gradient is changed after backward: from now on its bucket is never complete before the step asks."""
+        """Notes that a gradient is changed after backward: its bucket is never complete before the step asks."""
         self._irregular.add(name)
 
     def end_step(self) -> list[int]:

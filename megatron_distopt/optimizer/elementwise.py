@@ -49,7 +49,9 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 def check_elementwise(
     build: Build, name: str, groups: Iterable[Mapping[str, Any]] = ({},), device: torch.device | None = None
 ) -> None:
-    """See [Note: the trial]. It changes nothing outside: no random state, and no optimizer that exists.
+    """Checks that an optimizer updates each element by itself, see [Note: the trial].
+
+    It changes nothing outside: no random state, and no optimizer that exists.
 
     Args:
         build: makes a new optimizer from param groups.
@@ -58,7 +60,7 @@ def check_elementwise(
         device: on which it runs; None for the CPU.
 
     Raises:
-        ConfigError: it does not, or cannot be stepped.
+        ConfigError: the optimizer does not, or it cannot be stepped.
     """
     options = {repr(_kind_of(group)): group for group in groups}
     with _undisturbed(device or torch.device("cpu")):
@@ -73,7 +75,7 @@ def _kind_of(group: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 
 def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Its options."""
+    """The options of a param group, without its params."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -111,7 +113,7 @@ def _try(build: Build, name: str, options: Mapping[str, Any], values: tuple[Tens
 
 
 def _is_close(start: Tensor, whole: Tensor, pieces: Tensor) -> bool:
-    """Whether the two ways came to the same values of one tensor; nan is none."""
+    """Whether the two ways came to the same values of one tensor; a nan never is the same."""
     bound = _TOLERANCE * (whole - start).abs().max() + _ROUNDING * start.abs().max()
     return bool(((whole - pieces).abs() <= bound).all())
 

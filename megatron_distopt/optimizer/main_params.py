@@ -70,7 +70,7 @@ class FlatParam:
 
     @property
     def main_grad(self) -> Tensor:
-        """fp32 1-D, between `attach_grad` and `detach_grad`."""
+        """fp32 1-D, between `attach_grad` and `ShardedOptimizer.release_grads`."""
         if self.main.grad is None:
             raise InvariantError(
                 refusal("main grad", "none", "be attached before it is read", "Call attach_grad first")
@@ -82,13 +82,9 @@ class FlatParam:
         return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def attach_grad(self) -> None:
-        """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one until `detach_grad`."""
+        """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one."""
         if self.main.grad is None:
             self.main.grad = self.grad.float()
-
-    def detach_grad(self) -> None:
-        """Lets go of the gradient."""
-        self.main.grad = None
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""

@@ -207,7 +207,7 @@ class ShardedOptimizer:
     def release_grads(self) -> None:
         """Lets go of attached grads."""
         for flat in self.flat_params:
-            flat.detach_grad()
+            flat.main.grad = None
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

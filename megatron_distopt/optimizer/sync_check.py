@@ -57,7 +57,7 @@ _here = threading.local()
 
 @contextmanager
 def arrived() -> Iterator[None]:
-    """In the block numbers are read that were copied to the CPU and waited for before: that is no synchronisation."""
+    """Within it, numbers may be read: they were copied to the CPU and waited for before."""
     before = getattr(_here, "reads_a_copy", False)
     _here.reads_a_copy = True
     try:
@@ -98,7 +98,7 @@ def _refuse(operation: str) -> None:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Sees operations."""
+    """Reports operations that wait for the device."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 class _Methods(TorchFunctionMode):
-    """Sees methods that are no operations."""
+    """Reports methods that read a tensor and are no operations."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _looks_through_mask(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """One value of the CPU's for all that is set in one mask needs no look: that is a `masked_fill`."""
+    """Whether it indexes with a mask. Filling one mask with a value of the CPU is a `masked_fill`: no wait."""
     if name not in _TAKE + _PUT:
         return False
     indices = [each for each in args[1] if each is not None]

@@ -56,7 +56,7 @@ class StateCalls(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch's constructor sets an empty one."""
+        """Ignores the empty state that torch's constructor sets."""
 
     def _names_of_grouped(self) -> dict[Parameter, str]:
         names = {param: name for name, param in named_params(self._model.chunks).items()}
@@ -155,13 +155,13 @@ class StateCalls(Optimizer):
 
     @torch.no_grad()
     def _before_state(self) -> None:
-        """Collective: the state that is read now is that of the params as they are."""
+        """Collective: brings the state up to date before it is read or replaced."""
         self._model.gather.finish()
         act_on_deferred_notice([self._model.sharded])
         raise_together(self._follow_user, self._model.ranks.stats, "params")
 
     def _follow_user(self) -> None:
-        """The state is that of the params and options as they are now."""
+        """Takes over what the user did to params and options, so that the state belongs to them as they are now."""
         self._model.follow(self._model.params.collect())
         self._stepper.take_options()
 

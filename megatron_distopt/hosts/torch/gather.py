@@ -96,7 +96,7 @@ def _pending_class(usual: type[Parameter]) -> type[Parameter]:
 
 
 class ParamGather:
-    """Gathers the params of a model after a step; where that is overlapped, whoever reads one waits for it.
+    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for it.
 
     Args:
         communicator: of the model.
@@ -176,7 +176,7 @@ class ParamGather:
         return time
 
     def compiler_starts(self) -> None:
-        """See [Note: compiled models]."""
+        """Waits for all gathers, now and from then on in `step()`; see [Note: compiled models]."""
         if self._usual:
             self._is_compiled = True
             self.finish()

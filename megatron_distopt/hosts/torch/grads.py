@@ -107,7 +107,7 @@ class Grads:
         self._handles.clear()
 
     def zeroing(self, name: str) -> None:
-        """A gradient is about to be zeroed in place, as `model.zero_grad(set_to_none=False)` does.
+        """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)` does.
 
         Raises:
             LayoutError: its bucket is under way.
@@ -130,7 +130,7 @@ class Grads:
         self._is_scaled = False
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
-        """autograd is about to add to `param.grad`."""
+        """Called before autograd adds to `param.grad`."""
         if self._needs_scaling and not self._is_scaled:
             got, rule = f"of {slot.name!r} by a loss that is not scaled", "come from optimizer.scale_loss(loss)"
             remedy = "Write optimizer.scale_loss(loss).backward(), or leave loss_scale out"
@@ -143,7 +143,7 @@ class Grads:
             self._drop_round()  # it was cleared by other calls than ours: model.zero_grad(), param.grad = None
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
-        """autograd has added to `param.grad`."""
+        """Called after autograd has added to `param.grad`."""
         if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
             self._ddp.arrived(slot.param)
@@ -158,7 +158,7 @@ class Grads:
 
     @torch.no_grad()
     def _reopen(self) -> None:
-        """See [Note: phases of a gradient].
+        """Makes sums local contributions again, see [Note: phases of a gradient].
 
         Raises:
             ConfigError: there is a loss scale, which may be another one now.
@@ -249,7 +249,7 @@ class Grads:
         self._divisors = [each * divisor for each in self._divisors]
 
     def _check_reduced(self) -> None:
-        """After clip_grad_norm_ or full_grad a gradient may be cleared, but not assigned."""
+        """Checks that gradients were at most cleared, and not assigned, after clip_grad_norm_ or full_grad."""
         for slot in self.slots:
             if slot.is_missing:
                 slot.view.zero_()

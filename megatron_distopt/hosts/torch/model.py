@@ -38,14 +38,9 @@ class Ranks:
     data: Group
     stats: Group
 
-    @property
-    def are_one(self) -> bool:
-        """Whether every rank holds the whole model."""
-        return self.data.size == self.stats.size
-
 
 def compare_models(named: Mapping[str, Parameter], chunks: Sequence[Module], data: Group) -> None:
-    """Collective: whether all ranks have the same params, frozen ones too, and the same module buffers.
+    """Collective: checks that all ranks have the same params, frozen ones too, and the same module buffers.
 
     Raises:
         RanksDisagreeError: on all ranks.
@@ -121,7 +116,7 @@ class ShardedModel:
         return buffers, slots
 
     def _shown(self, name: str, view: Tensor) -> Tensor:
-        """On one rank `param.grad` is the gradient; see [Note: param.grad] in buffers/grads.py."""
+        """What `param.grad` will be, on one rank the gradient itself; see [Note: param.grad] in buffers/grads.py."""
         return view.detach() if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.zeroing)
 
     def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:

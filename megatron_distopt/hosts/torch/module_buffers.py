@@ -90,7 +90,7 @@ def _tensors_of(module: Module) -> list[Tensor]:
 
 
 def _updates_statistics(module: Module) -> bool:
-    """torch's norms write their running statistics in a kernel that does not count it."""
+    """Whether it is a norm of torch's, whose kernel changes running statistics without counting a version."""
     return isinstance(module, _NormBase) and bool(module.track_running_stats)
 
 

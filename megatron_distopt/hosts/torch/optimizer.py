@@ -189,7 +189,7 @@ class TorchDistributedOptimizer(StateCalls):
         return measure_memory(self.sharded)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With `overlap_grad_reduce` all but the last backward of a step belong inside: buckets wait for the last."""
+        """Within it, buckets are not reduced: with `overlap_grad_reduce`, for all but the last backward of a step."""
         return self._model.communicator.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class TorchDistributedOptimizer(StateCalls):
         raise LayoutError(refusal("param", "one that this optimizer does not update", "be in a param group", remedy))
 
     def capture_step(self, record: Record | None = None) -> None:
-        """From the second step after this on, all between reduce-scatter and all-gather is one launch of a graph.
+        """Makes one launch of a graph of all between reduce-scatter and all-gather, from the second step after this on.
 
         Args:
             record: see `CapturedStep`.
@@ -270,10 +270,10 @@ class TorchDistributedOptimizer(StateCalls):
         self._stepper.capture(record)
 
     def finish_param_gather(self) -> None:
-        """With `overlap_param_gather`: until all params are there.
+        """Waits until all params are there; of use with `overlap_param_gather` alone.
 
-        Only for code that reads params without an operator of torch's, such as another package's kernel; whatever
-        else reads them waits by itself.
+        Only for code that reads params without an operator of torch's, such as another package's kernel; all other
+        reads wait by themselves.
         """
         self._model.gather.finish()
 
@@ -293,7 +293,7 @@ class TorchDistributedOptimizer(StateCalls):
 
 
 def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
-    """A scheduler or a function of the user's may still hold the optimizer that was given."""
+    """Makes the methods of the optimizer that was given call ours: a scheduler may still hold it."""
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
         return ours.step(closure)

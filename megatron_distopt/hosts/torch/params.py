@@ -159,16 +159,16 @@ class Params:
             each.forget()
 
     def doubt(self) -> None:
-        """Main params were loaded, and the model perhaps not, or not yet: all are compared before the next step."""
+        """Has all values compared before the next step: main params were loaded, the model perhaps not."""
         self._doubtful = frozenset(each.name for each in self._short)
 
     def take_doubtful(self) -> frozenset[str]:
-        """Names of those that are to be compared; they no longer are."""
+        """Names of those that are to be compared, once: they are known afterwards."""
         names, self._doubtful = self._doubtful, frozenset()
         return names
 
     def _look_for_replaced(self) -> None:
-        """A param that left its module without a successor trains no more, as in torch."""
+        """Refuses replaced params. One that left its module without a successor trains no more, as in torch."""
         homes, ours = self._homes(), {each.param for each in self._params}
         new_at = {
             (id(held), key): param for param, places in homes.items() for held, key in places if param not in ours

@@ -53,7 +53,7 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class UserRequest:
-    """What the user gave."""
+    """What the user gave to `distribute`."""
 
     chunks: Sequence[Module]
     config: DistOptConfig | None
@@ -87,7 +87,7 @@ class Plan:
 
 
 def decide(request: UserRequest, data: Group) -> Plan:
-    """Looks at everything and moves nothing.
+    """Decides about params, buffers and the inner optimizer, and moves nothing.
 
     Args:
         request: see `UserRequest`.
@@ -151,7 +151,7 @@ def _torch_groups(request: UserRequest, named: Mapping[str, Parameter]) -> list[
 
 
 def _trained(named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, Parameter]:
-    """What has a gradient to expect: in a group, not frozen and not empty. As in torch, the rest is left alone."""
+    """The params that train: those in a group that are neither frozen nor empty. As in torch, others are left alone."""
     grouped = {param for group in groups for param in group["params"]}
     return {
         name: param
@@ -168,7 +168,7 @@ def group_names(group: Mapping[str, Any], named: Mapping[str, Parameter]) -> Par
 
 
 def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
-    """Whether params can be trained with a config.
+    """Checks that params can be trained with a config.
 
     Raises:
         ConfigError, LayoutError

@@ -84,7 +84,7 @@ class Stepper:
         return decision
 
     def _collect(self) -> None:
-        """What the user did to params and param groups since the last step."""
+        """Takes over what the user did to params and param groups since the last step."""
         model = self._model
         try:
             changed = model.params.collect()
@@ -95,7 +95,7 @@ class Stepper:
             model.follow(changed | model.params.take_doubtful())
 
     def take_options(self) -> None:
-        """The inner optimizer has the options that the user has written into the param groups."""
+        """Copies the options that the user has written into the param groups to the inner optimizer."""
         inner = self._model.sharded.inner.param_groups
         self._model.check_members()
         for ours, theirs in zip(inner, self._torch_groups, strict=True):
@@ -127,7 +127,7 @@ class Stepper:
                 return measured, packed
 
     def _leave_out_absent(self, census: Tensor) -> None:
-        """A param without a gradient on any rank is left alone; one with a gradient somewhere has one everywhere."""
+        """Leaves params without a gradient on any rank alone; one with a gradient somewhere gets one everywhere."""
         grads = self._model.grads
         if all(grads.present):
             return
@@ -159,9 +159,12 @@ class Stepper:
         return captured.step()
 
     def _notice(self, packed: Tensor) -> Notice:
-        """Collective where ranks hold different params: those that hold the same ones sum their flags by themselves."""
+        """What the ranks tell each other; collective where they hold different params.
+
+        There the ranks that hold the same ones sum their flags by themselves.
+        """
         ranks = self._model.ranks
-        if ranks.are_one:
+        if ranks.data.size == ranks.stats.size:  # every rank holds the whole model
             return Notice(packed, packed[:HEAD_NUMEL], self._act_on)
         flags = packed[_COMMON_NUMEL:].clone()
         sum_over(flags, ranks.data)
@@ -181,7 +184,9 @@ class Stepper:
         return torch.tensor(numbers, dtype=stats_dtype(model.device)).to(model.device, non_blocking=True)
 
     def _announce_drop(self) -> None:
-        """Collective, as a step is, so that a rank which makes one meanwhile meets the others here.
+        """Collective: announces that the round ends without a step.
+
+        It is the collective of a step, so that a rank which makes a step meanwhile meets the others here.
 
         Raises:
             RanksDisagreeError: on all ranks.
@@ -192,7 +197,7 @@ class Stepper:
             raise _in_different_rounds(self._model.grads.num_rounds, ranks.stats, is_dropped=True)
 
     def _act_on(self, head: Sequence[float]) -> None:
-        """Collective where something is not as in every other step."""
+        """Does what the ranks have told each other; collective where something is not as in every other step."""
         model, stats_group, sums = self._model, self._model.ranks.stats, _CensusSums.of(head, self._model.ranks)
         if not sums.is_one_round:
             raise _in_different_rounds(model.grads.num_rounds, stats_group)
@@ -249,7 +254,7 @@ class _CensusSums:
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
-    """Collective: the error that says which rank is where."""
+    """Collective: makes the error that says which rank is in which round."""
     said = exchange((own, is_dropped), group)
     rounds = [each for each, _ in said]
     if len(set(rounds)) == 1:
@@ -266,7 +271,7 @@ def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) ->
 
 
 def _kept_on_some(own: int, group: Group) -> RanksDisagreeError:
-    """Collective: the error that says which rank went on with other gradients."""
+    """Collective: makes the error that says which rank went on with other gradients."""
     kept = exchange(own, group)
     usual = max(set(kept), key=kept.count)
     odd = next(rank for rank, each in enumerate(kept) if each != usual)
