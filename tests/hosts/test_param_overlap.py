@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, functional
+from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, Parameter, functional
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import pairwise
@@ -265,6 +265,18 @@ def _resumed(rank: int, folder: Path) -> bool:
     return all(same) and bool(same)
 
 
+def _gathered_twice(rank: int) -> bool:
+    """A fork of 2023 may ask for the params again while they are being gathered."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_param_gather=True))
+    model(torch.arange(6).view(2, 3) + rank, [0, 1, 2], "").backward()
+    optimizer.step()
+    optimizer._model.gather.gather()
+    optimizer.finish_param_gather()
+    return all(type(param) is Parameter for param in model.parameters())
+
+
 def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     pairwise.all_gather = _slowly(pairwise.all_gather)
@@ -273,6 +285,7 @@ def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
         pairs = [*zip(with_it.params, without.params, strict=True), *zip(with_it.seen, without.seen, strict=True)]
         found[name] = all(torch.equal(*pair) for pair in pairs), with_it.pending, len(with_it.seen), with_it.in_forward
     found["resumed"] = _resumed(rank, folder)
+    found["gathered twice"] = _gathered_twice(rank)
     return found
 
 
@@ -310,3 +323,9 @@ def test_case_when_something_happens_between_steps_then_it_was_looked_at(
 
 def test_save_when_gathers_are_under_way_then_training_goes_on_from_it_bit_for_bit(found: list[dict[str, Any]]) -> None:
     assert [each["resumed"] for each in found] == [True] * RANKS
+
+
+def test_params_when_they_are_gathered_again_meanwhile_then_are_plain_params_afterwards(
+    found: list[dict[str, Any]],
+) -> None:
+    assert [each["gathered twice"] for each in found] == [True] * RANKS
