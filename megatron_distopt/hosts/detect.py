@@ -61,7 +61,7 @@ class Generation:
 
 MEGATRON_CORE = Generation(
     "megatron-core",
-    "megatron-core 0.16, Megatron-LM of 2026",
+    "megatron-core 0.9 to 0.19, Megatron-LM of 2024 to 2026",
     ("megatron.core.optimizer",),
     (megatron_core.PATCH_POINT,),
 )
@@ -137,6 +137,7 @@ class Host:
         replacement: makes a replacement of the host's factory, given that and options; imports the host.
         parser: its `parse_args`, where it has one that takes more flags.
         check_arguments: refuses what was parsed and cannot be combined with its flag.
+        take_over: replaces what other factories than the host's own construct, given options; returns the undo.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Host:
     replacement: Callable[[Callable[..., Any], DistOptConfig], Replacement]
     parser: PatchPoint | None = None
     check_arguments: Callable[[object], None] = lambda args: None
+    take_over: Callable[[DistOptConfig], Callable[[], None]] = lambda config: lambda: None
 
 
 def find_host() -> Host:
@@ -183,8 +185,12 @@ def _host_of(generation: Generation) -> Host:
         ours: Replacement = import_module(_ADAPTERS[generation.name]).replacement(original, config)
         return ours
 
+    def take_over(config: DistOptConfig) -> Callable[[], None]:
+        undo: Callable[[], None] = import_module(_ADAPTERS[generation.name]).take_over(config)
+        return undo
+
     if not parsers:
-        return Host(generation.name, factory, replace)
+        return Host(generation.name, factory, replace, take_over=take_over)
     return Host(generation.name, factory, replace, parsers[0], check_flags)
 
 

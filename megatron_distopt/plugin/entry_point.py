@@ -34,4 +34,6 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
     ours = original if is_off else host.replacement(host.patch_point.checked(original), DistOptConfig())
     apply(flags_of(host))
+    if not is_off:
+        host.take_over(DistOptConfig())
     return ours

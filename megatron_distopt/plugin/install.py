@@ -77,7 +77,22 @@ def install(config: DistOptConfig | None = None) -> Installation:
     factory = Patch(
         host.patch_point, lambda original: host.replacement(original, options)
     )  # flags come before variables
-    return _keep(Installation(config, is_active=True, _undo=apply([factory, *flags_of(host)])))
+    return _keep(Installation(config, is_active=True, _undo=_apply_all(host, [factory, *flags_of(host)], options)))
+
+
+def _apply_all(host: Host, patches: list[Patch], options: DistOptConfig) -> Undo:
+    undo_patches = apply(patches)
+    try:
+        undo_classes = host.take_over(options)
+    except Exception:
+        undo_patches()
+        raise
+
+    def undo() -> None:
+        undo_patches()
+        undo_classes()
+
+    return undo
 
 
 def _keep(installation: Installation) -> Installation:

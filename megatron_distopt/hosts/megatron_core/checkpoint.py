@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
@@ -25,8 +27,8 @@ from megatron_distopt.optimizer import count_updates
 __all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
 
 
-class CheckpointCalls:
-    """What a class of ours answers to the host's checkpointing; mixed in before the host's class."""
+class CheckpointCalls(MegatronOptimizer):
+    """What a class of ours answers to the host's checkpointing; mixed in before the host's class, as `StepCalls`."""
 
     _saver: Saver | None = None
 

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = ["CHAIN", "CLASS", "CLASS_MAY_TAKE", "CLASS_PARAMETERS", "PATCH_POINT", "REFUSED", "Refused"]
+__all__ = [
+    "CHAIN",
+    "CLASS",
+    "CLASS_MAY_TAKE",
+    "CLASS_PARAMETERS",
+    "CLASS_POINT",
+    "FIRST_ORDER",
+    "PATCH_POINT",
+    "REFUSED",
+    "Refused",
+]
 
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
 CLASS = "DistributedOptimizer"
@@ -28,6 +38,13 @@ CHAIN = "ChainedOptimizer"
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
 PATCH_POINT = PatchPoint("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))
+
+
+#: What OptimizerConfig.optimizer has to be for a distributed optimizer of the host's.
+FIRST_ORDER = ("adam", "sgd")
+
+#: What every factory ends in, see [Note: the constructor is the patch point] in takeover.py.
+CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.sharded = self._build(names)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: StepDecision | None = None
+        #: Whether ranks were compared, see start.py.
+        self.is_started = False
         _publish_main_params(self.sharded, self.named)
         self._members = GroupMembers(self.sharded.inner)
 

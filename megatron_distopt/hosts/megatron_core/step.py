@@ -7,14 +7,16 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
+from megatron_distopt.hosts.megatron_core.start import OneOptimizer, start_together
 from megatron_distopt.optimizer import (
     Notice,
     ShardedOptimizer,
@@ -36,26 +38,11 @@ __all__ = ["StepCalls", "StepOfHost"]
 StepOfHost = tuple[bool, float | None, int | None]
 
 
-class OneOptimizer(Protocol):
-    """What a step needs of each optimizer of a chain."""
+class StepCalls(MegatronOptimizer):
+    """What a class of ours answers to the host's training loop; mixed in before the host's class.
 
-    config: Any
-    ddp_config: Any
-    model_chunks: list[Any]
-    sharded: ShardedOptimizer
-    #: What `prepare_grads` decided, until the update; None before it.
-    prepared: StepDecision | None
-
-    def check_between_steps(self) -> None:
-        """Raises LayoutError where params or groups are not as they have to be."""
-
-    @property
-    def stats_group(self) -> Group:
-        """All ranks that hold a part of the model."""
-
-
-class StepCalls:
-    """What a class of ours answers to the host's training loop; mixed in before the host's class."""
+    It has the host's base, without which an object of the host's class could not become one of ours, see takeover.py.
+    """
 
     def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers whose step it is."""
@@ -73,6 +60,7 @@ class StepCalls:
             LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
         """
         ours = self.ours()
+        start_together(ours)
         config, sharded, group = ours[0].config, *_measured_by(ours)
         with _timer(config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
@@ -92,6 +80,7 @@ class StepCalls:
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients and decides; True where the step must be skipped."""
         ours = self.ours()
+        start_together(ours)
         sharded, group = _measured_by(ours)
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)

@@ -1,0 +1,56 @@
+"""What happens once between the constructors and the first step: ranks are compared, and rank 0 says what is active."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_distopt.comm import Group
+from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
+from megatron_distopt.hosts.report import announce, describe
+from megatron_distopt.optimizer import ShardedOptimizer, StepDecision
+
+__all__ = ["OneOptimizer", "start_together"]
+
+
+class OneOptimizer(Protocol):
+    """What a step needs of each optimizer of a chain."""
+
+    config: Any
+    ddp_config: Any
+    model_chunks: list[Any]
+    sharded: ShardedOptimizer
+    #: Whether ranks were compared.
+    is_started: bool
+    #: What `prepare_grads` decided, until the update; None before it.
+    prepared: StepDecision | None
+
+    def check_between_steps(self) -> None:
+        """Raises LayoutError where params or groups are not as they have to be."""
+
+    def check_start_up(self) -> None:
+        """Collective: raises where ranks disagree."""
+
+    def get_loss_scale(self) -> Tensor:
+        """fp32 [1]."""
+
+    @property
+    def stats_group(self) -> Group:
+        """All ranks that hold a part of the model."""
+
+
+def start_together(optimizers: Sequence[OneOptimizer]) -> None:
+    """Collective: compares ranks, for those of the optimizers of which that was not done yet.
+
+    Raises:
+        RanksDisagreeError, LayoutError: on all ranks.
+    """
+    waiting = [each for each in optimizers if not each.is_started]
+    for each in waiting:
+        each.check_start_up()
+        each.is_started = True
+    if waiting and Group.of().rank == 0:
+        device = waiting[0].get_loss_scale().device
+        announce(describe("megatron-core", (PATCH_POINT, CLASS_POINT), [each.sharded for each in waiting], device))

@@ -1,0 +1,255 @@
+"""Whoever constructs megatron-core's distributed optimizer gets ours: copied factories, wrapped ones, those below.
+
+All of it runs in one spawn of two ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_distopt.errors import ConfigError, DistOptError, HostMismatchError
+from tests.support.cases import Case
+from tests.support.core_version import core_mentions
+from tests.support.spawn import run_ranks
+
+CASE = Case("distopt", dp=2, steps=4)
+Facts = dict[str, Any]
+
+
+def _collect(rank: int, size: int) -> Facts:
+    return {
+        "copied factory": _with_factory(_copied),
+        "wrapped factory": _with_factory(_wrapped),
+        "own factory": _with_factory(lambda: None),
+        "copied factory, required": _with_factory(_copied, switch="require"),
+        "copied factory, switched off": _refusal(lambda: _with_factory(_copied, switch="0")),
+        "required and not used": _refusal(_required_without_flag),
+        "subclass": _refusal(_subclass),
+        "chained with another": _refusal(_mixed_chain),
+        "method of other code": _refusal(_method_of_other_code),
+        "undone": _undone(),
+        "not used": _lines_when_not_used(),
+    }
+
+
+def _refusal(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except DistOptError as error:
+        return type(error), str(error)
+
+
+def _copied() -> Callable[..., Any]:
+    """As a framework has it that copied the module: its own functions over names that it imported by value."""
+    import megatron.core.optimizer as host
+
+    space = dict(vars(host))
+    for name in ("get_megatron_optimizer", "_get_megatron_optimizer_based_on_param_groups"):
+        original = space[name]
+        copy = types.FunctionType(original.__code__, space, name, original.__defaults__)
+        copy.__kwdefaults__ = original.__kwdefaults__
+        space[name] = copy
+    factory: Callable[..., Any] = space["get_megatron_optimizer"]
+    return factory
+
+
+def _wrapped() -> None:
+    """As a framework has it that wraps the host's function before we come."""
+    import megatron.core.optimizer as host
+
+    original = host.get_megatron_optimizer
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    host.get_megatron_optimizer = wrapper
+
+
+def _with_factory(make: Callable[[], Callable[..., Any] | None], switch: str = "1") -> Facts:
+    """Trains with what a factory builds that was made before the installation."""
+    import megatron.core.optimizer as host
+
+    import megatron_distopt
+    from tests.support import gpt
+
+    with pytest.MonkeyPatch.context() as outer:
+        outer.setattr(host, "get_megatron_optimizer", host.get_megatron_optimizer)
+        copied = make()
+        installed = megatron_distopt.install()
+        with pytest.MonkeyPatch.context() as patch, gpt.hosts_own_runs():
+            patch.setenv("MEGATRON_DISTOPT", switch)
+            if copied is not None:
+                patch.setattr(host, "get_megatron_optimizer", copied)
+            training = gpt.Training(CASE.of(optimizer="host-distributed"))  # which installs nothing itself
+            losses = [training.step().loss for _ in range(CASE.steps)]
+        kinds = [type(each).__module__ for each in (training.optimizer, *gpt.parts_of(training.optimizer))]
+        installed.undo()
+    return {"losses": losses, "kinds": sorted({kind.split(".")[0] for kind in kinds})}
+
+
+def _required_without_flag() -> None:
+    import megatron_distopt
+    from tests.support import gpt
+
+    copied, plain = _copied(), CASE.of(optimizer="host-plain")
+    gpt.enter_layout(plain)
+    installed = megatron_distopt.install()
+    try:
+        with pytest.MonkeyPatch.context() as patch, gpt.hosts_own_runs():
+            patch.setenv("MEGATRON_DISTOPT", "require")
+            optimizer = copied(gpt.optimizer_config(plain), gpt.build_chunks(plain))
+            assert optimizer is not None
+    finally:
+        installed.undo()
+
+
+def _subclass() -> None:
+    import megatron.core.optimizer as host
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    import megatron_distopt
+    from tests.support import gpt
+
+    class Theirs(DistributedOptimizer):  # type: ignore[misc]
+        pass
+
+    factory = _copied()
+    factory.__globals__["DistributedOptimizer"] = Theirs
+    gpt.enter_layout(CASE)
+    installed = megatron_distopt.install()
+    try:
+        factory(gpt.optimizer_config(CASE), gpt.build_chunks(CASE))
+        assert host
+    finally:
+        installed.undo()
+
+
+def _mixed_chain() -> None:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    import megatron_distopt
+    from tests.support import gpt
+
+    installed = megatron_distopt.install()
+    try:
+        training = gpt.Training(CASE.of(optimizer="host-distributed"))
+        (ours,) = gpt.parts_of(training.optimizer)
+        with gpt.hosts_own_runs():
+            (other,) = gpt.parts_of(gpt.Training(CASE.of(optimizer="host-plain")).optimizer)
+        other.config = ours.config
+        ChainedOptimizer([other, ours])
+    finally:
+        installed.undo()
+
+
+def _method_of_other_code() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    import megatron_distopt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedOptimizer, "zero_grad", _zero_grad_of_others)
+        megatron_distopt.install().undo()
+
+
+def _zero_grad_of_others(self: Any, set_to_none: bool = True) -> None:
+    """What a framework may have put into the host's class."""
+
+
+def _undone() -> bool:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    import megatron_distopt
+
+    before = DistributedOptimizer.__init__, ChainedOptimizer.__init__
+    installed = megatron_distopt.install()
+    during = DistributedOptimizer.__init__, ChainedOptimizer.__init__
+    installed.undo()
+    unchanged = before == (DistributedOptimizer.__init__, ChainedOptimizer.__init__)
+    return unchanged and not set(before) & set(during)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _lines_when_not_used() -> list[str]:
+    """Of a run whose flag the host has reset, as its arguments do for Muon."""
+    from megatron_distopt import DistOptConfig
+    from megatron_distopt.hosts.megatron_core.adapter import build
+
+    log, handler = logging.getLogger("megatron_distopt"), _Lines()
+    log.addHandler(handler)
+    config = types.SimpleNamespace(use_distributed_optimizer=False, optimizer="muon")
+    built = build(lambda config, model_chunks: "theirs", DistOptConfig(), config, [])
+    log.removeHandler(handler)
+    return [str(built), *handler.lines]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Facts]:
+    return run_ranks(_collect, 2, seconds=240)
+
+
+@pytest.mark.parametrize("factory", ["copied factory", "wrapped factory", "copied factory, required"])
+def test_factory_when_copied_or_wrapped_then_it_builds_ours_and_every_bit_is_the_same(
+    found: list[Facts], factory: str
+) -> None:
+    for facts in found:
+        assert facts[factory]["kinds"] == ["megatron_distopt"]
+        assert facts[factory]["losses"] == facts["own factory"]["losses"]
+        assert facts[factory]["losses"][-1] < facts[factory]["losses"][0]
+
+
+def test_factory_when_switched_off_then_it_builds_the_hosts_own(found: list[Facts]) -> None:
+    assert found[0]["copied factory, switched off"]["kinds"] == ["megatron"]
+
+
+#: Until 0.11 a factory without the flag constructs nothing of which a copy of it could be told.
+CHAINS_ALWAYS = core_mentions("optimizer/optimizer.py", "grads_states_parallel_group_is_shared")
+REFUSED = {
+    "required and not used": (ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"),
+    "subclass": (ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
+    "chained with another": (ConfigError, "FP32Optimizer", "adam or sgd"),
+    "method of other code": (HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_host_when_its_class_cannot_become_ours_then_refused_on_all_ranks_by_name(
+    found: list[Facts], what: str
+) -> None:
+    if what == "required and not used" and not CHAINS_ALWAYS:
+        pytest.skip("this megatron-core puts no chain around one optimizer")
+    kind, name, remedy = REFUSED[what]
+    for facts in found:
+        refused = facts[what]
+        assert refused is not None
+        assert refused[0] is kind
+        assert name in refused[1]
+        assert remedy in refused[1]
+
+
+def test_constructors_when_undone_then_they_are_the_hosts_own_again(found: list[Facts]) -> None:
+    assert [facts["undone"] for facts in found] == [True, True]
+
+
+def test_run_when_the_host_reset_its_flag_then_one_line_on_rank_0_says_so(found: list[Facts]) -> None:
+    theirs, line = found[0]["not used"]
+    assert theirs == "theirs"
+    assert "not used" in line
+    assert "'muon'" in line
+    assert found[1]["not used"] == ["theirs"]
