@@ -27,6 +27,7 @@ class Case:
     clip_grad: float = 1.0
     log_num_zeros: bool = False
     skip_threshold: float | None = None  # grad_norm_skip_threshold of the host, from 0.18 on
+    norm_group: tuple[str, ...] = ()  # parts of names of params that have a norm of their own, from 0.19 on
     fp32_accumulation: tuple[str, ...] = ()  # names of params with fp32 grads of their own, from 0.17 on
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**12

@@ -251,6 +251,8 @@ def prepare_params(case: Case, model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         if any(part in name for part in case.frozen):
             param.requires_grad_(False)
+        if any(part in name for part in case.norm_group):
+            param.grad_norm_group = "mtp"
         if case.fp32_norms and "layernorm" in name:
             param.data = param.data.float() + 1e-4
 

@@ -39,6 +39,7 @@ from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_par
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
+from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.optimizer import (
     ShardedOptimizer,
@@ -105,21 +106,26 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.prepared: StepDecision | None = None
         #: Whether ranks were compared, see start.py.
         self.is_started = False
+        self.norm_groups: tuple[str, ...] = ()
         _publish_main_params(self.sharded, self.named)
         self._members = GroupMembers(self.sharded.inner)
 
     def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
         device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
-        groups = getattr(self.model_chunks[0], "tp_group", None), expert_tensor_group()
         plan = StepPlan(
             groups=plan_groups(self.named, self._groups),
             choice=choose_inner(self._options, device.type),
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self.stats_group,
-            excluded_from_norm=lambda name: is_excluded_from_norm(self.named[name], *groups),
+            excluded_from_norm=lambda name: self.is_duplicate(name) or norm_group_of(self.named[name]) is not None,
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
+
+    def is_duplicate(self, name: str) -> bool:
+        """Whether another rank counts the param of that name in its statistics."""
+        tp_group = getattr(self.model_chunks[0], "tp_group", None)
+        return is_excluded_from_norm(self.named[name], tp_group, expert_tensor_group())
 
     def check_start_up(self) -> None:
         """Collective: what ranks must agree on.
@@ -137,6 +143,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
         )
         compare_ranks(start_up, Group.of(self.data_parallel_group), self.stats_group)
+        self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:
         """Whether the params are in the host's buffers and the groups have their params, on this rank.
@@ -163,6 +170,12 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self.prepared.divisor)
             self.prepared = replace(self.prepared, divisor=1.0)
         return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """The same by the name of megatron-core 0.19; of one norm group where it is given."""
+        if grad_norm_group is None:
+            return self.get_main_grads_for_grad_norm()
+        return list(grads_of_group(self, grad_norm_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
@@ -22,8 +23,11 @@ class OneOptimizer(Protocol):
     ddp_config: Any
     model_chunks: list[Any]
     sharded: ShardedOptimizer
+    named: Mapping[str, Parameter]
     #: Whether ranks were compared.
     is_started: bool
+    #: Norm groups of any rank, see norm_groups.py.
+    norm_groups: tuple[str, ...]
     #: What `prepare_grads` decided, until the update; None before it.
     prepared: StepDecision | None
 
@@ -32,6 +36,9 @@ class OneOptimizer(Protocol):
 
     def check_start_up(self) -> None:
         """Collective: raises where ranks disagree."""
+
+    def is_duplicate(self, name: str) -> bool:
+        """Whether another rank counts the param of that name."""
 
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
+from megatron_distopt.hosts.megatron_core.norm_groups import GroupStats, divide_groups, measure_groups
 from megatron_distopt.hosts.megatron_core.start import OneOptimizer, start_together
 from megatron_distopt.optimizer import (
     Notice,
@@ -44,6 +46,9 @@ class StepCalls(MegatronOptimizer):
     It has the host's base, without which an object of the host's class could not become one of ours, see takeover.py.
     """
 
+    #: Of the last gradient that was measured, by norm group.
+    _group_stats: Mapping[str, GroupStats] = MappingProxyType({})
+
     def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers whose step it is."""
         raise NotImplementedError
@@ -65,17 +70,33 @@ class StepCalls(MegatronOptimizer):
         with _timer(config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
             threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
-            find = measure if threshold == math.inf else measure_now  # the CPU has to know the norm
+            waits = threshold < math.inf or any(each.norm_groups for each in ours)  # the CPU has to know norms
+            find = measure_now if waits else measure
             measured = find(sharded, group, _notice_of(ours, group))
             decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
         if decisions[0].action is StepAction.SKIP:
             return False, None, None
+        self._group_stats = measure_groups(ours, group)
         zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
+        if zeros is not None and self._group_stats:
+            zeros += self._zeros_of_groups()
         if threshold != math.inf and decisions[0].norm > threshold:
             _leave_out(sharded, decisions[0].norm, threshold, group)
             return False, decisions[0].norm, zeros
+        self._clip_groups(ours, decisions[0], config.clip_grad)
         _update(ours, decisions)
         return True, decisions[0].norm_to_log, zeros
+
+    def _clip_groups(self, ours: Sequence[OneOptimizer], decision: StepDecision, clip_grad: float) -> None:
+        """By their own norms, which the host's training loop reads off `grad_norms_by_group`."""
+        self.grad_norms_by_group: dict[str, float] = {}
+        if self._group_stats and clip_grad > 0:
+            norms = {name: stats.norm(decision.unclipped) for name, stats in self._group_stats.items()}
+            divide_groups(ours, norms, decision.norm, clip_grad)
+            self.grad_norms_by_group = norms
+
+    def _zeros_of_groups(self) -> int:
+        return sum(stats.num_zeros for stats in self._group_stats.values())
 
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients and decides; True where the step must be skipped."""
@@ -88,7 +109,10 @@ class StepCalls(MegatronOptimizer):
             decisions = decide(sharded, stats, group, clip_grad=0.0)
         for optimizer, decision in zip(ours, decisions, strict=True):
             optimizer.prepared = decision
-        return decisions[0].action is StepAction.SKIP
+        if decisions[0].action is StepAction.SKIP:
+            return True
+        self._group_stats = measure_groups(ours, group)
+        return False
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""
@@ -96,11 +120,12 @@ class StepCalls(MegatronOptimizer):
 
     def count_zeros(self) -> int:
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
-        return _prepared(self.ours()[0]).stats.num_zeros or 0
+        return (_prepared(self.ours()[0]).stats.num_zeros or 0) + self._zeros_of_groups()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
         norm = self.get_grad_norm()
+        self._clip_groups(self.ours(), _prepared(self.ours()[0]), clip_grad)
         for optimizer in self.ours():
             prepared = _prepared(optimizer)
             optimizer.prepared = replace(prepared, divisor=prepared.divisor * clip_divisor(norm, clip_grad))

@@ -17,7 +17,7 @@ __all__ = ["HoldsState", "whole_model_of"]
 
 
 class HoldsState(Protocol):
-    """What checkpoints read of an optimizer: the host's attributes, and two of ours.
+    """What checkpoints read of an optimizer: the host's attributes, and three of ours.
 
     Args:
         sharded: the sharded step.
@@ -30,6 +30,9 @@ class HoldsState(Protocol):
     param_groups: list[dict[str, Any]]
     grad_scaler: Any
     distributed_optimizer_instance_id: int
+
+    def is_duplicate(self, name: str) -> bool:
+        """Whether another rank counts the param of that name, and writes it."""
 
 
 def whole_model_of(optimizers: Sequence[HoldsState]) -> WholeModel:
@@ -69,7 +72,7 @@ def _is_writer(optimizer: HoldsState, name: str, ranks: ModelRanks) -> bool:
     if getattr(param, "allreduce", True):
         # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
         is_copy = _is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
-        return not is_copy and not optimizer.sharded.plan.excluded_from_norm(name)
+        return not is_copy and not optimizer.is_duplicate(name)
     return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
 
 
