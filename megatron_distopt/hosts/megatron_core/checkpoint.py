@@ -19,7 +19,12 @@ from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
-from megatron_distopt.hosts.megatron_core.dist_checkpointing import load_sharded_state, state_to_load, state_to_save
+from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
+    check_takes_boxes,
+    load_sharded_state,
+    state_to_load,
+    state_to_save,
+)
 from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.optimizer import count_updates
@@ -126,7 +131,11 @@ class CheckpointCalls(MegatronOptimizer):
             model_sharded_state_dict: kept for the host; our names come from the model itself.
             is_loading: whether the host fills it.
             sharding_type, metadata: kept for the host; there is one format, for any layout.
+
+        Raises:
+            CheckpointError: this version of the host takes shards of a regular grid only.
         """
+        check_takes_boxes()
         model = whole_model_of(self.ours())
         return state_to_load(model) if is_loading else state_to_save(model, Group.of())
 

@@ -139,6 +139,9 @@ def _check_ddp(chunk: Any) -> None:
         rule, remedy = "be wrapped by megatron.core.distributed.DistributedDataParallel", "Wrap it, or drop the flag"
         raise HostError(refusal("model chunk", type(chunk).__name__, rule, remedy))
     _check_options("ddp_config", ddp_config)
+    if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):  # 0.9: experts cut over other groups as well
+        rule, remedy = "be off with this distributed optimizer", "Drop --moe-extended-tp"
+        raise ConfigError(refusal("moe_extended_tp", "set", rule, remedy))
     if not ddp_config.use_distributed_optimizer:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
         what = "DistributedDataParallel"

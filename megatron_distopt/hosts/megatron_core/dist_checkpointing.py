@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
@@ -41,13 +42,29 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import ShardedOptimizer, moments_of
 
-__all__ = ["HEAD", "load_sharded_state", "state_to_load", "state_to_save"]
+__all__ = ["HEAD", "check_takes_boxes", "load_sharded_state", "state_to_load", "state_to_save"]
 
 #: Where the text is in the state; every other entry is one box.
 HEAD = "distopt"
 _PREFIX = "optimizer.distopt"
 #: In errors, where a path would be: the host does not say which folder it reads.
 _WHERE = "of the host"
+
+
+def check_takes_boxes() -> None:
+    """Checks that the host's `dist_checkpointing` takes shards of any shape.
+
+    Until 0.14 the offset of a shard has to be a multiple of its shape, and ours is where the buffers are cut.
+
+    Raises:
+        CheckpointError
+    """
+    try:
+        ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
+    except CheckpointingException as error:
+        got = "called with a megatron-core whose dist_checkpointing takes shards of a regular grid only"
+        remedy = "Call save(folder) and load(folder)"
+        raise CheckpointError(refusal("sharded_state_dict", got, "give shards of any shape", remedy)) from error
 
 
 def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
+from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.optimizer import ShardedOptimizer
 
@@ -79,7 +80,7 @@ def _is_writer(optimizer: HoldsState, name: str, ranks: ModelRanks) -> bool:
 def _ranks_of(chunks: Sequence[Any]) -> ModelRanks:
     return ModelRanks(
         tensor=_place(parallel_state.get_tensor_model_parallel_group()),
-        expert_tensor=_place(parallel_state.get_expert_tensor_parallel_group()),
+        expert_tensor=_place(expert_tensor_group() or parallel_state.get_tensor_model_parallel_group()),
         expert=_place(parallel_state.get_expert_model_parallel_group()),
         is_gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
         embedding="embedding.word_embeddings.weight",

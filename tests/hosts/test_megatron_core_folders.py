@@ -1,0 +1,103 @@
+"""`save(folder)` and `load(folder)` on every version of megatron-core, at another layout; what a version cannot take.
+
+tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions whose `dist_checkpointing` takes ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distopt.errors import CheckpointError
+from tests.support.cases import Case
+from tests.support.core_version import core_mentions
+from tests.support.spawn import run_ranks
+
+DP2 = Case("distopt", dp=2, steps=3, log_num_zeros=False)
+SAVED = {
+    "fp32": DP2,
+    "bf16": DP2.of(precision="bf16"),
+    "fp16": DP2.of(precision="fp16", initial_loss_scale=1024.0),
+    "untied": DP2.of(tied=False),
+}
+AGAIN = {"dp2": {"dp": 2}, "tp2": {"dp": 1, "tp": 2}}
+#: Until 0.14 the host wants shards on a regular grid.
+TAKES_BOXES = core_mentions("dist_checkpointing/mapping.py", "if self.axis_fragmentations is not None:")
+
+
+def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+    return {name: _round_trips(case, f"{folder}/{name}") for name, case in SAVED.items()} | {"sharded": _sharded()}
+
+
+def _round_trips(case: Case, folder: str) -> dict[str, Any]:
+    from tests.support.gpt import Training
+
+    training = Training(case)
+    for _ in range(case.steps):
+        training.step()
+    training.optimizer.save(folder)
+    saved, next_losses = training.params(), [_global_loss(training) for _ in range(3)]
+    training.close()
+    found: dict[str, Any] = {"losses": next_losses}
+    for name, layout in AGAIN.items():
+        resumed = Training(case.of(**layout))
+        resumed.optimizer.load(folder)
+        resumed.steps_taken = case.steps
+        # Those that tensor parallelism does not cut; the losses tell of the others.
+        whole = {key: value for key, value in resumed.params().items() if value.shape == saved[key].shape}
+        same = all(torch.equal(value, saved[key]) for key, value in whole.items())
+        found[name] = {"params": same, "losses": [_global_loss(resumed) for _ in range(3)]}
+        resumed.close()
+    return found
+
+
+def _global_loss(training: Any) -> float:
+    loss: float = training.step().loss
+    return loss
+
+
+def _sharded() -> str:
+    from tests.support.gpt import Training
+
+    training = Training(DP2)
+    try:
+        training.optimizer.sharded_state_dict({})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        training.close()
+    return "taken"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("folders")
+    return run_ranks(_collect, 2, str(folder), seconds=240)
+
+
+@pytest.mark.parametrize("layout", AGAIN)
+@pytest.mark.parametrize("name", SAVED)
+def test_folder_when_loaded_at_another_layout_then_the_run_goes_on(
+    found: list[dict[str, Any]], name: str, layout: str
+) -> None:
+    for facts in found:
+        again = facts[name][layout]
+        assert again["params"]
+        if layout == "dp2":
+            assert again["losses"] == facts[name]["losses"]
+    if layout == "dp2":
+        return
+    # One data-parallel rank sees other batches than two, so only that training goes on can be said of the losses.
+    assert all(loss < 5.0 for loss in found[0][name][layout]["losses"])
+
+
+def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        if TAKES_BOXES:
+            assert facts["sharded"] == "taken"
+        else:
+            assert "regular grid" in facts["sharded"]
+            assert "save(folder)" in facts["sharded"]
