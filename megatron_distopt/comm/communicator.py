@@ -1,7 +1,7 @@
 """The communicator of a model: grads are reduce-scattered to their owners, updated params are all-gathered from them.
 
-Both are either eager, that is, launched when the host asks for the result, or overlapped: with backward as gradients
-arrive, and with forward until a param is about to be read. The order of launches is decided in launches.py.
+Both are eager, launched when the host asks for the result, or overlapped: a bucket of grads is reduced while backward
+computes others, and params are gathered until forward reads them. launches.py decides the order of launches.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
-    (optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient is not made smaller
-    before it is added up.
+    (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
+    not lose small values to a division before it is added up.
 
     Args:
-        buffer: its grads are reduced.
-        group: of the ranks that take part.
-        how: see `Reduction`.
+        buffer: whose grads are reduced.
+        group: the ranks that take part.
+        how: division and dtype, see `Reduction`.
     """
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
@@ -56,8 +56,8 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     """Collective: all-gathers every bucket of the param buffer, in order.
 
-    `param.data` is a view of that buffer, so afterwards the module has the new values; only a minority dtype is copied,
-    see buffers/compact.py.
+    `param.data` is a view of that buffer, so afterwards the module has the new values. Params of the less common dtype
+    of a model with two are copied to their places, see buffers/compact.py.
     """
     with coalesced(buffer.param, group):
         for number, (whole, shard) in enumerate(buffer.gathers):
@@ -69,19 +69,19 @@ def gather_params(buffer: ShardedBuffer, group: Group) -> None:
 class Communicator:
     """Reduces the grads of a model and gathers its params over the ranks that share them.
 
-    A host announces every gradient (`grad_arrived`) and every read of a param (`param_needed`), and asks for the end of
-    both (`finish_grads`, `finish_params`). Where nothing is overlapped the announcements have no effect.
+    A host announces every gradient (`grad_arrived`) and every read of a param (`param_needed`), and calls
+    `finish_grads` and `finish_params` when it needs the results. Where nothing is overlapped announcements do nothing.
 
     Args:
         group: the data-parallel ranks.
-        how: grads are added up.
+        how: grads are added up, see `Reduction`.
         overlap_grads: whether buckets of grads are reduced while backward computes others.
         overlap_params: whether buckets of params are gathered while the next forward pass computes with others.
-        num_microbatches: of the step that begins; called once a step. None for one in every step.
+        num_microbatches: returns the number in the step that begins; called once a step. None for one in every step.
 
     Attributes:
         group, overlaps_grads, overlaps_params: as given.
-        is_paused: whether backward adds to gradients of which more are to come in this step, see `no_sync`.
+        is_paused: whether more backward passes follow before buckets may be launched, see `no_sync`.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Communicator:
         self._grads = Launches("reduce-scatter", partial(begin_reduce_scatter, group=group, how=how), group)
         self._params = Launches("all-gather", partial(begin_all_gather, group=group), group)
         self._arrivals = Arrivals(num_microbatches or (lambda: 1))
-        #: A gradient that no autograd kernel returns (it was added up elsewhere) may be announced by another thread.
+        #: Held by announcements: a gradient that is added up outside of autograd may be announced by another thread.
         self._lock = RLock()
-        #: Gathers of this step in the order in which they were waited for, and whether a read of a param waited.
+        #: Numbers of this step's gathers, in the order of their first wait, and whether any wait was for a read.
         self._met: list[int] = []
         self._is_met_by_reads = False
         self._param_time = CommTime(0.0, 0.0)
         if overlap_grads and group.size > 1:
-            # A communicator that was abandoned in the middle of a step is forgotten, on all ranks alike.
+            # One that was abandoned in the middle of a step must not block this one; the same on all ranks.
             _last_launcher.pop(group.own_handle, None)
 
     def add(
@@ -117,9 +117,9 @@ class Communicator:
         """Takes over further buffers, on all ranks alike; waits for params that are being gathered.
 
         Args:
-            grads: whose grads are reduced, in the order in which every rank has them.
-            params: whose params are gathered. A grad buffer of params of two dtypes has two param buffers.
-            frozen: params in them that never have a gradient.
+            grads: buffers whose grads are reduced, in the same order on all ranks.
+            params: buffers whose params are gathered: two for a grad buffer of params of two dtypes.
+            frozen: names of params in `grads` that never have a gradient.
         """
         self.finish_params()
         self._met, self._is_met_by_reads = [], False
@@ -141,7 +141,7 @@ class Communicator:
 
     @property
     def num_reducing(self) -> int:
-        """Buckets of grads that are under way."""
+        """Number of buckets of grads that are under way: launched and not yet waited for."""
         return len(self._grads.under_way)
 
     def is_reducing(self, name: str) -> bool:
@@ -159,7 +159,7 @@ class Communicator:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward adds to gradients of which more are to come in this step."""
+        """Context for all but the last backward of a step: gradients are added up, and no bucket is launched."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -195,7 +195,7 @@ class Communicator:
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
 
-        Ranks that began buckets of two optimizers in different orders would add up one with the other.
+        Ranks that launched the buckets of two optimizers in different orders would add those of one to the other's.
         """
         known = _last_launcher.get(self.group.own_handle)
         last = None if known is None else known()
@@ -213,7 +213,7 @@ class Communicator:
         self._arrivals.defer(name)
 
     def finish_grads(self) -> CommTime:
-        """Collective: afterwards every rank has the sums of its shards. Learns for the next step."""
+        """Collective: completes the sums of every rank's shards, and sets the order of launches of later steps."""
         if not self.overlaps_grads:
             return self.reduce_now(self._grad_buffers)
         for number in self._grads.order[len(self._grads.under_way) :]:
@@ -224,7 +224,7 @@ class Communicator:
         return time
 
     def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> CommTime:
-        """Collective: reduces grads without overlap; none of these buckets is under way.
+        """Collective: reduces grads without overlap; none of these buckets may be under way.
 
         Raises:
             LayoutError: another communicator has buckets under way in the group.
@@ -240,15 +240,15 @@ class Communicator:
 
     @property
     def num_gathering(self) -> int:
-        """Buckets of params that are under way."""
+        """Number of buckets of params that are under way."""
         return len(self._params.under_way)
 
     def is_gathering(self, name: str) -> bool:
-        """Whether the gather of a param has not ended, or not been waited for."""
+        """Whether the gather of a param is under way: it has not ended, or was not waited for."""
         return self._params.number_of[name] in self._params.under_way
 
     def gather(self) -> None:
-        """Collective: gathers what the owners have updated; where params are overlapped, it is only begun."""
+        """Collective: gathers the params that their owners have updated; where overlapped, only begins to."""
         if not self.overlaps_params:
             self.gather_now()
             return
@@ -267,15 +267,15 @@ class Communicator:
         self._param_time = waited_since(start, self._param_buffers)
 
     def param_needed(self, name: str) -> None:
-        """Waits until a param may be read on the current stream."""
+        """Announces that a param is about to be read, and waits on the current stream until it may be."""
         self._is_met_by_reads = True
         self._wait_for([self._params.number_of[name]])
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
         """Waits for buckets that are under way.
 
-        On a device the current stream waits, and not the CPU. So a bucket stays listed until its gather has ended: a
-        read of it on another stream waits as well.
+        On a device the current stream waits, and not the CPU. A bucket stays in `under_way` until its gather has ended,
+        so that a read on another stream waits as well.
         """
         under_way, order = self._params.under_way, self._params.order
         for number in sorted(under_way.keys() & numbers, key=order.index):
@@ -285,21 +285,21 @@ class Communicator:
                 self._met.append(number)
                 self._publish(number)
             if _has_ended(pending):
-                # Only now: what went wrong in it is raised at every wait. Publishing may have waited for it, too.
+                # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
 
     def _publish(self, number: int) -> None:
-        """Copies what is packed once all gathers of the buffer were waited for."""
+        """Copies packed params to their places (buffers/compact.py), once all gathers of the buffer were waited for."""
         transfers = self._params.transfers
         buffer = transfers[number].buffer
         if all(other in self._met for other in self._params.under_way if transfers[other].buffer is buffer):
             buffer.publish()
 
     def finish_params(self) -> CommTime:
-        """Waits until all params are there, on a device for the current stream.
+        """Waits until all params are gathered; on a device the current stream waits.
 
         Returns:
-            The time of the last gather.
+            How long the last gather took, and how long of that was waited.
         """
         self._wait_for(tuple(self._params.under_way))
         self._params.under_way.clear()

@@ -1,4 +1,4 @@
-"""Where the params of a whole model lie in flat buffers, and how that becomes a `Source`."""
+"""Reads the params of a whole model out of the flat buffers of other software's files, as a `Source`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Flat", "Located", "count_unlike", "cut", "fill", "gather", "source_o
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A flat buffer that a file holds once for every kind of tensor.
+    """A flat buffer of which files hold several tensors with the same elements: main params, moments.
 
     Args:
-        kinds: "main" and what the inner optimizer keeps, with dtypes.
-        read: elements of one kind, 1-D.
+        kinds: dtypes by kind of tensor: "main", and what the inner optimizer keeps ("exp_avg" ...).
+        read: returns a span of the buffer for a kind, 1-D.
     """
 
     kinds: Mapping[str, torch.dtype]
@@ -36,10 +36,10 @@ class Located:
     """A stretch of a rank's flattened param, and the same elements in a flat buffer.
 
     Args:
-        placement: of the rank's param in the whole model.
-        in_param: elements of that param.
-        flat: that holds them.
-        start: of the first of them in `flat`.
+        placement: where the rank's param lies in the whole model.
+        in_param: which elements of that param, flattened.
+        flat: the buffer that holds them.
+        start: index in `flat` of the first of them.
     """
 
     placement: Placement
@@ -48,10 +48,10 @@ class Located:
     start: int
 
     def read(self, kind: str) -> Tensor:
-        """The elements, 1-D.
+        """Reads the elements of one kind, 1-D.
 
         Raises:
-            CheckpointError: the buffer ends before.
+            CheckpointError: the buffer ends before the last of them.
         """
         found = self.flat.read(kind, Span(self.start, self.start + self.in_param.numel))
         if found.shape != (self.in_param.numel,):
@@ -62,12 +62,12 @@ class Located:
 
 
 def source_of(found: Iterable[Located], where: str, head_of: Callable[[Mapping[str, TensorInfo]], Manifest]) -> Source:
-    """The optimizer state of the whole model.
+    """Builds the optimizer state of the whole model.
 
     Args:
-        found: every element once.
+        found: stretches that together hold every element of every param once.
         where: path of the checkpoint, for errors.
-        head_of: from the tensors to param groups, loss scale and so on.
+        head_of: returns param groups, loss scale and so on, for the tensors that were found.
 
     Raises:
         CheckpointError: nothing is there, or elements are missing or there twice.
@@ -102,13 +102,13 @@ def _check_kinds(name: str, parts: list[Located], where: str) -> None:
 
 @torch.no_grad()
 def gather(parts: Iterable[Located], kind: str, info: TensorInfo, box: Box) -> Tensor:
-    """A part of a tensor; stretches that lie elsewhere are not read.
+    """Reads a box of a tensor of the whole model; stretches without elements in the box are not read.
 
     Args:
-        parts: of the tensor, together all.
+        parts: all stretches of the tensor's param.
         kind: "main", "exp_avg" ...
-        info: shape and dtype of the whole.
-        box: of the whole.
+        info: shape and dtype of the whole tensor.
+        box: of the whole tensor.
     """
     found = torch.empty(box.sizes, dtype=getattr(torch, info.dtype))
     for part in parts:
@@ -119,14 +119,14 @@ def gather(parts: Iterable[Located], kind: str, info: TensorInfo, box: Box) -> T
 
 
 def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:
-    """Writes what lies in a box of the whole tensor.
+    """Copies those elements of a stretch that lie in a box of the whole tensor.
 
     Args:
-        found: the elements of the box.
-        box: of the whole.
-        values: a stretch of a rank's flattened param, 1-D.
-        start: of the stretch in that param.
-        pieces: of the stretch.
+        found: written to: the elements of the box, in its shape.
+        box: of the whole tensor.
+        values: the elements of a stretch of a rank's flattened param, 1-D.
+        start: index of the first of them in that param.
+        pieces: where the stretch lies in the whole tensor.
     """
     for piece in pieces:
         both = piece.in_global.intersect(box)
@@ -137,12 +137,12 @@ def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[P
 
 
 def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
-    """The inverse: a rank's param, from the whole tensor.
+    """Cuts a rank's param out of the whole tensor: the inverse of `gather`.
 
     Args:
-        placement: of the rank's param.
-        dtype: of it.
-        read: a box of the whole tensor.
+        placement: where the rank's param lies in the whole tensor.
+        dtype: of the result.
+        read: returns a box of the whole tensor.
     """
     local = torch.empty(placement.shape, dtype=dtype)
     for piece in placement.pieces(Span(0, local.numel())):
@@ -152,9 +152,9 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
 
 
 def count_unlike(main: Tensor, model: Tensor) -> int:
-    """How many values of a model param are not those of its main param, rounded to the model's dtype.
+    """Counts the values of a model param that differ from its main param, rounded to the model's dtype.
 
-    0 says that the state is of this very model, and that every element is where it is looked for.
+    0 shows that the state belongs to this model and that every element was found at its right place.
     """
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)

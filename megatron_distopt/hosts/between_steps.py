@@ -1,8 +1,8 @@
-"""What a user may do to params and param groups between two steps, found out before the next one.
+"""Finds what a user did to params and param groups between two steps, before the next step is made.
 
-[Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, gives a param memory that the
-optimizer does not write to: it would never change again, without a word. Here it is found. What becomes of it differs,
-as it does in the hosts' own optimizers, so the adapters decide that.
+[Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, moves a param to memory that
+the optimizer does not write to: without an error, it would never be updated again. This file finds such params. Whether
+their new values are kept differs between the hosts' own optimizers, so the adapters decide that.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = [
     "torch_data",
 ]
 
-#: torch's own `param.data`, which hosts/torch/params.py replaces by one that notes who asked for it.
+#: torch's own `param.data`: hosts/torch/params.py replaces it with a property that notes every tensor it returns.
 torch_data: Any = torch._C.TensorBase.data
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
-    """Refuses two Parameters over the same memory: torch would update it twice, and here the tie would be cut.
+    """Refuses two Parameters in the same memory: torch would update it twice, and here each would get its own memory.
 
     Args:
-        named: all that are updated, by name.
+        named: all params that are updated, by name.
 
     Raises:
-        LayoutError
+        LayoutError: two of them share memory.
     """
     if tied := in_one_memory(named):
         first, second = tied
@@ -62,7 +62,7 @@ class PlacedParam:
 
     def __init__(self, name: str, param: Parameter) -> None:
         self.name, self.param = name, param
-        #: What `param.data` is, unless somebody changed that.
+        #: What `param.data` is, unless other code assigned to it.
         self.view: Tensor = torch_data.__get__(param)
         #: `param.data_ptr()` as long as `param.data` is the view.
         self.address = self.view.data_ptr()
@@ -72,7 +72,7 @@ class PlacedParam:
         """Makes `param.data` the view again.
 
         Args:
-            with_values: takes over the values that it has elsewhere; otherwise they are dropped.
+            with_values: whether to copy the values of the other memory into the view; otherwise they are dropped.
         """
         if with_values:
             self.view.copy_(torch_data.__get__(self.param))
@@ -80,13 +80,13 @@ class PlacedParam:
 
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
-    """See [Note: params that have left]; to be brought back.
+    """Finds the params to bring back, see [Note: params that have left].
 
     Args:
         params: all that an optimizer updates.
 
     Raises:
-        LayoutError: one of them cannot be, because it has another dtype, shape or device, or the memory of another one.
+        LayoutError: one cannot be brought back: its dtype, shape or device changed, or it shares another's memory.
     """
     left = [each for each in params if each.param.data_ptr() != each.address]
     if left:
@@ -118,7 +118,7 @@ def _tied(name: str, got: str) -> LayoutError:
 
 
 class GroupMembers:
-    """The params of the inner optimizer's groups, which are not the user's to change.
+    """Notes which params the inner optimizer's groups have; users must not change that.
 
     Args:
         inner: the inner optimizer; its params are flat main params.
@@ -129,10 +129,10 @@ class GroupMembers:
         self._members = _members_of(inner)
 
     def check(self) -> None:
-        """Whether the groups have the params that they had.
+        """Checks that the groups have the same params as when this object was made.
 
         Raises:
-            LayoutError
+            LayoutError: they have others.
         """
         if _members_of(self._inner) != self._members:
             got, rule = "other params than the optimizer was built with", "keep their params"
@@ -145,11 +145,11 @@ def _members_of(inner: Optimizer) -> list[list[int]]:
 
 
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
-    """Has all ranks raise in a step what `check` raises on one of them.
+    """Makes all ranks raise, in the step, what `check` raises on one of them.
 
     Args:
-        check: asked when one of them has something to raise.
-        flag: 1-D [1], of the dtype and device of statistics; above 0 where that is this rank.
+        check: called on all ranks if the flag of any rank is above 0.
+        flag: 1-D [1], of the dtype and device of statistics; above 0 if `check` will raise on this rank.
         group: all ranks that hold a part of the model.
     """
 
@@ -161,7 +161,7 @@ def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
 
 
 def raising(error: Exception | None) -> Callable[[], None]:
-    """A check that has this result."""
+    """Returns a check that raises `error`, or passes if that is None."""
 
     def check() -> None:
         if error is not None:
@@ -171,7 +171,11 @@ def raising(error: Exception | None) -> Callable[[], None]:
 
 
 def not_copied(how: str) -> AccessError:
-    """What copying and pickling an optimizer raise."""
+    """Returns the error of copying or pickling an optimizer.
+
+    Args:
+        how: what was tried, as part of a sentence.
+    """
     rule = "stay where its model is, whose params lie in its buffers"
     remedy = (
         "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"

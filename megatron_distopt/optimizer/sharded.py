@@ -1,6 +1,6 @@
-"""What one rank has of a sharded optimizer: flat main params, the inner optimizer with its state, and bytes of both.
+"""What one rank holds of a sharded optimizer: flat main params, the inner optimizer with its state, and their bytes.
 
-step.py makes its steps.
+step.py has the functions that make its steps.
 
 [Note: bytes of a step] A bf16 param with an fp32 grad, on the rank that owns it, in bytes an element::
 
@@ -14,12 +14,12 @@ step.py makes its steps.
                                                              --
                                                              42 (38 where the divisor is 1)
 
-The floor is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
-gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4);
-a kernel that is given its divisor as a tensor, because the check is deferred and there is clipping, divides by 1.0,
-too. No kernel of torch's writes the rounded param in the same sweep (4). tests/optimizer/test_bytes.py counts them.
-adam='triton' spares the last two fours ([Note: one sweep] in triton_adam.py): 34. On a CPU large flat params are
-cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
+The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
+gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4),
+even for a divisor of 1 if that is a tensor, as with a deferred check and clipping. No kernel of torch's writes the
+rounded param in the same pass (4). tests/optimizer/test_bytes.py counts these bytes.
+adam='triton' saves the last two of these, 8 bytes: 34 ([Note: one sweep] in triton_adam.py). On a CPU large flat params
+are cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class StepPlan:
             group is not updated.
         choice: the inner optimizer, see `choose_inner`.
         config: clipping, zero count and non-finite policy.
-        loss_scale: what the loss was multiplied with.
-        stats_group: gives the ranks over which the gradient statistics are added up: all that hold a part of the model.
-            Asked at every step, because a host may say it only after the optimizer is built.
-        average_over: the grads arrive as sums of this many; 1 where the host averages.
+        loss_scale: what the loss is multiplied by.
+        stats_group: returns the ranks over which the gradient statistics are added up: all that hold a part of the
+            model. Called at every step, because a host may know it only after the optimizer is built.
+        average_over: how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages.
         excluded_from_norm: by param name, see [Note: excluded from the norm] in grad_norm.py.
-        deferred_check: whether the CPU learns only after the update whether it happened, where that can be: see
-            [Note: deferred check] in deferred.py. None for yes where the device is not the CPU.
+        deferred_check: whether the CPU reads the non-finite check one step later, where possible, see
+            [Note: deferred check] in deferred.py. None: yes, if the device is not the CPU.
     """
 
     groups: Sequence[ParamGroup]
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         device: of the params, also where this rank owns none.
         flat_params: in buffer order.
         inner: updates them.
-        deferred_check: of the last step, where that left one to the next; see [Note: deferred check] in deferred.py.
+        deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
     """
 
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
@@ -111,7 +111,7 @@ class ShardedOptimizer:
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
 
-        State stays where it is in memory. Not while gradients are attached.
+        State stays where it is in memory. No gradients may be attached.
 
         Args:
             key_of: from a param's name.
@@ -128,12 +128,12 @@ class ShardedOptimizer:
 
     @property
     def divisor(self) -> float:
-        """What the gradients in the grad buffers have to be divided by: loss scale times number of summands."""
+        """What the sums in the grad buffers have to be divided by: loss scale times number of ranks in the sum."""
         return self.loss_scale.value * self.plan.average_over
 
     @property
     def defers_check(self) -> bool:
-        """Whether the CPU checks a step after it was made; the same on all ranks."""
+        """Whether the CPU reads the check of a step only in the next one; the same on all ranks."""
         wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
         is_exact = stats_dtype(self.device) is torch.float64
         return wanted and is_exact and isinstance(self.loss_scale, ConstantLossScale) and skips_by_itself(self.inner)
@@ -145,7 +145,7 @@ class ShardedOptimizer:
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        """As loading does, after which a check that is open means nothing."""
+        """Sets the count, as loading does; an open check, which was of the state before, is dropped."""
         self.forget_deferred_check()
         self._num_skipped = value
 
@@ -155,7 +155,7 @@ class ShardedOptimizer:
         return not check.stats.is_finite
 
     def take_deferred_check(self) -> DeferredCheck | None:
-        """The check of the last step if it is open; it is no longer kept, and a step that it skipped is counted."""
+        """Returns the check of the last step if it is open, and drops it; counts the step if it was skipped."""
         check = self.deferred_check
         if check is not None:
             self._num_skipped += self._skips(check)
@@ -163,18 +163,18 @@ class ShardedOptimizer:
         return check
 
     def forget_deferred_check(self) -> None:
-        """After loading: a check that is open was of a state that is gone."""
+        """Drops an open check: for loading, which replaces the state that it was of."""
         if self.deferred_check is not None:
             self.deferred_check.settled()
         self.deferred_check = None
 
     def attach_grads(self) -> None:
-        """Gives every main param its gradient."""
+        """Gives every main param its gradient, from the grad buffers."""
         for flat in self.flat_params:
             flat.attach_grad()
 
     def leave_out(self, names: Collection[str]) -> None:
-        """After `attach_grads`: these params are not updated, and keep their state, in this step."""
+        """Excludes params from this step, after `attach_grads`: they are not updated and keep their state."""
         if not names:
             return
         self.release_grads()
@@ -187,8 +187,8 @@ class ShardedOptimizer:
         """Takes over further params, between two steps.
 
         Args:
-            buffers: of those.
-            groups: all param groups, with the names of those in each; groups after the known ones are new.
+            buffers: of the further params.
+            groups: all param groups, each with the names of its further params; known groups come first.
         """
         flat_params, added = _flatten(buffers, groups, self.plan)
         # Built anew, because some classes fill their state in the constructor.
@@ -219,10 +219,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def follow_model(self) -> None:
-        """`reload_model_params` for those main params alone that no longer round to their model param.
+        """Does what `reload_model_params` does, but only for flat params that no longer round to their model params.
 
-        The others keep the bits below the model's precision. It costs a pass over the main params: for the first step
-        after start-up or loading, in hosts that do not say when they changed the model.
+        The others keep the bits below the model's precision. It costs a pass over the main params, so it is for the
+        first step after start-up or loading, in hosts that do not say when they changed the model.
         """
         for buffer in self.buffers:
             buffer.collect()
@@ -252,14 +252,14 @@ def _flatten(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on this rank.
+    """Bytes of the optimizer and its buffers on this rank.
 
     Args:
         param_nbytes: param buffers, padding included.
         grad_nbytes: grad buffers, padding included.
         main_nbytes: main params that are not the model params themselves.
         moment_nbytes: what the inner optimizer keeps; 0 before the first step.
-        undistributed_state_nbytes: `state_nbytes` of a rank that holds the state of all params.
+        undistributed_state_nbytes: what `state_nbytes` would be if this rank held the state of all params.
     """
 
     param_nbytes: int

@@ -2,9 +2,10 @@
 
 [Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its own shards hold the
 sum over ranks, and the rest of the buffer has no meaning. After the step `param.grad` stays, as in torch, until it is
-cleared. If it is not, the next backward adds to that gradient, as in torch: before it does, the elements that this rank
-does not own are zeroed, and the sum is turned back into what the rank has to contribute for it (`_reopen`). The same
-holds for a backward after `clip_grad_norm_` or `full_grad`.
+cleared. If it is not, the next backward adds to that gradient, as in torch. Before that, `_reopen` makes the buffer
+local again: it zeroes the elements that this rank does not own, and scales its sums so that the next reduction restores
+them. The same holds for a backward after `clip_grad_norm_` or `full_grad`. A *round* is the time from the first
+backward until a step is made or gradients are cleared.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Phase(Enum):
 
     #: This rank's contributions.
     LOCAL = "local"
-    #: In this rank's shards the sum over ranks, which the next step uses.
+    #: The sums over ranks, in this rank's shards; the next step uses them.
     REDUCED = "reduced"
-    #: The same, and the step was made.
+    #: The same sums, after the step was made.
     STEPPED = "stepped"
 
 
@@ -43,7 +44,7 @@ class Grads:
 
     Args:
         communicator: of the model; reduces the buffers.
-        needs_scaling: whether every backward has to begin at what `scaled` returned.
+        needs_scaling: whether every backward has to begin at a loss that `scaled` returned.
     """
 
     def __init__(self, communicator: Communicator, *, needs_scaling: bool) -> None:
@@ -56,25 +57,25 @@ class Grads:
         self._is_scaled = self._has_arrived = False
         #: Whether the gradients of this round were read before the step; the same on all ranks.
         self._was_reduced = False
-        #: Gradients of the round before with which this one began, and a mark of those that stayed; see `_mark_of`.
+        #: Gradients of the round before that were not cleared, and a number for those still kept, see `_mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
-        #: Gradients of the round before that have been zeroed since they were summed.
+        #: Gradients that have been zeroed in place since they were reduced.
         self._zeroed: set[str] = set()
-        #: In the order of the buffers.
+        #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
         #: By buffer, the number that divides the sums to give torch's `param.grad`; not in the phase LOCAL.
         self._divisors: list[float | Tensor] = []
-        #: Rounds of gradients so far: each ends with a step, or by being cleared.
+        #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
-        #: Called after gradients were cleared whose buckets were under way; collective, as that is.
+        #: Called after a round was dropped while its buckets were under way. Collective, as dropping it is.
         self.on_drop: Callable[[], None] = lambda: None
         #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params, whose buffers the communicator has. Between two steps, on all ranks alike.
+        """Takes over further params, between two steps, on all ranks alike. The communicator has their buffers already.
 
         Args:
             buffers: of the params.
@@ -91,7 +92,7 @@ class Grads:
             self._handles.append(slot.param.register_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             slot.param.requires_grad_(not was_frozen)
-        if self.phase is Phase.REDUCED:  # the other gradients of this step are
+        if self.phase is Phase.REDUCED:  # as the other gradients of this step are reduced already
             self._reduce_added(buffers, slots)
 
     def _reduce_added(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
@@ -101,7 +102,7 @@ class Grads:
         self._divisors += [self._divisors[0]] * len(buffers)
 
     def release(self) -> None:
-        """Ends this: the params are torch's again, and their gradients are not reduced any more."""
+        """Removes the hooks: from now on gradients are torch's own and are not reduced."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -117,7 +118,7 @@ class Grads:
             self._zeroed.add(name)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Returns the loss, whose backward is from now on known to be scaled."""
+        """Marks a loss as scaled, so that its backward is accepted; returns it."""
         if loss.requires_grad:
             loss.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
         return loss
@@ -140,7 +141,7 @@ class Grads:
         if self._communicator.is_reducing(slot.name):
             if not slot.is_missing:
                 self._communicator.check_open(slot.name)
-            self._drop_round()  # it was cleared by other calls than ours: model.zero_grad(), param.grad = None
+            self._drop_round()  # it was cleared without `clear`: by model.zero_grad() or param.grad = None
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
         """Called after autograd has added to `param.grad`."""
@@ -161,7 +162,7 @@ class Grads:
         """Makes sums local contributions again, see [Note: phases of a gradient].
 
         Raises:
-            ConfigError: there is a loss scale, which may be another one now.
+            ConfigError: the gradients are from before a step, and the loss scale may have changed in it.
         """
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
         self._kept = kept.keys() - self._zeroed
@@ -182,10 +183,10 @@ class Grads:
         self.phase = Phase.LOCAL
 
     def reduce(self, divisor: float) -> CommTime:
-        """Collective: every rank has the sums of its shards afterwards, for the step that follows at once.
+        """Collective: reduces gradients for the step that follows at once; afterwards each rank's shards hold the sums.
 
         Args:
-            divisor: by which the sums have to be divided.
+            divisor: what the sums have to be divided by.
         """
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
@@ -206,7 +207,7 @@ class Grads:
         self.settle([flag > 0 for flag in flags.tolist()])
 
     def _reduce(self, divisor: float, *, for_step: bool) -> CommTime:
-        """Collective: `reduce`; while it is not for the step, gradients may still change before that."""
+        """Collective: reduces gradients; before the step, those under DDP too become the buffer's."""
         try:
             if self.phase is not Phase.LOCAL:
                 self._reopen()
@@ -224,7 +225,7 @@ class Grads:
     def _is_local_somewhere(self) -> bool:
         """Collective: whether any rank has contributions that are not reduced.
 
-        All ranks must have cleared the same gradients since then: a sum cannot be made anew without one of them.
+        All ranks must have cleared the same gradients since the last reduction: a sum needs the parts of all ranks.
         """
         kept = _mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
@@ -237,11 +238,11 @@ class Grads:
 
     @property
     def divisor(self) -> float | Tensor:
-        """The number by which the sums have to be divided, once they are reduced."""
+        """What the sums have to be divided by; only after a reduction."""
         return self._divisors[0]
 
     def clip(self, divisor: float) -> None:
-        """Divides the sums: at once on one rank, where they can be read, else by a larger divisor in the step."""
+        """Divides the sums: now if there is one rank, where users may read them, else in the step, by its divisor."""
         if self._data.size == 1:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
@@ -270,7 +271,7 @@ class Grads:
 
     @property
     def present(self) -> list[bool]:
-        """By slot, whether this rank has a gradient of it."""
+        """By slot, whether this rank has a gradient."""
         return [slot.param.grad is not None for slot in self.slots]
 
     @property
@@ -297,14 +298,14 @@ class Grads:
         """Notes that the optimizer has divided the sums.
 
         Args:
-            divisor: by which they were divided.
-            in_place: whether fp32 sums hold the quotient now; of 16-bit sums a copy was divided.
+            divisor: what they were divided by.
+            in_place: whether fp32 sums hold the quotient now; of 16-bit sums only an fp32 copy was divided.
         """
         is_divided = [in_place and buffer.grad.dtype == torch.float32 for buffer in self._buffers]
         self._divisors = [1.0 if divided else divisor for divided in is_divided]
 
     def end_round(self) -> None:
-        """Ends the round with a step, or with one that was skipped."""
+        """Ends the round after a step that was made or skipped."""
         self.num_rounds += 1
         self.phase, self._was_reduced = Phase.STEPPED, False
         self._forget_backward()
@@ -314,7 +315,11 @@ class Grads:
         self._ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor:
-        """This rank's part of a gradient, and zeros elsewhere; fp32, in the shape of the param. After `reduce`."""
+        """Returns the elements of a reduced gradient that this rank owns, divided, and zeros elsewhere.
+
+        Args:
+            slot: of the param; the result is fp32, in its shape.
+        """
         number = next(n for n, buffer in enumerate(self._buffers) if slot.name in buffer.layout.slot_of)
         whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
@@ -343,9 +348,9 @@ class Grads:
 
 
 def _mark_of(is_kept: Sequence[bool]) -> int:
-    """A number below 64 that says which gradients were kept: 0 for none, and seldom the same for others.
+    """A checksum below 64 of which gradients were kept: 0 for none; two sets rarely have the same.
 
-    It is small so that the sum of its squares over thousands of ranks is exact in fp32.
+    Ranks compare it through sums. It is small so that the sum of squares over thousands of ranks is exact in fp32.
     """
     return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
