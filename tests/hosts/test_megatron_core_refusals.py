@@ -50,6 +50,7 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "cuda graph": lambda rank: _build(optimizer={"optimizer_cuda_graph": True}),
         "fp4 gather": lambda rank: _build(ddp_later={"fp4_param_gather": True}),
         "custom fsdp": lambda rank: _build(ddp_later={"use_custom_fsdp": True}),
+        "generalized tensor parallelism": lambda rank: _build(tag="is_gtp_weight_remat"),
         "unknown field": lambda rank: _build(newer=5),
         "unknown field, default": lambda rank: _only_part(_build(newer=4)) and None,
         "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
@@ -89,6 +90,7 @@ def _build(
     optimizer: dict[str, Any] | None = None,
     ddp_later: dict[str, Any] | None = None,
     newer: int | None = None,
+    tag: str | None = None,
     options: DistOptConfig | None = None,
     unwrapped: bool = False,
     frozen_when_wrapped: bool = False,
@@ -115,6 +117,8 @@ def _build(
     ddp_config = dataclasses.replace(gpt.ddp_config(case), **(ddp or {}))
     chunk = model if unwrapped else DistributedDataParallel(config, ddp_config, model)
     first.requires_grad_(True)
+    if tag is not None:
+        setattr(first, tag, True)
     host_config = gpt.optimizer_config(case)
     for name, value in (optimizer or {}).items():
         setattr(host_config, name, value)  # past the checks of the host's own constructor
@@ -248,6 +252,11 @@ WANTED: dict[str, Refusal] = {
         ConfigError,
         "Invalid use_custom_fsdp: set. Must be off with this distributed optimizer. "
         "Drop --use-custom-fsdp, or --use-distributed-optimizer.",
+    ),
+    "generalized tensor parallelism": (
+        ConfigError,
+        f"Invalid param '{EMBEDDING}': cut by generalized tensor parallelism. Must be whole or cut by tensor "
+        "parallelism. Leave generalized tensor parallelism out, or use the host's own optimizer.",
     ),
     "unknown field": (
         ConfigError,

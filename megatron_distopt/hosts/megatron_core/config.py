@@ -125,12 +125,26 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
         named = {name: param for param, name in names_by_param([chunk]).items() if param.requires_grad}
         check_dtypes(named, config)
+        _check_not_rematerialised(named)
         for name, param in named.items():
             if param not in in_buffers:
                 rule, remedy = "lie in a buffer of its DistributedDataParallel", "Unfreeze params before wrapping"
                 raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
             check_layout(buffer, names)
+
+
+def _check_not_rematerialised(named: Mapping[str, Parameter]) -> None:
+    """Refuses generalized tensor parallelism, whose copies the statistics here would count more than once.
+
+    Raises:
+        ConfigError
+    """
+    for name, param in named.items():
+        if getattr(param, "is_gtp_weight_remat", False):
+            got, rule = "cut by generalized tensor parallelism", "be whole or cut by tensor parallelism"
+            remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
+            raise ConfigError(refusal(f"param {name!r}", got, rule, remedy))
 
 
 def _check_ddp(chunk: Any) -> None:
