@@ -85,7 +85,7 @@ GENERATIONS = (
         "Megatron-LM with megatron-core 0.4 or 0.5",
         "Megatron-LM of early 2024",
         ("megatron.optimizer.distrib_optimizer", "megatron.core.distributed"),
-        remedy="Move the fork to megatron-core 0.16, or call megatron_distopt.distribute(...) on its model",
+        remedy="Move the fork to megatron-core 0.9 or newer, or call megatron_distopt.distribute(...) on its model",
     ),
     MEGATRON_2023,
     Generation(
