@@ -269,7 +269,11 @@ def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "name", "instead"),
     [
-        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5", "Move the fork to megatron-core 0.9 or newer, or call "),
+        (
+            early_core,
+            "Megatron-LM with megatron-core 0.4 or 0.5",
+            "Move the fork to megatron-core 0.9 or newer, or call ",
+        ),
         (pre_distopt, "Megatron without a distributed optimizer", "Call megatron_distopt.distribute(...) on its model"),
         (neox, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config'),
     ],

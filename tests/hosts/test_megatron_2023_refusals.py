@@ -739,8 +739,8 @@ FORKS: dict[str, tuple[Callable[[Path], Path], dict[str, str], str]] = {
     "core 0.4": (
         fork_trees.early_core,
         {},
-        f"Invalid host: Megatron-LM with megatron-core 0.4 or 0.5. {_CORE} Move the fork to megatron-core 0.16, or "
-        "call megatron_distopt.distribute(...) on its model.",
+        f"Invalid host: Megatron-LM with megatron-core 0.4 or 0.5. {_CORE} Move the fork to megatron-core 0.9 "
+        "or newer, or call megatron_distopt.distribute(...) on its model.",
     ),
     "2.6": (
         fork_trees.pre_distopt,
