@@ -1,6 +1,6 @@
 """Communication. The only folder, besides checkpoint/, that imports torch.distributed."""
 
-from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together
+from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, raise_together
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -22,6 +22,7 @@ from megatron_distopt.comm.groups import (
     fake_world,
     is_initialized,
 )
+from megatron_distopt.comm.meeting import meet, show_presence
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.comm.timing import CommLog, CommTime, Marker, mark_with, profiled
 
@@ -55,6 +56,7 @@ __all__ = [
     "scatter_from_first",
     "share_initial",
     "shares_memory",
+    "show_presence",
     "sum_over",
     "try_collectives",
 ]

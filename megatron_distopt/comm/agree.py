@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
-__all__ = ["Field", "compare", "exchange", "exchange_together", "meet", "raise_together"]
+__all__ = ["Field", "compare", "exchange", "exchange_together", "raise_together"]
 
 T = TypeVar("T")
 
@@ -42,36 +41,6 @@ class Field:
     def digest(self) -> str:
         """A short text that differs where the items do."""
         return hashlib.sha256("\x1f".join(self.items).encode()).hexdigest()
-
-
-#: How long ranks wait for each other before the first exchange: as long as a collective over NCCL waits by default.
-SECONDS_TO_MEET = 600.0
-
-
-def meet(everyone: Group) -> None:
-    """Collective: waits for all ranks in torch's store, where a rank that never comes can be named.
-
-    A collective would wait for it until torch's time limit, and then not say why.
-
-    Args:
-        everyone: all ranks.
-
-    Raises:
-        RanksDisagreeError: a rank did not come.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    # Counted in the store: a process may join process groups one after the other, with other ranks each time.
-    number = store.add(f"{_TAG}/meetings of {everyone.rank}", 1)
-    keys = [f"{_TAG}/meeting {number}/{rank}" for rank in range(everyone.size)]
-    store.set(keys[everyone.rank], "here")
-    try:
-        store.wait(keys, timedelta(seconds=SECONDS_TO_MEET))
-    except RuntimeError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            rule, remedy = f"run it on all {everyone.size} ranks", "Start every rank with the same flags and variables"
-            got = f"rank {', '.join(missing)} does not run megatron_distopt here"
-            raise RanksDisagreeError(refusal("start-up", got, rule, remedy)) from None
 
 
 def exchange(value: T, group: Group) -> list[T]:

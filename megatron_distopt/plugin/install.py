@@ -14,9 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError, refusal
 from megatron_distopt.hosts.detect import Host, find_host, recognise
+from megatron_distopt.hosts.handshake import SWITCHED_OFF
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
@@ -71,13 +73,23 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if _installed:
         return _same(_installed[0], config)
     if switch_from(os.environ) is Switch.OFF:
-        return _keep(Installation(config, is_active=False, _undo=_install_flags_alone()))
+        undo = _in_turn(_install_flags_alone(), show_presence(SWITCHED_OFF))
+        return _keep(Installation(config, is_active=False, _undo=undo))
     host = find_host()
     host.patch_point.find()  # imports it; a host that looks for entry points installs this package then
     factory = Patch(
         host.patch_point, lambda original: host.replacement(original, options)
     )  # flags come before variables
-    return _keep(Installation(config, is_active=True, _undo=_apply_all(host, [factory, *flags_of(host)], options)))
+    undo = _in_turn(_apply_all(host, [factory, *flags_of(host)], options), show_presence())
+    return _keep(Installation(config, is_active=True, _undo=undo))
+
+
+def _in_turn(*undos: Undo) -> Undo:
+    def undo() -> None:
+        for each in undos:
+            each()
+
+    return undo
 
 
 def _apply_all(host: Host, patches: list[Patch], options: DistOptConfig) -> Undo:

@@ -683,7 +683,7 @@ def train_with_ours_on_rank_0_only(rank: int, size: int) -> Refused:
         raise RuntimeError("trains")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.comm.agree.SECONDS_TO_MEET", 2.0)
+        patch.setattr("megatron_distopt.comm.meeting.SECONDS_TO_SHOW", 2.0)
         if rank == 0:
             return at.train()
         patch.setattr(at.fork.training, "get_megatron_optimizer", theirs)
@@ -694,8 +694,8 @@ def test_host_of_2023_when_one_rank_is_without_the_package_then_the_other_says_s
     found = run_ranks(train_with_ours_on_rank_0_only, SIZE, seconds=30.0)
     assert found[0] == Refused(
         "RanksDisagreeError",
-        "Invalid start-up: rank 1 does not run megatron_distopt here. Must run it on all 2 ranks. "
-        "Start every rank with the same flags and variables.",
+        "Invalid start-up: megatron_distopt is not used on rank 1 (not loaded). Must be used on all 2 ranks or on "
+        "none. Start every rank with the package installed and with the same flags and variables.",
     )
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from megatron import get_args
 
-from megatron_distopt.comm import Group, meet, raise_together
+from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import HostError, HostMismatchError, refusal
+from megatron_distopt.hosts.handshake import is_used
 from megatron_distopt.hosts.megatron_2023.facts import (
     CLASS,
     CLASS_PARAMETERS,
@@ -27,7 +28,7 @@ from megatron_distopt.hosts.megatron_2023.facts import (
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-from megatron_distopt.hosts.patch_points import Replacement, is_wanted, substituted
+from megatron_distopt.hosts.patch_points import Replacement, substituted
 
 __all__ = ["build", "replacement"]
 
@@ -44,9 +45,8 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
     """
     host_args = get_args()
-    if not is_wanted(bool(getattr(host_args, FLAG, False))):
+    if not is_used(bool(getattr(host_args, FLAG, False))):
         return original(*args, **kwargs)
-    meet(Group.of())
     config = raise_together(lambda: _check(original, options, host_args), Group.of())
     with substituted(original, _names_for(original, config)):
         optimizer = original(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment
+from megatron_distopt.hosts.handshake import is_used
 from megatron_distopt.hosts.megatron_core.config import (
     check_model,
     check_parallel_state,
@@ -25,8 +26,7 @@ from megatron_distopt.hosts.megatron_core.config import (
 from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, take_over, taken_over
-from megatron_distopt.hosts.patch_points import Replacement, is_wanted
-from megatron_distopt.hosts.report import announce
+from megatron_distopt.hosts.patch_points import Replacement
 
 __all__ = ["build", "replacement", "take_over"]
 
@@ -45,8 +45,7 @@ def build(
     **kwargs: Any,
 ) -> Any:
     """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
-    if not is_wanted(config.use_distributed_optimizer):
-        _say_not_used(config)
+    if not is_used(config.use_distributed_optimizer, _why_reset(config)):
         return original(config, model_chunks, *args, **kwargs)
     everyone = _everyone()
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
@@ -57,13 +56,12 @@ def build(
     return optimizer
 
 
-def _say_not_used(config: Any) -> None:
-    """One line on rank 0: a run may expect this package where the host resets its flag, as it does for Muon."""
-    if is_initialized() and Group.of().rank == 0:
-        name = config.optimizer
-        why = "MEGATRON_DISTOPT=0" if config.use_distributed_optimizer else "use_distributed_optimizer is not set"
-        hint = "" if name in FIRST_ORDER else f"; the host resets it for optimizer={name!r}"
-        announce(f"megatron_distopt is loaded and not used: {why}{hint}")
+def _why_reset(config: Any) -> str:
+    """A run may expect this package where the host resets its flag, as it does for Muon."""
+    name = getattr(config, "optimizer", FIRST_ORDER[0])
+    if config.use_distributed_optimizer or name in FIRST_ORDER:
+        return ""
+    return f"; the host resets it for optimizer={name!r}"
 
 
 def _everyone() -> Group:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, refusal
 from megatron_distopt.hosts.megatron_core.config import check_model, merge_config
@@ -137,7 +137,9 @@ def _merge(options: DistOptConfig, call: dict[str, Any]) -> DistOptConfig:
         check_model(call["model_chunks"], merged)
         return merged
 
-    return raise_together(merge, Group.of(call["data_parallel_group"]))
+    data = Group.of(call["data_parallel_group"])
+    meet(data)
+    return raise_together(merge, data)
 
 
 def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
