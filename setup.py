@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent
 VERSION: dict[str, str] = {}
 exec((ROOT / "megatron_distopt" / "version.py").read_text(encoding="utf-8"), VERSION)
 
-MEGATRON_CORE = ["megatron-core==0.16.1", "einops", "numpy"]
+#: From 0.17 on it asks for Python 3.12, and from 0.18 on it imports triton on every machine.
+MEGATRON_CORE = [VERSION["MEGATRON_CORE"], "einops", "numpy", "triton; python_version >= '3.12'"]
 DEEPSPEED = ["deepspeed"]
 #: What examples/recipes train with.
 RECIPES = ["accelerate", "lightning", "transformers"]
@@ -67,6 +68,6 @@ setup(
         "quickstart": QUICKSTART,
         "recipes": RECIPES,
         "docs": DOCS,
-        "dev": [*QUICKSTART, *RECIPES, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "dev": [*QUICKSTART, *RECIPES, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "triton"],
     },
 )

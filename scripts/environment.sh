@@ -42,3 +42,17 @@ prepare() {
     _pip_install --constraint "$venv/constraints" --editable "$root[$extra]"
     echo "$wanted" >"$venv/$extra.installed"
 }
+
+# `unpack_core VERSION`: megatron-core in a folder of its own, which goes first into PYTHONPATH; what it needs is in the
+# dev extra. From 0.17 on it asks for Python 3.12 and runs on 3.11; older ones have no wheel for 3.12.
+core_folders=$venv/megatron-core
+unpack_core() {
+    local version=$1 folder=$core_folders/$1 python
+    [ -d "$folder/megatron" ] && return
+    echo "unpacking megatron-core $version"
+    for python in 3.12 3.11 3.10; do
+        _pip_install --no-deps --only-binary=:all: --python-version "$python" --target "$folder" "megatron-core==$version" \
+            2>/dev/null && break
+    done
+    [ -d "$folder/megatron" ] || fail "Invalid version: megatron-core $version. Must have a wheel for Python 3.10 to 3.12"
+}

@@ -4,6 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare dev
+# The oldest and the newest that is served, for tests/hosts/test_megatron_core_versions.py.
+for version in 0.9.0 0.19.2; do unpack_core "$version"; done
 cd "$root"
 export PATH="$venv/bin:$PATH"
 echo "ruff check" && ruff check .

@@ -17,6 +17,7 @@ from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
+from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
 __all__ = [
     "GENERATIONS",
@@ -114,7 +115,7 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
             return generation
     rule = "provide " + " or ".join(str(known.patch_points[0]) for known in GENERATIONS if known.patch_points)
     remedy = (
-        "Start in the folder of your fork, or run pip install megatron-core==0.16.1, or use "
+        f'Start in the folder of your fork, or run pip install "{RELEASES}", or use '
         "megatron_distopt.distribute(...) without a Megatron"
     )
     raise UnknownHostError(refusal("host", "no Megatron that we know", rule, remedy))

@@ -104,7 +104,7 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
         install()
     assert str(error.value) == Said(
         "Invalid host: no Megatron that we know",
-        "Start in the folder of your fork, or run pip install megatron-core==0.16.1, or use "
+        'Start in the folder of your fork, or run pip install "megatron-core>=0.9,<0.20", or use '
         "megatron_distopt.distribute(...) without a Megatron.",
     )
 

@@ -1,0 +1,36 @@
+"""The oldest and the newest megatron-core that is served; `scripts/test_hosts.sh` runs all tests on all versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+#: Where scripts/test.sh unpacks them.
+_FOLDERS = Path(sys.prefix) / "megatron-core"
+#: Their cases that say most about a version; the rest of the files runs on the installed one.
+_FILES = ("contract", "refusals", "factories")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join(map(str, (folder, _ROOT, _ROOT / "examples")))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MEGATRON"))}
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.19.2"])
+def test_version_when_it_is_the_oldest_or_the_newest_then_the_tests_of_the_host_pass(version: str) -> None:
+    folder = _FOLDERS / version
+    if not folder.exists():
+        pytest.skip(f"needs {folder.name} in {_FOLDERS.name}, where scripts/test.sh unpacks it")
+    files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in _FILES]
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files]
+    done = subprocess.run(
+        command, env=_environment(folder), cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
