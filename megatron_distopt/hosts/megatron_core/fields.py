@@ -1,4 +1,4 @@
-"""The fields of megatron-core's two configs, 0.9 to 0.19, each judged. Data only; imports nothing of the host.
+"""The fields of megatron-core's two configs, 0.9 to 0.20, each judged. Data only; imports nothing of the host.
 
 tests/hosts/test_megatron_core_options.py fails where the installed megatron-core has a field that is in no list.
 """
@@ -65,6 +65,7 @@ IDLE_IN_CONFIG = (
     "muon_split_qkv",
     "muon_tp_mode",
     "muon_use_nesterov",
+    "muon_use_syrk",
     "optimizer_offload_fraction",
     "overlap_cpu_optimizer_d2h_h2d",
     "pin_cpu_grads",
@@ -112,6 +113,7 @@ IDLE_IN_DDP = (
     "megatron_fsdp_main_params_dtype",
     "megatron_fsdp_max_pool_double_buffer",
     "megatron_fsdp_use_decoupled_grad",
+    "megatron_fsdp_version",
     "outer_dp_sharding_strategy",
     "preserve_fp32_weights",
     "suggested_communication_unit_size",
