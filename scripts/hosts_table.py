@@ -16,8 +16,19 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, REPORTS = ROOT / "docs" / "hosts.md", ROOT / ".hosts"
 BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->"
-#: Files of tests, as tests/hosts/test_megatron_core_NAME.py has them.
-COLUMNS = ("contract", "parity", "refusals", "factories", "options", "models", "offload", "folders", "checkpoints")
+#: Files of tests: tests/hosts/test_megatron_core_NAME.py, and tests/formats/test_foreign_core.py.
+COLUMNS = (
+    "contract",
+    "parity",
+    "refusals",
+    "factories",
+    "options",
+    "models",
+    "offload",
+    "folders",
+    "checkpoints",
+    "foreign_core",
+)
 NOT_RUN = "not run"
 
 
@@ -66,7 +77,7 @@ def rows_of(table: str) -> dict[str, dict[str, str]]:
 def reported(folder: Path, rows: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """The rows of the versions that have reports; a column without one keeps what the table says."""
     found = {}
-    for version in sorted(each.name for each in folder.iterdir()):
+    for version in sorted(each.name for each in folder.glob("*")):
         counts = {report.stem: str(Counts.of(report)) for report in (folder / version).glob("*.xml")}
         found[version] = {**rows.get(version, {}), **counts}
     return found

@@ -34,15 +34,17 @@ for wanted in "$@"; do
     path=$folder:$root:$root/examples
     version=$(PYTHONPATH=$path python -W ignore -c "from megatron.core.package_info import __version__ as v; print(v)")
     echo "megatron-core $version"
-    for file in tests/hosts/test_megatron_core_*.py; do
+    for file in tests/hosts/test_megatron_core_*.py tests/formats/test_foreign_core.py; do
         marker="not long" first=
         case $file in
             *_versions.py) continue ;;
-            *_checkpoints.py) marker="long or not long" first=$(old_numpy "$folder") ;;
+            *_checkpoints.py | *_foreign_core.py) marker="long or not long" first=$(old_numpy "$folder") ;;
         esac
         name=$(basename "$file" .py)
+        name=${name#test_megatron_core_}
+        name=${name#test_}
         PYTHONPATH=$first$path python -W ignore -m pytest -q -p no:cacheprovider -m "$marker" \
-            --junitxml ".hosts/$version/${name#test_megatron_core_}.xml" "$file" 2>&1 | tail -n 1 || true
+            --junitxml ".hosts/$version/$name.xml" "$file" 2>&1 | tail -n 1 || true
     done
 done
 python scripts/hosts_table.py

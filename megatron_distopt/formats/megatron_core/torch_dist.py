@@ -1,6 +1,7 @@
-"""megatron-core's distributed checkpoints ("torch_dist"): `.metadata` and `common.pt` beside files of tensors.
+"""megatron-core's distributed checkpoints ("torch_dist"): `.metadata` beside files of tensors.
 
-Optimizer state is found by the keys alone:
+What all ranks share is in `common.pt`, and since megatron-core 0.19 an object among the tensors. Optimizer state is
+found by the keys alone:
 
 ::
 
@@ -36,7 +37,8 @@ from megatron_distopt.layout import Box
 
 __all__ = ["open_torch_dist", "recognises"]
 
-_COMMON = "common.pt"
+_COMMON, _CONFIG = "common.pt", "metadata.json"
+_COMMON_OBJECT = "common_state/shard_0_1"
 _CHAIN = r"(?:chained_\d+\.)?"
 _STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
 _BUCKETS = re.compile(_CHAIN + r"optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx_\d+|param_state).*")
@@ -47,7 +49,7 @@ _RESAVE = "Load it where it was written, and save it in another format"
 
 def recognises(path: Path) -> bool:
     """Whether a folder is such a checkpoint."""
-    return (path / METADATA).is_file() and (path / _COMMON).is_file()
+    return (path / METADATA).is_file() and any((path / name).is_file() for name in (_COMMON, _CONFIG))
 
 
 def open_torch_dist(path: Path) -> Source:
@@ -65,10 +67,8 @@ def open_torch_dist(path: Path) -> Source:
 
 
 def _opened(path: Path) -> Source:
-    folder, common = open_dcp(path), load_file(path / _COMMON)
-    if not isinstance(common, Mapping):
-        rule, remedy = "hold the state that all ranks share", "Load an earlier checkpoint; this one is damaged"
-        raise CheckpointError(refusal(f"file {path / _COMMON}", f"a {type(common).__name__}", rule, remedy))
+    folder = open_dcp(path)
+    common = _common_of(folder)
     model = named_tensors(folder, {key: key for key in folder.tensors if not _NO_MODEL.fullmatch(key)})
     if any(map(_STATE.fullmatch, folder.tensors)):
         return _by_param(folder, common, model)
@@ -78,6 +78,16 @@ def _opened(path: Path) -> Source:
         states = [{**state, "grad_scaler": scaler} for _, state in objects_of(folder, "optimizer")]
         return source_of(found, str(path), lambda infos: _head(infos, states, common, path))
     raise _refused(path, folder)
+
+
+def _common_of(folder: DcpFolder) -> Mapping[str, Any]:
+    """What all ranks share."""
+    where = _COMMON_OBJECT if _COMMON_OBJECT in folder.objects else _COMMON
+    common = folder.read_object(where)[0] if where == _COMMON_OBJECT else load_file(folder.folder / where)
+    if not isinstance(common, Mapping):
+        rule, remedy = "hold the state that all ranks share", "Load an earlier checkpoint; this one is damaged"
+        raise CheckpointError(refusal(f"{where} in {folder.folder}", f"a {type(common).__name__}", rule, remedy))
+    return common
 
 
 def _refused(path: Path, folder: DcpFolder) -> CheckpointError:
@@ -127,11 +137,11 @@ def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFold
 
 
 def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
-    """megatron-core 0.15 to 0.19.0 cuts params out of buffers at wrong places where there are several buckets."""
+    """megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several buckets."""
     num_unlike = count_unlike(main, param)
     if num_unlike:
         got = f"{num_unlike} of {main.numel()} main values of {name!r} are not the model's"
-        rule = "hold main params that round to the model's; megatron-core 0.15 to 0.19.0 may misplace them as it saves"
+        rule = "hold main params that round to the model's; megatron-core 0.15 to 0.19 may misplace them as it saves"
         remedy = "Load the weights alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable"
         raise CheckpointError(refusal(f"optimizer state in {where}", got, rule, remedy))
 
