@@ -35,6 +35,7 @@ from megatron_distopt.options import (
 
 __all__ = [
     "ADAM_SOURCES",
+    "FIXES_VARIABLE",
     "FREE_OPTIONS",
     "LARGEST_SCALE",
     "OPTIONS",
@@ -44,6 +45,7 @@ __all__ = [
     "Switch",
     "config_from_arguments",
     "config_from_environment",
+    "fixes_from",
     "switch_from",
     "with_options",
 ]
@@ -54,6 +56,10 @@ ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
 LARGEST_SCALE = 2.0**127
 SMALLEST_SCALE = 2.0**-126
+
+#: Whether a host is repaired that cannot start for other reasons than its optimizer, see hosts/fixes.py. This is no
+#: option, because it is needed before the host and its parser are imported.
+FIXES_VARIABLE = f"{VARIABLE_PREFIX}FIXES"
 
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -316,11 +322,14 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
     """
     known = {variable_of(name): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}
+    if given.pop(FIXES_VARIABLE, None) is not None:
+        fixes_from(environ)
     for variable in given:
         if variable not in known:
-            valid = ", ".join(["MEGATRON_DISTOPT", *known])
+            names = [FIXES_VARIABLE, *known]
+            valid = ", ".join(["MEGATRON_DISTOPT", *names])
             # Without the prefix, which would make everything look alike.
-            bare = [each.removeprefix(VARIABLE_PREFIX) for each in known]
+            bare = [each.removeprefix(VARIABLE_PREFIX) for each in names]
             close = nearest(variable.removeprefix(VARIABLE_PREFIX), bare)
             remedy = f"Write {VARIABLE_PREFIX}{close}" if close else f"Unset {variable}"
             raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
@@ -368,3 +377,15 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
         remedy = f"Write MEGATRON_DISTOPT={nearest(value, choices) or choices[0]}"
         raise ConfigError(refusal("MEGATRON_DISTOPT", got, f"be one of {', '.join(choices)}", remedy))
     return Switch(value)
+
+
+def fixes_from(environ: Mapping[str, str]) -> bool:
+    """Reads the environment variable MEGATRON_DISTOPT_FIXES; yes where it is not set.
+
+    Raises:
+        ConfigError: another value than yes or no, in one of their spellings.
+    """
+    value = environ.get(FIXES_VARIABLE, "yes")
+    if value.lower() not in YES_OR_NO:
+        raise ConfigError(refusal(FIXES_VARIABLE, repr(value), "be yes or no", f"Write {FIXES_VARIABLE}=no"))
+    return YES_OR_NO[value.lower()]

@@ -9,6 +9,7 @@ import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
+from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
@@ -52,6 +53,7 @@ def describe(
         f"  decay      {plan.config.decay}",
         f"  nonfinite  {plan.config.nonfinite}{_when_known(optimizers[0])}",
         *(f"  {line}" for line in more),
+        *(f"  host fix   {fix}" for fix in applied_fixes()),
     ]
     for optimizer in optimizers:
         lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]

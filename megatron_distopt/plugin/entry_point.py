@@ -15,7 +15,7 @@ from megatron_distopt.config import DistOptConfig, Switch, config_from_environme
 from megatron_distopt.hosts.detect import find_host
 from megatron_distopt.hosts.handshake import SWITCHED_OFF
 from megatron_distopt.hosts.patch_points import Replacement
-from megatron_distopt.plugin.install import apply, flags_of
+from megatron_distopt.plugin.install import apply, fix_host, flags_of
 
 __all__ = ["distopt"]
 
@@ -38,5 +38,6 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     apply(flags_of(host))
     show_presence(SWITCHED_OFF if is_off else "")
     if not is_off:
+        fix_host()
         host.take_over(DistOptConfig())
     return ours

@@ -15,15 +15,17 @@ from types import ModuleType
 from typing import Any
 
 from megatron_distopt.comm import show_presence
-from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, fixes_from, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError, refusal
 from megatron_distopt.hosts.detect import Host, find_host, recognise
+from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
 from megatron_distopt.hosts.handshake import SWITCHED_OFF
+from megatron_distopt.hosts.megatron_2023.fixes import FIXES
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
 
-__all__ = ["Installation", "Patch", "Undo", "apply", "flags_of", "install"]
+__all__ = ["Installation", "Patch", "Undo", "apply", "fix_host", "flags_of", "install"]
 
 Undo = Callable[[], None]
 
@@ -75,13 +77,13 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if switch_from(os.environ) is Switch.OFF:
         undo = _in_turn(_install_flags_alone(), show_presence(SWITCHED_OFF))
         return _keep(Installation(config, is_active=False, _undo=undo))
-    host = find_host()
-    host.patch_point.find()  # imports it; a host that looks for entry points installs this package then
-    factory = Patch(
-        host.patch_point, lambda original: host.replacement(original, options)
-    )  # flags come before variables
-    undo = _in_turn(_apply_all(host, [factory, *flags_of(host)], options), show_presence())
-    return _keep(Installation(config, is_active=True, _undo=undo))
+    undo_fixes = fix_host()  # before anything of the host is imported
+    try:
+        undo = _install_into(find_host(), options)
+    except Exception:
+        undo_fixes()
+        raise
+    return _keep(Installation(config, is_active=True, _undo=_in_turn(undo, undo_fixes)))
 
 
 def _in_turn(*undos: Undo) -> Undo:
@@ -90,6 +92,22 @@ def _in_turn(*undos: Undo) -> Undo:
             each()
 
     return undo
+
+
+def fix_host() -> Undo:
+    """Repairs what keeps the host from starting and has nothing to do with its optimizer, see hosts/fixes.py."""
+    if not fixes_from(os.environ):
+        return lambda: None
+    tree = importable_host(Path(sys.path[0] or "."), sys.path)
+    return apply_fixes(needed_fixes(tree, FIXES))
+
+
+def _install_into(host: Host, options: DistOptConfig) -> Undo:
+    host.patch_point.find()  # imports it; a host that looks for entry points installs this package then
+    factory = Patch(
+        host.patch_point, lambda original: host.replacement(original, options)
+    )  # flags come before variables
+    return _in_turn(_apply_all(host, [factory, *flags_of(host)], options), show_presence())
 
 
 def _apply_all(host: Host, patches: list[Patch], options: DistOptConfig) -> Undo:
