@@ -326,7 +326,7 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
         fixes_from(environ)
     for variable in given:
         if variable not in known:
-            names = [FIXES_VARIABLE, *known]
+            names = [*known, FIXES_VARIABLE]
             valid = ", ".join(["MEGATRON_DISTOPT", *names])
             # Without the prefix, which would make everything look alike.
             bare = [each.removeprefix(VARIABLE_PREFIX) for each in names]

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
+from megatron_distopt.cli.doctor_start import describe_start
 from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
 from megatron_distopt.config import DistOptConfig, Switch, config_from_arguments, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
@@ -35,7 +36,7 @@ from megatron_distopt.hosts.source.found import (
     Survey,
 )
 from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS, survey
-from megatron_distopt.hosts.source.tree import fork_at, importable_host
+from megatron_distopt.hosts.source.tree import SourceTree, fork_at, importable_host
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 
 __all__ = ["answer", "check_launch_flags", "describe_fork", "diagnose", "read_flags"]
@@ -82,18 +83,21 @@ def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
         fork: its folder; None for the Megatron that this Python would import.
         launch: flags of the launch script; none for no check of them.
     """
-    found, reason = _read(fork)
+    tree, found, reason = _read(fork)
     findings = [problem("fork", "source", reason)] if found is None else list(describe_fork(found))
+    if tree is not None and found is not None and found.generation.is_supported:
+        findings += describe_start(found, tree, launch)
     findings += _machine(found, _config(launch, found))
     findings += [*_variables(), _entry_point(found), *_other_entry_points(), *_patchers()]
     return [*findings, *check_launch_flags(launch, found, _switch())]
 
 
-def _read(fork: Path | None) -> tuple[Survey | None, str]:
+def _read(fork: Path | None) -> tuple[SourceTree | None, Survey | None, str]:
     try:
-        return survey(importable_host(Path.cwd(), sys.path) if fork is None else fork_at(fork)), ""
+        tree = importable_host(Path.cwd(), sys.path) if fork is None else fork_at(fork)
+        return tree, survey(tree), ""
     except DistOptError as error:
-        return None, str(error)
+        return None, None, str(error)
 
 
 def _machine(found: Survey | None, config: DistOptConfig) -> Iterator[Finding]:

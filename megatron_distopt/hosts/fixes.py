@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Protocol
 
 from megatron_distopt.errors import UnknownHostError, refusal
+from megatron_distopt.hosts.source.imports import first_missing, required_modules
 from megatron_distopt.hosts.source.tree import (
     SourceTree,
     UnreadableSourceError,
     classes_of,
     methods_of,
-    module_imports,
     parameters_of,
 )
 
@@ -37,7 +37,6 @@ __all__ = [
     "StandIn",
     "applied_fixes",
     "apply_fixes",
-    "is_missing",
     "needed_fixes",
 ]
 
@@ -118,11 +117,11 @@ class StandIn:
     why: str
 
     def is_needed(self, tree: SourceTree) -> bool:
-        """Whether the host's module imports what this Python does not have."""
+        """Whether the host's module imports what this Python does not have, and does not handle that itself."""
         file = tree.file_of(self.importer)
-        if file is None or not is_missing(self.modules[0]):
+        if file is None or first_missing(self.modules[0]) != self.modules[0]:
             return False
-        return any(self.modules[0] in (name, name.partition(".")[0]) for name in module_imports(tree.parse(file)))
+        return any(self.modules[0] in (name, name.partition(".")[0]) for name in required_modules(tree.parse(file)))
 
     def apply(self) -> Undo:
         """Waits for the import of the host's module; one that is being imported gets the stand-ins at once."""
@@ -135,6 +134,10 @@ class StandIn:
     @contextmanager
     def _present(self) -> Iterator[None]:
         ours = {name: _Refusing(name) for name in self.modules if name not in sys.modules}
+        for name, module in ours.items():
+            parent, _, child = name.rpartition(".")
+            if parent in ours:
+                setattr(ours[parent], child, module)
         sys.modules.update(ours)
         try:
             yield
@@ -248,32 +251,6 @@ class ContiguousArguments:
 
     def __str__(self) -> str:
         return f"{', '.join(self.parameters)} are made contiguous for {self.module}.{self.owner}.{self.method}"
-
-
-def is_missing(module: str) -> bool:
-    """Whether a module cannot be found although the package that would hold it is there; imports nothing.
-
-    >>> is_missing("json.decoder"), is_missing("json.absent"), is_missing("absent.module"), is_missing("absent")
-    (False, True, False, True)
-    """
-    top, *rest = module.split(".")
-    try:
-        spec = find_spec(top)
-    except ValueError:  # a stand-in of other code in sys.modules, without a spec
-        return False
-    if spec is None:
-        return not rest
-    return bool(rest) and not _holds_module(spec, top, rest)
-
-
-def _holds_module(spec: ModuleSpec | None, name: str, rest: Sequence[str]) -> bool:
-    for part in rest:
-        name = f"{name}.{part}"
-        places = spec.submodule_search_locations if spec is not None else None
-        spec = PathFinder.find_spec(name, places) if places is not None else None
-        if spec is None and name not in sys.modules:
-            return False
-    return True
 
 
 class _Refusing(ModuleType):

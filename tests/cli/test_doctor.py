@@ -68,7 +68,7 @@ def test_doctor_when_a_fork_is_supported_then_training_could_start(
     assert problems(findings) == []
     assert not problems(findings)
     assert of(findings, "source").text == str(tmp_path.resolve())
-    assert {finding.section for finding in findings} == {"fork", "machine", "environment"}
+    assert {finding.section for finding in findings} == {"fork", "start", "machine", "environment"}
     subjects = {"generation", "get_megatron_optimizer", "DistributedOptimizer", "flag", "python", "torch", "torchrun"}
     assert subjects <= {finding.subject for finding in findings}
 

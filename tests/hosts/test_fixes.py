@@ -63,7 +63,8 @@ def test_fixes_when_everything_is_as_expected_then_all_are_needed(tree: SourceTr
 @pytest.mark.parametrize(
     ("file", "text", "left_out"),
     [
-        ("hurt/vision.py", "try:\n    import json\nexcept ImportError:\n    pass\n", STAND_IN),
+        ("hurt/vision.py", "import json\n", STAND_IN),
+        ("hurt/vision.py", "try:\n    import absent_package\nexcept ImportError:\n    pass\n", STAND_IN),
         ("hurt/training.py", "def setup(args):\n    args.engine_settings = {}\n", DEFAULT),
         ("hurt/model.py", "class Attention:\n    def forward(self, key, query):\n        query.view()\n", CONTIGUOUS),
         ("hurt/model.py", "class Attention:\n    def forward(self, query, key):\n        pass\n", CONTIGUOUS),
@@ -87,8 +88,9 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
         assert "engine_settings" not in vars(argparse.Namespace())
         turned = torch.arange(6.0).view(2, 3).t()
         assert attention.forward(turned, key=turned, mask=1)[0].tolist() == turned.flatten().tolist()
-        with pytest.raises(HostError, match="absent_package"):
-            vision.Ours()
+        for use in (vision.Ours, vision.P.Resize):
+            with pytest.raises(HostError, match="absent_package"):
+                use()
     finally:
         undo()
         undo()

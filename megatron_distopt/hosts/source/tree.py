@@ -27,7 +27,6 @@ __all__ = [
     "importable_host",
     "imports_when_loaded",
     "methods_of",
-    "module_imports",
     "parameters_of",
     "required_of",
     "resolved",
@@ -255,19 +254,6 @@ def _imports_of(body: list[ast.stmt], *, is_conditional: bool) -> Iterator[tuple
             yield from _imports_of([*node.body, *node.orelse], is_conditional=True)
         elif isinstance(node, ast.With) or (isinstance(node, ast.Try) and not node.handlers):
             yield from _imports_of(node.body, is_conditional=is_conditional)
-
-
-def module_imports(module: ast.Module) -> Iterator[str]:
-    """Yields the absolute names that are imported when the module is loaded: modules, and names in them.
-
-    >>> list(module_imports(ast.parse("from a.b import c\\nimport d.e")))
-    ['a.b', 'a.b.c', 'd.e']
-    """
-    for node in _at_module_level(module):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
 def flags_added(module: ast.Module) -> Iterator[tuple[ast.Call, tuple[str, ...]]]:

@@ -1,0 +1,127 @@
+"""What `megatron-distopt doctor` says about starting: imports that would fail, and what is mended at the start.
+
+Reads the fork and runs nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_distopt.cli.show import Finding, noted, ok, problem
+from megatron_distopt.config import FIXES_VARIABLE, Switch, fixes_from, switch_from
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.fixes import Fix, StandIn, needed_fixes
+from megatron_distopt.hosts.megatron_2023.fixes import FIXES
+from megatron_distopt.hosts.source.found import Survey
+from megatron_distopt.hosts.source.imports import FailedImport, failed_imports
+from megatron_distopt.hosts.source.tree import SourceTree
+
+__all__ = ["describe_start"]
+
+_SECTION = "start"
+_SCRIPT = "pretrain_gpt.py"
+#: How to get a module, where its name on PyPI is another or it is not there.
+_INSTALL = {
+    "PIL": "Run pip install pillow",
+    "amp_C": "Build NVIDIA apex from its sources with its CUDA extensions",
+    "apex": "Build NVIDIA apex from its sources; pip install apex gets an unrelated project",
+    "cv2": "Run pip install opencv-python",
+    "flash_attn": "Run pip install flash-attn",
+    "sklearn": "Run pip install scikit-learn",
+    "transformer_engine": "Run pip install transformer-engine[pytorch]",
+    "yaml": "Run pip install pyyaml",
+    **{
+        name: f"Run pip install {name}"
+        for name in (
+            "deepspeed",
+            "einops",
+            "nltk",
+            "numpy",
+            "packaging",
+            "pybind11",
+            "regex",
+            "sentencepiece",
+            "six",
+            "tensorboard",
+            "tiktoken",
+            "torch",
+            "torchvision",
+            "tqdm",
+            "transformers",
+            "triton",
+            "wandb",
+        )
+    },
+}
+
+
+def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> Iterator[Finding]:
+    """Yields findings about imports and fixes.
+
+    Args:
+        found: what the fork's source says.
+        tree: the fork.
+        launch: words of the launch script; the first that is a Python file in the fork is the training script.
+    """
+    script = _script(tree, launch)
+    modules = tuple(patch_point.module for patch_point in reversed(found.generation.patch_points))
+    fixes, are_made = needed_fixes(tree, FIXES), _are_made()
+    if script is None:
+        text = f"no training script was named and there is no {_SCRIPT}; write it after --, before its flags"
+        yield noted(_SECTION, "script", text)
+    yield from (_fix(fix, are_made) for fix in fixes)
+    failed = failed_imports(tree, script, modules)
+    left = [each for each in failed if not _is_mended(each, fixes)]
+    yield from map(_import, _first_of_each(left))
+    if not left and script is not None:
+        yield ok(
+            _SECTION, "imports", f"all that {tree.shown(script)} needs can be found{' with these fixes' * bool(fixes)}"
+        )
+
+
+def _script(tree: SourceTree, launch: Sequence[str]) -> Path | None:
+    named = [word for word in launch if word.endswith(".py")]
+    places = [root / word for word in (*named, _SCRIPT) for root in tree.roots if tree.is_checkout]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _are_made() -> bool:
+    """Whether fixes are made; a bad variable is a finding of its own."""
+    with suppress(ConfigError):
+        return fixes_from(os.environ) and switch_from(os.environ) is not Switch.OFF
+    return True
+
+
+def _fix(fix: Fix, is_made: bool) -> Finding:
+    if is_made:
+        return noted(_SECTION, "host fix", f"{fix}; {fix.why}")
+    rule, remedy = "be mended, or the fork does not start", f"Unset {FIXES_VARIABLE}, and MEGATRON_DISTOPT=0"
+    return problem(_SECTION, "host fix", refusal("host", f"not mended ({fix}; {fix.why})", rule, remedy))
+
+
+def _is_mended(failed: FailedImport, fixes: Sequence[Fix]) -> bool:
+    return any(
+        isinstance(fix, StandIn) and failed.importer == fix.importer and failed.module in fix.modules for fix in fixes
+    )
+
+
+def _first_of_each(failed: Sequence[FailedImport]) -> list[FailedImport]:
+    """One finding a module is enough, because one installation mends all of its imports."""
+    return list({each.module: each for each in reversed(failed)}.values())[::-1]
+
+
+def _import(failed: FailedImport) -> Finding:
+    rule = f"be importable, because {failed.place} imports it"
+    return problem(_SECTION, "import", refusal(f"module {failed.module}", "missing", rule, _remedy(failed)))
+
+
+def _remedy(failed: FailedImport) -> str:
+    top = failed.module.partition(".")[0]
+    if failed.is_hosts:
+        return "Restore that file of the fork"
+    if failed.module != top:
+        return f"Install a version of {top} that has it"
+    return _INSTALL.get(top, f"Install the package that provides {top}; the fork's requirements name it")

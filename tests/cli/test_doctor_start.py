@@ -1,0 +1,140 @@
+"""Would the training script start: imports are followed by reading, and fixes are listed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_distopt.cli.doctor_start import describe_start
+from megatron_distopt.cli.show import Finding, Status
+from megatron_distopt.hosts.source.survey import survey
+from megatron_distopt.hosts.source.tree import fork_at
+from tests.support.fork_trees import core, gathered_2023, write_tree
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in [name for name in os.environ if name.startswith("MEGATRON_DISTOPT")]:
+        monkeypatch.delenv(variable)
+    yield
+
+
+def start(folder: Path, *launch: str) -> list[Finding]:
+    tree = fork_at(folder)
+    return list(describe_start(survey(tree), tree, launch))
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.status is Status.PROBLEM]
+
+
+def with_script(folder: Path, text: str, **more: str) -> Path:
+    files = {f"megatron/{name}.py": content for name, content in more.items()}
+    return write_tree(gathered_2023(folder), {"pretrain_gpt.py": text, **files})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import absent_package\n",
+        "import json.absent\n",
+        "from absent_package.part import thing\n",
+        "class A:\n    import absent_package\n",
+        "try:\n    import absent_package\nexcept ValueError:\n    pass\n",
+        "try:\n    import absent_package\nexcept ImportError:\n    print(1)\n    raise\n",
+        "with open('x'):\n    import absent_package\n",
+        "import megatron.absent\n",
+        "from megatron.absent import thing\n",
+    ],
+)
+def test_start_when_an_import_would_fail_then_a_problem_with_its_line(tmp_path: Path, text: str) -> None:
+    (found,) = problems(start(with_script(tmp_path, text)))
+    assert "absent" in found
+    assert "pretrain_gpt.py:" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    import absent_package\nexcept ImportError:\n    absent_package = None\n",
+        "try:\n    import absent_package\nexcept:\n    pass\n",
+        "try:\n    import absent_package\nexcept (ValueError, ModuleNotFoundError):\n    pass\n",
+        "if False:\n    import absent_package\n",
+        "def later():\n    import absent_package\n",
+        "import json.decoder, os.path, importlib\nfrom megatron import training\n",
+        "from helper_beside import thing\n",
+    ],
+)
+def test_start_when_an_import_is_guarded_or_can_be_found_then_no_problem(tmp_path: Path, text: str) -> None:
+    write_tree(tmp_path, {"helper_beside.py": "thing = 1\n"})
+    findings = start(with_script(tmp_path, text))
+    assert not problems(findings)
+    assert "imports" in [finding.subject for finding in findings]
+
+
+def test_start_when_a_module_of_the_fork_fails_then_it_is_found_on_the_way(tmp_path: Path) -> None:
+    fork = with_script(
+        tmp_path,
+        "from megatron.first import run\n",
+        first="from .second import run\nimport torchvision_absent\n",
+        second="from megatron import third\nrun = 1\n",
+        third="import torchvision_absent\nimport megatron.first\n",
+    )
+    (found,) = problems(start(fork))
+    assert "megatron/third.py:1" in found
+
+
+def test_start_when_a_package_is_known_then_it_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    (found,) = problems(start(with_script(tmp_path, "import yaml\n")))
+    assert "pip install pyyaml" in found
+
+
+def test_start_when_another_script_is_named_then_that_one_is_followed(tmp_path: Path) -> None:
+    fork = with_script(tmp_path, "import absent_package\n")
+    write_tree(fork, {"mine/train.py": "import neighbour\n", "mine/neighbour.py": "import absent_other\n"})
+    (found,) = problems(start(fork, "mine/train.py", "--use-distributed-optimizer"))
+    assert "absent_other" in found
+
+
+def test_start_when_there_is_no_script_then_the_hosts_own_modules_are_followed(tmp_path: Path) -> None:
+    write_tree(core(tmp_path), {"megatron/core/__init__.py": "import absent_kernels\n"})
+    findings = start(tmp_path)
+    assert [finding.subject for finding in findings] == ["script", "import"]
+    assert "absent_kernels" in problems(findings)[0]
+
+
+VISION = {"training": "import megatron.data.vit_dataset\n"}
+
+
+@pytest.mark.parametrize(("variable", "mended"), [("", True), ("MEGATRON_DISTOPT_FIXES", False)])
+def test_start_when_a_fix_is_declared_then_it_is_listed_or_a_problem_where_it_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, mended: bool
+) -> None:
+    monkeypatch.setattr("megatron_distopt.hosts.fixes.first_missing", lambda name: name)
+    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    fork = with_script(tmp_path, "from megatron.training import pretrain\n", **VISION)
+    write_tree(fork, {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "import torchvision\n"})
+    if variable:
+        monkeypatch.setenv(variable, "no")
+    findings = start(fork)
+    (fix,) = [finding for finding in findings if finding.subject == "host fix"]
+    assert "torchvision" in fix.text
+    assert (fix.status is not Status.PROBLEM) is mended
+    assert bool(problems(findings)) is not mended
+
+
+def test_start_when_the_same_package_is_needed_elsewhere_too_then_the_fix_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_distopt.hosts.fixes.first_missing", lambda name: name)
+    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    fork = with_script(tmp_path, "import megatron.data.vit_dataset\nimport torchvision\n")
+    write_tree(fork, {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "import torchvision\n"})
+    (found,) = problems(start(fork))
+    assert "pretrain_gpt.py:2" in found
