@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.config import FREE_OPTIONS, config_from_environment, switch_from
+from megatron_distopt.config import FIXES_VARIABLE, FREE_OPTIONS, config_from_environment, switch_from
 from megatron_distopt.plugin import add_arguments
 from scripts.reference import PAGE as REFERENCE
 from scripts.reference import with_table
@@ -29,7 +29,7 @@ PAGES = (
 )
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
-VARIABLES = {"MEGATRON_DISTOPT", *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS)}
+VARIABLES = {"MEGATRON_DISTOPT", FIXES_VARIABLE, *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS)}
 #: What a path of the repository ends with, where its first folder does not give it away.
 _ENDINGS = (".py", ".md", ".sh", ".patch", ".toml")
 #: Folders of the user's or of a host, which are not here.

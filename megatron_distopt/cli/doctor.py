@@ -20,7 +20,8 @@ from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_distopt.cli.doctor_start import describe_start
+from megatron_distopt.cli.doctor_core import describe_core
+from megatron_distopt.cli.doctor_start import NO_SCRIPT, describe_start
 from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
 from megatron_distopt.config import DistOptConfig, Switch, config_from_arguments, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
@@ -66,14 +67,20 @@ def answer(parsed: argparse.Namespace) -> Answer:
     findings = diagnose(parsed.fork, parsed.launch)
     num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     documents = [{**asdict(finding), "status": finding.status.value} for finding in findings]
-    verdict = "no problem found: this optimizer could start"
-    if num_problems:
-        verdict = f"{counted(num_problems, 'problem')}: this optimizer could not start"
+    verdict = _verdict(findings, num_problems)
     parts = [
         titled(section, rows((each.status.value, each.subject, each.text) for each in of_it))
         for section, of_it in groupby(findings, key=lambda finding: finding.section)
     ]
     return Answer({"can_start": not num_problems, "findings": documents}, [*parts, verdict], 1 if num_problems else 0)
+
+
+def _verdict(findings: Sequence[Finding], num_problems: int) -> str:
+    if num_problems:
+        return f"{counted(num_problems, 'problem')}: this optimizer could not start"
+    if any(finding.subject == NO_SCRIPT for finding in findings):
+        return "no problem found in the host; whether your training script could start was not looked at"
+    return "no problem found: this optimizer could start"
 
 
 def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
@@ -86,7 +93,7 @@ def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
     tree, found, reason = _read(fork)
     findings = [problem("fork", "source", reason)] if found is None else list(describe_fork(found))
     if tree is not None and found is not None and found.generation.is_supported:
-        findings += describe_start(found, tree, launch)
+        findings += [*describe_core(found, tree), *describe_start(found, tree, launch)]
     findings += _machine(found, _config(launch, found))
     findings += [*_variables(), _entry_point(found), *_other_entry_points(), *_patchers()]
     return [*findings, *check_launch_flags(launch, found, _switch())]

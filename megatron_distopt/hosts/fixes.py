@@ -11,9 +11,10 @@ import argparse
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ __all__ = [
     "ContiguousArguments",
     "Fix",
     "StandIn",
+    "Substitute",
     "applied_fixes",
     "apply_fixes",
     "needed_fixes",
@@ -142,12 +144,49 @@ class StandIn:
         try:
             yield
         finally:
-            for name, module in ours.items():
-                if sys.modules.get(name) is module:
-                    del sys.modules[name]
+            _remove_modules(ours)
 
     def __str__(self) -> str:
         return f"{self.modules[0]} is not installed: a stand-in that refuses to be used, for {self.importer}"
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """Provides the functions that the host calls of a package that is not installed, for the whole run.
+
+    Args:
+        importer: the host's module that imports it.
+        modules: the package, and modules of it, which get the same functions.
+        source: the module of ours that has the functions.
+        why: see `Fix`.
+    """
+
+    importer: str
+    modules: tuple[str, ...]
+    source: str
+    why: str
+
+    def is_needed(self, tree: SourceTree) -> bool:
+        """Whether the host's module imports the package and this Python does not have it."""
+        file = tree.file_of(self.importer)
+        if file is None or first_missing(self.modules[0]) is None:
+            return False
+        return self.modules[0] in required_modules(tree.parse(file))
+
+    def apply(self) -> Undo:
+        """Puts modules with our functions in place of the package."""
+        ours = import_module(self.source)
+        made = {name: _Refusing(name) for name in self.modules}
+        for name, module in made.items():
+            vars(module).update({each: getattr(ours, each) for each in ours.__all__})
+            parent, _, last = name.rpartition(".")
+            if parent in made:
+                setattr(made[parent], last, module)
+        sys.modules.update(made)
+        return lambda: _remove_modules(made)
+
+    def __str__(self) -> str:
+        return f"{self.modules[0]} is not installed: its functions that the host calls are in {self.source}"
 
 
 @dataclass(frozen=True)
@@ -251,6 +290,12 @@ class ContiguousArguments:
 
     def __str__(self) -> str:
         return f"{', '.join(self.parameters)} are made contiguous for {self.module}.{self.owner}.{self.method}"
+
+
+def _remove_modules(ours: Mapping[str, ModuleType]) -> None:
+    for name, module in ours.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 class _Refusing(ModuleType):

@@ -109,7 +109,7 @@ def test_start_when_there_is_no_script_then_the_hosts_own_modules_are_followed(t
     assert "absent_kernels" in problems(findings)[0]
 
 
-VISION = {"training": "import megatron.data.vit_dataset\n"}
+VISION = {"training": "import megatron.data.vit_dataset\n\n\ndef pretrain():\n    pass\n"}
 
 
 @pytest.mark.parametrize(("variable", "mended"), [("", True), ("MEGATRON_DISTOPT_FIXES", False)])

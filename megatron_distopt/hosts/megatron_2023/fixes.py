@@ -5,7 +5,7 @@ Data, seen in Megatron-DeepSpeed 4efb479d with torch 2.13 and DeepSpeed 0.19. Ea
 
 from __future__ import annotations
 
-from megatron_distopt.hosts.fixes import ArgumentDefault, ContiguousArguments, Fix, StandIn
+from megatron_distopt.hosts.fixes import ArgumentDefault, ContiguousArguments, Fix, StandIn, Substitute
 
 __all__ = ["FIXES"]
 
@@ -24,6 +24,12 @@ FIXES: tuple[Fix, ...] = (
         "megatron.training",
         ("deepspeed.compression.compress",),
         "newer DeepSpeed has no compression, which the fork uses only with --compression-training",
+    ),
+    Substitute(
+        "megatron.training",
+        ("ezpz", "ezpz.dist"),
+        "megatron_distopt.hosts.megatron_2023.ezpz",
+        "argonne-lcf's fork takes rank, device and loggers from it, which is on no package index",
     ),
     ArgumentDefault(
         "megatron.training",
