@@ -1,4 +1,4 @@
-"""The oldest and the newest megatron-core that is served; `scripts/test_hosts.sh` runs all tests on all versions."""
+"""megatron-core from the oldest to the newest that is served; `scripts/test_hosts.sh` runs all tests on all of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ def _environment(folder: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("version", ["0.9.0", "0.19.2"])
-def test_version_when_it_is_the_oldest_or_the_newest_then_the_tests_of_the_host_pass(version: str) -> None:
+#: Between the oldest and the newest; the installed one is not among them.
+_OTHERS = ("0.10.0", "0.11.0", "0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.17.1", "0.18.2")
+
+
+@pytest.mark.parametrize(
+    "version", ["0.9.0", *(pytest.param(each, marks=pytest.mark.long) for each in _OTHERS), "0.19.2"]
+)
+def test_version_when_it_is_served_then_the_tests_of_the_host_pass(version: str) -> None:
     folder = _FOLDERS / version
     if not folder.exists():
-        pytest.skip(f"needs {folder.name} in {_FOLDERS.name}, where scripts/test.sh unpacks it")
+        pytest.skip(f"needs megatron-core {version}, which scripts/test_hosts.sh {version} unpacks")
     files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in _FILES]
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files]
     done = subprocess.run(
