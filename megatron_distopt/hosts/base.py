@@ -6,7 +6,6 @@ Also here: the host's timers.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, profiled, raise_together
@@ -34,7 +32,6 @@ __all__ = [
     "check_dtypes",
     "check_groups_are_used",
     "compare_ranks",
-    "groups_of",
     "loss_scale_of",
     "named_params",
     "named_trainable",
@@ -43,7 +40,6 @@ __all__ = [
     "reduce_dtype_of",
     "spec_of",
     "timed",
-    "unserved_options",
     "with_hosts_own",
 ]
 
@@ -166,37 +162,6 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     for group in groups:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     return groups
-
-
-#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote there is its own.
-_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
-
-
-def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
-    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
-    return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
-
-
-#: Options of a class that say how it computes, and not what.
-_ABOUT_KERNELS = ("foreach", "fused", "capturable", "set_grad_none", "master_weights", "fp32_optimizer_states")
-
-
-def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
-    """Options of a host's own inner optimizer that change its arithmetic, and that our choice for it does not have.
-
-    Args:
-        optimizer: of torch, apex, DeepSpeed or TransformerEngine.
-
-    Returns:
-        By name: values that differ from what its class has by default, as nesterov or amsgrad.
-    """
-    parameters = inspect.signature(type(optimizer)).parameters
-    usual = {name: each.default for name, each in parameters.items() if name in optimizer.defaults}
-    for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
-        usual.pop(name, None)
-    groups = [optimizer.defaults, *optimizer.param_groups]
-    return {name: group[name] for group in groups for name in usual if group.get(name, usual[name]) != usual[name]}
 
 
 def _kind(group: object) -> str:

@@ -5,6 +5,7 @@ All of it runs in one spawn of two ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_distopt.errors import ConfigError, DistOptError, HostMismatchError
 from tests.support.cases import Case
@@ -33,6 +36,10 @@ def _collect(rank: int, size: int) -> Facts:
         "subclass": _refusal(_subclass),
         "chained with another": _refusal(_mixed_chain),
         "method of other code": _refusal(_method_of_other_code),
+        "another Adam, host": _with_adam(_Stateless, "host-distributed"),
+        "another Adam": _with_adam(_Stateless, "distopt"),
+        "another Adam of whole params": _refusal(lambda: _with_adam(_Normed, "distopt")),
+        "another Adam, and one by name": _refusal(lambda: _with_adam(_Stateless, "distopt", source="torch_fused")),
         "undone": _undone(),
         "not used": _lines_when_not_used(),
     }
@@ -92,6 +99,53 @@ def _with_factory(make: Callable[[], Callable[..., Any] | None], switch: str = "
         kinds = [type(each).__module__ for each in (training.optimizer, *gpt.parts_of(training.optimizer))]
         installed.undo()
     return {"losses": losses, "kinds": sorted({kind.split(".")[0] for kind in kinds})}
+
+
+class _Stateless(torch.optim.Optimizer):
+    """Without moments, as a framework for reinforcement learning puts in the place of the host's Adam."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, eps: float = 1e-8, weight_decay: float = 0.0, **_: Any) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = self.update_of(param.grad, group["eps"])
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+    def update_of(self, grad: Tensor, eps: float) -> Tensor:
+        return grad / (grad.abs() + eps)
+
+
+class _Normed(_Stateless):
+    """Looks at a whole param."""
+
+    def update_of(self, grad: Tensor, eps: float) -> Tensor:
+        return grad / (grad.norm() + eps)
+
+
+def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
+    """Trains after a class has taken the place of the host's Adam in its modules."""
+    import megatron.core.optimizer as host
+    from megatron.core.optimizer import distrib_optimizer
+
+    import megatron_distopt
+    from tests.support import gpt
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        for module in (host, distrib_optimizer):
+            patch.setattr(module, "Adam", adam, raising=False)
+        # Without apex and TransformerEngine the host would take torch's class and not the name in its module.
+        patch.setattr(host, "USING_PYTORCH_OPTIMIZER", False, raising=False)
+        patch.setenv("MEGATRON_DISTOPT_ADAM", source)
+        if optimizer == "distopt":
+            stack.callback(megatron_distopt.install().undo)  # also where the constructor raises
+        with contextlib.closing(gpt.Training(CASE.of(optimizer=optimizer))) as training:
+            losses = [training.step().loss for _ in range(CASE.steps)]
+        kind = type(gpt.parts_of(training.optimizer)[0].optimizer).__name__
+    return {"losses": losses, "kind": kind}
 
 
 def _required_without_flag() -> None:
@@ -218,12 +272,22 @@ def test_factory_when_switched_off_then_it_builds_the_hosts_own(found: list[Fact
     assert found[0]["copied factory, switched off"]["kinds"] == ["megatron"]
 
 
+def test_adam_when_a_framework_has_replaced_the_hosts_then_it_is_used_itself(found: list[Facts]) -> None:
+    for facts in found:
+        assert facts["another Adam"]["kind"] == facts["another Adam, host"]["kind"] == "_Stateless"
+        # The norm by which both clip differs in its last bits.
+        assert facts["another Adam"]["losses"] == pytest.approx(facts["another Adam, host"]["losses"], rel=1e-6)
+        assert facts["another Adam"]["losses"] != pytest.approx(facts["own factory"]["losses"], rel=1e-3)
+
+
 #: Until 0.11 a factory without the flag constructs nothing of which a copy of it could be told.
 CHAINS_ALWAYS = core_mentions("optimizer/optimizer.py", "grads_states_parallel_group_is_shared")
 REFUSED = {
     "required and not used": (ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"),
     "subclass": (ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": (ConfigError, "FP32Optimizer", "adam or sgd"),
+    "another Adam of whole params": (ConfigError, "_Normed", "element-wise"),
+    "another Adam, and one by name": (ConfigError, "torch_fused with _Stateless", "Drop --distopt-adam"),
     "method of other code": (HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +13,13 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes, groups_of, unserved_options, with_hosts_own
+from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
+from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
 __all__ = ["Inner", "check_model", "choose_for", "merge_config"]
-
-#: Classes that can be replaced by another implementation of the same formula, by package; a user's own class of the
-#: same name is not meant.
-_ADAMS = {
-    "torch.optim": ("Adam", "AdamW"),
-    "apex.optimizers": ("FusedAdam",),
-    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
-    "transformer_engine.pytorch.optimizers": ("FusedAdam",),
-}
-_SGDS = {"torch.optim": ("SGD",), "apex.optimizers": ("FusedSGD",)}
 
 
 @dataclass(frozen=True)
@@ -95,9 +85,9 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
                 "Drop one of the two",
             )
             raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
-        if "optimizer" in config.explicit or _is_of(base, _ADAMS):
+        if "optimizer" in config.explicit or is_adam(base):
             return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base))
-        if _is_of(base, _SGDS):
+        if is_sgd(base):
             return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
     if config.adam != "auto":
         rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
@@ -106,23 +96,9 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
     return Inner(adopt_instance(base), base.param_groups)
 
 
-def _is_of(base: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the base optimizer is of one of these classes: what a package exports, or calls so in one of its files.
-
-    One that inherits from them is another.
-    """
-    kind = type(base)
-    for module, names in classes.items():
-        package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
-        is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
-        if is_exported or (kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")):
-            return True
-    return False
-
-
 def _unserved(base: Optimizer) -> dict[str, Any]:
     """Returns options of the base optimizer that the class which replaces it does not have."""
-    if not (_is_of(base, _ADAMS) or _is_of(base, _SGDS)):
+    if not (is_adam(base) or is_sgd(base)):
         return {}
     after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
     return unserved_options(base) | after_momentum

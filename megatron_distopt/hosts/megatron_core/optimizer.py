@@ -28,13 +28,12 @@ from megatron_distopt.errors import ConfigError, HostError, refusal
 from megatron_distopt.hosts.base import (
     StartUp,
     compare_ranks,
-    groups_of,
     loss_scale_of,
     names_by_param,
     plan_groups,
-    unserved_options,
 )
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
+from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
@@ -42,9 +41,11 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.optimizer import (
+    InnerChoice,
     ShardedOptimizer,
     StepDecision,
     StepPlan,
+    adopt_instance,
     choose_inner,
     find_accelerator,
     measure_memory,
@@ -100,8 +101,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self._options = options
-        self._groups = [] if optimizer is None else _groups_of(optimizer)
-        self.sharded = self._build(names)
+        self.sharded = self._build(names, optimizer)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: StepDecision | None = None
         #: Whether ranks were compared, see start.py.
@@ -110,11 +110,12 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         _publish_main_params(self.sharded, self.named)
         self._members = GroupMembers(self.sharded.inner)
 
-    def _build(self, names: Mapping[Parameter, str]) -> ShardedOptimizer:
+    def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None) -> ShardedOptimizer:
         device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
+        choice, groups = _inner_for(optimizer, self._options, device.type)
         plan = StepPlan(
-            groups=plan_groups(self.named, self._groups),
-            choice=choose_inner(self._options, device.type),
+            groups=plan_groups(self.named, groups),
+            choice=choice,
             config=self._options,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self.stats_group,
@@ -287,18 +288,37 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
             super().load_state_dict(state_dict)
 
 
-def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The host's param groups.
+def _inner_for(
+    optimizer: Optimizer | None, config: DistOptConfig, device_type: str
+) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
+    """The inner optimizer and its param groups: the best implementation of what the host built, or that very object.
+
+    Args:
+        optimizer: which the host built, of its own class or of one that a framework put in its place.
+        config: merged.
+        device_type: of the params.
 
     Raises:
-        ConfigError: its own inner optimizer has an option that ours has not.
+        ConfigError: the host's own has an option that ours has not; an implementation that was asked for by name cannot
+            take the place of another class; or that class is not element-wise.
     """
+    if optimizer is None:
+        return choose_inner(config, device_type), []
+    if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
+        _check_options_of(optimizer)
+        return choose_inner(config, device_type), groups_of(optimizer)
+    if config.adam != "auto":
+        got, rule = f"{config.adam} with {type(optimizer).__name__}", "take the place of the host's own Adam"
+        raise ConfigError(refusal("adam", got, rule, "Drop --distopt-adam, or do not replace the host's Adam"))
+    return adopt_instance(optimizer), optimizer.param_groups
+
+
+def _check_options_of(optimizer: Optimizer) -> None:
     unserved = unserved_options(optimizer)
     if unserved:
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
         rule, remedy = "be off with this distributed optimizer", "Drop it"
         raise ConfigError(refusal(f"options of the host's {type(optimizer).__name__}", shown, rule, remedy))
-    return groups_of(optimizer)
 
 
 def _idle_device(config: DistOptConfig) -> torch.device:
