@@ -143,6 +143,11 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == CPU else getattr(torch, device.type).device(device)
 
 
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the device, where torch keeps any."""
+    getattr(getattr(torch, device.type, None), "empty_cache", bool)()
+
+
 def can_record(device: torch.device) -> bool:
     """Whether `record` works there."""
     return device.type == CUDA

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
-from megatron_distopt.comm import Group, exchange
+from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
@@ -41,6 +41,20 @@ class CheckpointCalls(MegatronOptimizer):
         """The optimizers whose state it is."""
         raise NotImplementedError
 
+    def check_is_back(self, what: str) -> None:
+        """Collective: refuses `what` on all ranks where the state of one is offloaded.
+
+        Raises:
+            LayoutError: on a rank where it is.
+            RanksDisagreeError: on the others.
+        """
+
+        def check() -> None:
+            for optimizer in self.ours():
+                optimizer.offloaded.check_is_back()
+
+        raise_together(check, self.ours()[0].stats_group, what)
+
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other layout of the same model.
 
@@ -51,6 +65,7 @@ class CheckpointCalls(MegatronOptimizer):
             CheckpointError: on a rank that cannot write; the folder holds what it held before.
             RanksDisagreeError: on the others.
         """
+        self.check_is_back("save")
         self._saver = self._saver or Saver(self.ours()[0].sharded.config, Group.of())
         self._saver.save(Path(folder), whole_model_of(self.ours()))
 
@@ -70,6 +85,7 @@ class CheckpointCalls(MegatronOptimizer):
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
+        self.check_is_back("load")
         with self._new_params():
             load_any(Path(folder), whole_model_of(self.ours()), Group.of(), resume_step=self._resume_step)
 
@@ -78,6 +94,7 @@ class CheckpointCalls(MegatronOptimizer):
 
         Raises: as `load`.
         """
+        self.check_is_back("load")
         with self._new_params():
             load_sharded_state(whole_model_of(self.ours()), state, Group.of())
 
@@ -136,6 +153,7 @@ class CheckpointCalls(MegatronOptimizer):
             CheckpointError: this version of the host takes shards of a regular grid only.
         """
         check_takes_boxes()
+        self.check_is_back("load" if is_loading else "save")
         model = whole_model_of(self.ours())
         return state_to_load(model) if is_loading else state_to_save(model, Group.of())
 

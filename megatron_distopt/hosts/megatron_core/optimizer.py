@@ -24,7 +24,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, HostError, refusal
+from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import (
     StartUp,
     compare_ranks,
@@ -39,6 +39,7 @@ from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_grou
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
+from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.optimizer import (
     InnerChoice,
@@ -50,6 +51,7 @@ from megatron_distopt.optimizer import (
     find_accelerator,
     measure_memory,
 )
+from megatron_distopt.optimizer.accelerator import CPU
 
 __all__ = ["ChainedOptimizer", "DistributedOptimizer"]
 
@@ -107,7 +109,11 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         #: Whether ranks were compared, see start.py.
         self.is_started = False
         self.norm_groups: tuple[str, ...] = ()
-        _publish_main_params(self.sharded, self.named)
+        published = _publish_main_params(self.sharded, self.named)
+        main_params = main_params_of(self.sharded, published)
+        #: By the name under which frameworks look for what they offload, see offload.py.
+        self.shard_fp32_from_float16_groups = [[main] for main in main_params]
+        self.offloaded = OffloadedState(self.sharded, main_params)
         self._members = GroupMembers(self.sharded.inner)
 
     def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None) -> ShardedOptimizer:
@@ -147,12 +153,13 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:
-        """Whether the params are in the host's buffers and the groups have their params, on this rank.
+        """Whether params are in the host's buffers, groups have their params and the state is not offloaded.
 
         Raises:
-            LayoutError
+            LayoutError: on this rank.
         """
         self._members.check()
+        self.offloaded.check_is_back()
         for buffer in self.buffers:
             check_params_are_in(buffer, self.named)
 
@@ -203,6 +210,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         Args:
             state_dict: the host's model state dict, or None for the model params as they are.
         """
+        self.offloaded.check_is_back()
         if state_dict is None:
             self.sharded.reload_model_params()
             return
@@ -232,6 +240,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
 
     def local_state_dict(self) -> dict[str, Any]:
         """All of this rank's state by param name, for a restart at the same size, see checkpoint/local_state.py."""
+        self.offloaded.check_is_back()
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -244,6 +253,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         if HEAD in state_dict:
             self.load_sharded(state_dict)
             return
+        self.check_is_back("load")
         if "param_shards" not in state_dict:
             raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
             load_head(self, state_dict)
@@ -252,14 +262,18 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         with self._new_params():
             load_local_state_dict(self.sharded, state_dict)
 
-    def offload_to_cpu(self) -> NoReturn:
-        """Refused: an fp32 main param is a view of the host's param buffer and cannot move away from it."""
-        rule, remedy = "stay on the device of the param buffer", "Use the host's own optimizer for offloading"
-        raise HostError(refusal("offload_to_cpu", "called", rule, remedy))
+    def offload_to_cpu(self) -> None:
+        """Moves main params and moments of this rank into the host's memory, between two phases of training.
 
-    def restore_from_cpu(self) -> NoReturn:
-        """Refused, as `offload_to_cpu` is."""
-        self.offload_to_cpu()
+        A step, a save and a load are refused until `restore_from_cpu`. fp32 params are their own main params and stay
+        in the host's param buffers.
+        """
+        self.finish_saving()
+        self.offloaded.move_to(torch.device(CPU))
+
+    def restore_from_cpu(self) -> None:
+        """Moves back what `offload_to_cpu` has moved."""
+        self.offloaded.restore()
 
 
 class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
@@ -270,6 +284,16 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
     def ours(self) -> Sequence[DistributedOptimizer]:
         """All of them."""
         return self.chained_optimizers
+
+    def offload_to_cpu(self) -> None:
+        """Moves the state of all of them into the host's memory; megatron-core has the call since 0.15."""
+        for optimizer in self.chained_optimizers:
+            optimizer.offload_to_cpu()
+
+    def restore_from_cpu(self) -> None:
+        """Moves back what `offload_to_cpu` has moved."""
+        for optimizer in self.chained_optimizers:
+            optimizer.restore_from_cpu()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")
@@ -326,8 +350,13 @@ def _idle_device(config: DistOptConfig) -> torch.device:
     return torch.device(find_accelerator(config.accelerator).device_type)
 
 
-def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
-    """`param.main_param`: live views of the main params, which the host's parameter norm and qk-clip read and write."""
+def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> list[Tensor]:
+    """`param.main_param`: live views of the main params, which the host's parameter norm and qk-clip read and write.
+
+    Returns:
+        All of them.
+    """
+    published = []
     for param in named.values():
         if param.dtype != torch.float32:
             param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
@@ -336,7 +365,9 @@ def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Paramete
         flat.main.tensor_model_parallel = True  # type: ignore[attr-defined]
         flat.main.shared = flat.plan.key.excluded_from_norm  # type: ignore[attr-defined]
         for shard in flat.plan.shards if flat.owns_memory else ():
-            _publish_main_param(named[shard.name], flat.cut(flat.main, shard))
+            published.append(flat.cut(flat.main, shard))
+            _publish_main_param(named[shard.name], published[-1])
+    return published
 
 
 def _publish_main_param(param: Any, main_param: Any) -> None:

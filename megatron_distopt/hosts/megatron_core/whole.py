@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group
+from megatron_distopt.hosts.megatron_core.offload import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.optimizer import ShardedOptimizer
 
@@ -18,14 +19,16 @@ __all__ = ["HoldsState", "whole_model_of"]
 
 
 class HoldsState(Protocol):
-    """What checkpoints read of an optimizer: the host's attributes, and three of ours.
+    """What checkpoints read of an optimizer: the host's attributes, and some of ours.
 
     Args:
         sharded: the sharded step.
+        offloaded: where its state is.
         named: this rank's params by their names in the optimizer.
     """
 
     sharded: ShardedOptimizer
+    offloaded: OffloadedState
     named: dict[str, Parameter]
     model_chunks: list[Any]
     param_groups: list[dict[str, Any]]
@@ -34,6 +37,10 @@ class HoldsState(Protocol):
 
     def is_duplicate(self, name: str) -> bool:
         """Whether another rank counts the param of that name, and writes it."""
+
+    @property
+    def stats_group(self) -> Group:
+        """All ranks that hold a part of the model."""
 
 
 def whole_model_of(optimizers: Sequence[HoldsState]) -> WholeModel:
