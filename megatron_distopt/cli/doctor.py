@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_distopt.cli.doctor_core import describe_core
+from megatron_distopt.cli.doctor_demands import read_flags
 from megatron_distopt.cli.doctor_start import NO_SCRIPT, describe_start
 from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
 from megatron_distopt.config import DistOptConfig, Switch, config_from_arguments, config_from_environment, switch_from
@@ -40,7 +41,7 @@ from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS, survey
 from megatron_distopt.hosts.source.tree import SourceTree, fork_at, importable_host
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 
-__all__ = ["answer", "check_launch_flags", "describe_fork", "diagnose", "read_flags"]
+__all__ = ["answer", "check_launch_flags", "describe_fork", "diagnose"]
 
 #: Sections of the report.
 _FORK, _ENVIRONMENT, _LAUNCH = "fork", "environment", "launch"
@@ -258,29 +259,6 @@ def _hosts_flag(found: Survey | None) -> str:
     """Returns the host's flag as its parser spells it, or in the usual spelling where it has no parser."""
     spelt = [option.flag for option in (found.options if found else ()) if option.name == FLAG]
     return spelt[0] if spelt else f"--{FLAG.replace('_', '-')}"
-
-
-def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleNamespace:
-    """Parses launch flags without running the host's parser; flags that are not given leave no attribute.
-
-    Args:
-        words: flags and their values.
-        options: of the host's parser; other flags get their own name, and True where no value follows.
-
-    >>> read_flags(["--DDP-impl", "torch", "--deepspeed"], [])
-    namespace(DDP_impl='torch', deepspeed=True)
-    """
-    known: Mapping[str, ParserOption] = {option.flag: option for option in options}
-    parsed = SimpleNamespace()
-    for index, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.startswith("--"):
-            option = known.get(flag)
-            name = option.name if option else flag[2:].replace("-", "_")
-            follows = [after for after in words[index + 1 : index + 2] if not after.startswith("--")]
-            given = value or (follows[0] if follows else True)
-            setattr(parsed, name, given if option is None or option.value is None else option.value)
-    return parsed
 
 
 def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switch) -> Iterator[Finding]:

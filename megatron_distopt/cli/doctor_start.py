@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_distopt.cli.doctor_demands import describe_demands
 from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.config import FIXES_VARIABLE, Switch, fixes_from, switch_from
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.fixes import Fix, StandIn, Substitute, needed_fixes
 from megatron_distopt.hosts.megatron_2023.fixes import FIXES
-from megatron_distopt.hosts.source.demands import DeviceAssert, asserted_devices, makefiles, makes
+from megatron_distopt.hosts.source.demands import makes
 from megatron_distopt.hosts.source.found import Survey
 from megatron_distopt.hosts.source.imports import FailedImport, follow_imports
 from megatron_distopt.hosts.source.tree import SourceTree
@@ -91,8 +89,7 @@ def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> It
         with_fixes = " with these fixes" * bool(fixes)
         yield ok(_SECTION, "imports", f"all that {tree.shown(script)} needs can be found{with_fixes}")
     yield from _later(followed.later, left)
-    yield from map(_device, asserted_devices(tree, followed.files))
-    yield from (finding for file in makefiles(tree, followed.files) for finding in _compiled(tree, file))
+    yield from describe_demands(found, tree, followed.files, launch)
 
 
 def _later(later: Sequence[FailedImport], left: Sequence[FailedImport]) -> Iterator[Finding]:
@@ -101,31 +98,6 @@ def _later(later: Sequence[FailedImport], left: Sequence[FailedImport]) -> Itera
     if listed:
         text = f"not importable: {', '.join(listed)}; imported under a condition or when a function is called"
         yield noted(_SECTION, "later imports", text)
-
-
-def _device(each: DeviceAssert) -> Finding:
-    if find_spec("torch") is not None and _is_available(each.device):
-        return ok(_SECTION, "device", f"{each.device}, which {each.place} asks for")
-    rule, remedy = f"be available: {each.place} asserts it", "Start it on a machine that has it"
-    return problem(_SECTION, "device", refusal(f"torch.{each.device}", "not available", rule, remedy))
-
-
-def _is_available(device: str) -> bool:
-    return bool(getattr(import_module("torch"), device).is_available())
-
-
-def _compiled(tree: SourceTree, makefile: Path) -> Iterator[Finding]:
-    """Checks what the fork compiles its data index with, at the start of the first run."""
-    lacking = [name for name in ("make", "python3", "python3-config", "c++") if shutil.which(name) is None]
-    if "pybind11" in makefile.read_text(encoding="utf-8") and find_spec("pybind11") is None:
-        lacking.append("pybind11")
-    shown = tree.shown(makefile)
-    if not lacking:
-        yield ok(_SECTION, "data index", f"{shown} can be compiled")
-        return
-    installs = "Run pip install pybind11" if lacking == ["pybind11"] else "Install a C++ compiler, make and pybind11"
-    rule = f"be there, because the fork runs {shown} at its start"
-    yield problem(_SECTION, "data index", refusal("compiler", f"no {', '.join(lacking)}", rule, installs))
 
 
 def _script(tree: SourceTree, launch: Sequence[str]) -> Path | None:

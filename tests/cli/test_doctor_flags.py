@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.cli.doctor import check_launch_flags, read_flags
+from megatron_distopt.cli.doctor import check_launch_flags
+from megatron_distopt.cli.doctor_demands import read_flags
 from megatron_distopt.cli.show import Finding, Status, noted, ok
 from megatron_distopt.config import Switch
 from megatron_distopt.hosts.source.found import Survey

@@ -152,12 +152,14 @@ class ParserOption:
         name: in `args`.
         value: what it stores, True or False; None where it takes a value.
         place: where it is added.
+        default: what it stores where the flag is not given, as far as the source spells it out.
     """
 
     flag: str
     name: str
     value: bool | None
     place: SourceLine
+    default: object = None
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,8 @@ def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
             given = values_given(call)
             name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
             value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
-            yield from (ParserOption(flag, name, value, SourceLine(tree.shown(file), call.lineno)) for flag in flags)
+            place = SourceLine(tree.shown(file), call.lineno)
+            yield from (ParserOption(flag, name, value, place, given.get("default")) for flag in flags)
 
 
 def _find_needs(tree: SourceTree, generation: Generation) -> Iterator[Need]:
