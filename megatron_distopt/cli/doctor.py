@@ -201,8 +201,8 @@ def describe_fork(found: Survey) -> Iterator[Finding]:
         yield from _class(found.optimizer_class)
     yield _groups(found)
     yield _flag(found)
-    for file, reason in found.unreadable.items():
-        make = problem if file.startswith("megatron/") else noted
+    for reason in found.unreadable.values():
+        make = problem if reason in found.problems() else noted
         yield make(_FORK, "unreadable", reason)
 
 

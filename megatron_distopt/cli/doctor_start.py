@@ -17,6 +17,7 @@ from megatron_distopt.cli.doctor_demands import describe_demands
 from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.config import FIXES_VARIABLE, Switch, fixes_from, switch_from
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.detect import adapter_files
 from megatron_distopt.hosts.fixes import Fix, StandIn, Substitute, needed_fixes
 from megatron_distopt.hosts.megatron_2023.fixes import FIXES
 from megatron_distopt.hosts.source.demands import makes
@@ -82,10 +83,12 @@ def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> It
         text = f"no training script was named and there is no {_SCRIPT}; write it after --, before its flags"
         yield noted(_SECTION, NO_SCRIPT, text)
     yield from (_fix(fix, are_made) for fix in fixes)
-    followed = follow_imports(tree, script, modules)
+    followed = follow_imports(tree, script, modules, adapter_files(found.generation))
     left = [each for each in followed.failed if not _is_mended(each, fixes)]
     yield from (_import(tree, each) for each in _first_of_each(left))
-    if not left and script is not None:
+    broken = [reason for reason in followed.unreadable.values() if reason not in found.problems()]
+    yield from (problem(_SECTION, "unreadable", reason) for reason in broken)
+    if not left and not followed.unreadable and script is not None:
         with_fixes = " with these fixes" * bool(fixes)
         yield ok(_SECTION, "imports", f"all that {tree.shown(script)} needs can be found{with_fixes}")
     yield from _later(followed.later, left)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_distopt.config import DistOptConfig
@@ -25,6 +26,7 @@ __all__ = [
     "MEGATRON_CORE",
     "Generation",
     "Host",
+    "adapter_files",
     "find_host",
     "get_megatron_optimizer",
     "recognise",
@@ -126,6 +128,13 @@ _ADAPTERS = {
     MEGATRON_CORE.name: "megatron_distopt.hosts.megatron_core.adapter",
     MEGATRON_2023.name: "megatron_distopt.hosts.megatron_2023.adapter",
 }
+
+
+def adapter_files(generation: Generation) -> dict[str, Path]:
+    """Returns the modules of the adapter of a generation, by name; none where there is no adapter."""
+    package, _, _ = _ADAPTERS.get(generation.name, "").rpartition(".")
+    files = sorted((Path(__file__).parent / package.rpartition(".")[2]).glob("*.py")) if package else []
+    return {f"{package}.{file.stem}": file for file in files}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from megatron_distopt.cli.doctor_start import describe_start
 from megatron_distopt.cli.show import Finding, Status
+from megatron_distopt.hosts.source import imports
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import fork_at
 from tests.support.fork_trees import core, gathered_2023, write_tree
@@ -29,6 +31,11 @@ def start(folder: Path, *launch: str) -> list[Finding]:
 
 def problems(findings: list[Finding]) -> list[str]:
     return [finding.text for finding in findings if finding.status is Status.PROBLEM]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
+    """Lets modules look as if they were not installed."""
+    monkeypatch.setattr(imports, "find_spec", lambda name: None if name in hidden else find_spec(name))
 
 
 def with_script(folder: Path, text: str, **more: str) -> Path:
@@ -90,7 +97,7 @@ def test_start_when_a_module_of_the_fork_fails_then_it_is_found_on_the_way(tmp_p
 def test_start_when_a_package_is_known_then_it_says_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    hide(monkeypatch, "torchvision", "yaml")
     (found,) = problems(start(with_script(tmp_path, "import yaml\n")))
     assert "pip install pyyaml" in found
 
@@ -117,7 +124,7 @@ def test_start_when_a_fix_is_declared_then_it_is_listed_or_a_problem_where_it_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, mended: bool
 ) -> None:
     monkeypatch.setattr("megatron_distopt.hosts.fixes.first_missing", lambda name: name)
-    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    hide(monkeypatch, "torchvision", "yaml")
     fork = with_script(tmp_path, "from megatron.training import pretrain\n", **VISION)
     write_tree(fork, {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "import torchvision\n"})
     if variable:
@@ -133,7 +140,7 @@ def test_start_when_the_same_package_is_needed_elsewhere_too_then_the_fix_does_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_distopt.hosts.fixes.first_missing", lambda name: name)
-    monkeypatch.setattr("megatron_distopt.hosts.source.imports.find_spec", lambda name: None)
+    hide(monkeypatch, "torchvision", "yaml")
     fork = with_script(tmp_path, "import megatron.data.vit_dataset\nimport torchvision\n")
     write_tree(fork, {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "import torchvision\n"})
     (found,) = problems(start(fork))

@@ -30,12 +30,18 @@ _CORE_FACTORY = """\
 from .distrib_optimizer import DistributedOptimizer
 
 
+class ChainedOptimizer:
+    pass
+
+
 def get_megatron_optimizer(config, model_chunks, use_gloo_process_groups=True):
     return DistributedOptimizer(config)
 
 
 AFTER = get_megatron_optimizer
 """
+_OPTIMIZER = "class MegatronOptimizer:\n    pass\n"
+_NOT_SHARED = "def param_is_not_shared(param):\n    return True\n"
 _PARSER = """\
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     return parser
@@ -68,8 +74,13 @@ def per_rank_2023(folder: Path) -> Path:
     return write_tree(
         folder,
         {
-            "megatron/__init__.py": "",
+            "megatron/__init__.py": "def get_args():\n    return None\n",
             "megatron/optimizer/__init__.py": FACTORY_OF_2023,
+            "megatron/optimizer/optimizer.py": _OPTIMIZER,
+            "megatron/model/__init__.py": "",
+            "megatron/model/module.py": _NOT_SHARED,
+            "megatron/core/__init__.py": "from . import parallel_state as mpu\n",
+            "megatron/core/tensor_parallel.py": "",
             "megatron/optimizer/distrib_optimizer.py": _class(megatron_2023.CLASS_PARAMETERS),
             "megatron/arguments.py": _PARSER,
             "megatron/initialize.py": "from .arguments import (validate_args,\n    parse_args)\n",
@@ -98,6 +109,11 @@ def core(folder: Path) -> Path:
         {
             "megatron/core/__init__.py": "",
             "megatron/core/optimizer/__init__.py": _CORE_FACTORY,
+            "megatron/core/optimizer/optimizer.py": _OPTIMIZER,
+            "megatron/core/tensor_parallel.py": "def copy_tensor_model_parallel_attributes():\n    pass\n",
+            "megatron/core/transformer/module.py": _NOT_SHARED,
+            "megatron/core/dist_checkpointing/__init__.py": "class ShardedTensor:\n    pass\n",
+            "megatron/core/dist_checkpointing/core.py": "class CheckpointingException(Exception):\n    pass\n",
             "megatron/core/optimizer/distrib_optimizer.py": _class(megatron_core.CLASS_PARAMETERS),
             "megatron/core/optimizer/muon.py": "def build():\n    from . import get_megatron_optimizer as get\n",
             "megatron/core/parallel_state.py": _GROUPS,

@@ -60,7 +60,8 @@ def get_hostname() -> str:
 
 
 def get_logger(name: str, *args: object, **options: object) -> logging.Logger:
-    """Returns the logger of that name; other arguments choose a format, which is the root logger's here."""
+    """Returns the logger of that name, and lets it be seen: the original sets up handlers, too."""
+    logging.basicConfig()
     return logging.getLogger(name)
 
 

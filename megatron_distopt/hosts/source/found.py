@@ -185,3 +185,7 @@ class Survey:
     options: tuple[ParserOption, ...]
     needs: tuple[Need, ...]
     unreadable: Mapping[str, str]
+
+    def problems(self) -> tuple[str, ...]:
+        """Why files of the host's own package cannot be read; files beside it may be of no use for training."""
+        return tuple(reason for file, reason in self.unreadable.items() if file.startswith("megatron/"))

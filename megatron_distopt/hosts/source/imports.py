@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -57,11 +57,13 @@ class Followed:
         files: of the host, the script among them, that are loaded at the start.
         failed: imports without which the start fails, in the order in which they are found, each once for an importer.
         later: imports of packages that are not there, which run under a condition or in a function.
+        unreadable: why a file cannot be loaded, by its path from the fork's folder.
     """
 
     files: tuple[Path, ...]
     failed: tuple[FailedImport, ...]
     later: tuple[FailedImport, ...]
+    unreadable: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,25 @@ class _Import:
     line: int
 
 
-def follow_imports(tree: SourceTree, script: Path | None, modules: tuple[str, ...] = ()) -> Followed:
+def follow_imports(
+    tree: SourceTree, script: Path | None, modules: Sequence[str] = (), adapter: Mapping[str, Path] | None = None
+) -> Followed:
     """Follows imports from a script, and from modules that are imported before it.
 
     Args:
         tree: the host.
         script: the training script; None for none.
         modules: of the host.
+        adapter: modules of other code that import the host, by name.
     """
     trail = _Trail(tree, script.parent if script is not None else None)
     for module in modules:
         trail.follow(module)
+    for module, file in (adapter or {}).items():
+        trail.read(module, file)
     if script is not None:
         trail.read("__main__", script)
-    return Followed(tuple(trail.files), tuple(trail.failed.values()), tuple(trail.later.values()))
+    return Followed(tuple(trail.files), tuple(trail.failed.values()), tuple(trail.later.values()), trail.unreadable)
 
 
 class _Trail:
@@ -100,6 +107,7 @@ class _Trail:
         self.files: dict[Path, None] = {}
         self.failed: dict[tuple[str, str, str], FailedImport] = {}
         self.later: dict[str, FailedImport] = {}
+        self.unreadable: dict[str, str] = {}
 
     def follow(self, module: str) -> None:
         """Reads a module of the host, and the packages that hold it before."""
@@ -117,8 +125,9 @@ class _Trail:
         self.files[file] = None
         try:
             parsed = self._tree.parse(file)
-        except UnreadableSourceError:
-            return  # a finding of its own
+        except UnreadableSourceError as error:
+            self.unreadable[self._host.shown(file)] = str(error)
+            return
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         required = list(_imports(parsed.body, package))
         for each in required:
