@@ -12,7 +12,7 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -129,18 +129,17 @@ class StandIn:
         """Waits for the import of the host's module; one that is being imported gets the stand-ins at once."""
         if self.importer not in sys.modules:
             return _around_import(self.importer, lambda module: self._present())
-        stack = ExitStack()
-        stack.enter_context(self._present())
-        return stack.close
+        ours = self._put_in()
+        return lambda: _remove_modules(ours)
+
+    def _put_in(self) -> dict[str, ModuleType]:
+        ours = _refusing_modules([name for name in self.modules if name not in sys.modules])
+        sys.modules.update(ours)
+        return ours
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        ours = {name: _Refusing(name) for name in self.modules if name not in sys.modules}
-        for name, module in ours.items():
-            parent, _, child = name.rpartition(".")
-            if parent in ours:
-                setattr(ours[parent], child, module)
-        sys.modules.update(ours)
+        ours = self._put_in()
         try:
             yield
         finally:
@@ -176,12 +175,9 @@ class Substitute:
     def apply(self) -> Undo:
         """Puts modules with our functions in place of the package."""
         ours = import_module(self.source)
-        made = {name: _Refusing(name) for name in self.modules}
-        for name, module in made.items():
+        made = _refusing_modules(self.modules)
+        for module in made.values():
             vars(module).update({each: getattr(ours, each) for each in ours.__all__})
-            parent, _, last = name.rpartition(".")
-            if parent in made:
-                setattr(made[parent], last, module)
         sys.modules.update(made)
         return lambda: _remove_modules(made)
 
@@ -290,6 +286,16 @@ class ContiguousArguments:
 
     def __str__(self) -> str:
         return f"{', '.join(self.parameters)} are made contiguous for {self.module}.{self.owner}.{self.method}"
+
+
+def _refusing_modules(names: Sequence[str]) -> dict[str, ModuleType]:
+    """Makes modules that refuse to be used; each is an attribute of its package, as after an import."""
+    made: dict[str, ModuleType] = {name: _Refusing(name) for name in names}
+    for name, module in made.items():
+        parent, _, last = name.rpartition(".")
+        if parent in made:
+            setattr(made[parent], last, module)
+    return made
 
 
 def _remove_modules(ours: Mapping[str, ModuleType]) -> None:

@@ -8,20 +8,24 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megatron_distopt.config import config_from_environment, fixes_from
 from megatron_distopt.errors import ConfigError, HostError
+from megatron_distopt.hosts import fixes
 from megatron_distopt.hosts.fixes import (
     ArgumentDefault,
     ContiguousArguments,
     StandIn,
+    Substitute,
     applied_fixes,
     apply_fixes,
     needed_fixes,
 )
 from megatron_distopt.hosts.source.tree import SourceTree
+from megatron_distopt.version import VERSION
 from tests.support.fork_trees import write_tree
 
 STAND_IN = StandIn("hurt.vision", ("absent_package", "absent_package.parts"), "only vision needs it")
@@ -122,3 +126,36 @@ def test_variable_when_set_then_it_switches_the_fixes_and_no_option(value: str, 
 def test_variable_when_it_is_neither_yes_nor_no_then_refused() -> None:
     with pytest.raises(ConfigError, match="maybe"):
         config_from_environment({"MEGATRON_DISTOPT_FIXES": "maybe"})
+
+
+def test_fixes_when_nobody_keeps_the_way_back_then_they_stay(tree: SourceTree) -> None:
+    changed(tree, "hurt/vision.py", f"import gc\nmend()\ngc.collect()\n{FILES['hurt/vision.py']}")
+    vision = ModuleType("hurt.vision")
+    vars(vision)["mend"] = lambda: (apply_fixes((STAND_IN,)), None)[1]
+    sys.modules["hurt.vision"] = vision
+    try:
+        exec((tree.roots[0] / "hurt/vision.py").read_text(), vars(vision))
+        assert applied_fixes() == (STAND_IN,)
+    finally:
+        for name in STAND_IN.modules:
+            sys.modules.pop(name, None)
+        fixes._applied.clear()
+
+
+SUBSTITUTE = Substitute(
+    "hurt.training", ("absent_package", "absent_package.parts"), "megatron_distopt.version", "calls"
+)
+
+
+def test_substitute_when_applied_then_the_functions_are_there_and_undo_takes_them_back(tree: SourceTree) -> None:
+    changed(tree, "hurt/training.py", "import absent_package\n")
+    assert needed_fixes(tree, (SUBSTITUTE,)) == (SUBSTITUTE,)
+    undo = apply_fixes((SUBSTITUTE,))
+    try:
+        package, parts = import_module("absent_package"), import_module("absent_package.parts")
+        assert (package.VERSION, package.parts) == (VERSION, parts)
+        with pytest.raises(HostError, match="absent_package"):
+            package.Profile()
+    finally:
+        undo()
+    assert find_spec("absent_package") is None
