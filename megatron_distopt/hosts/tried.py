@@ -83,6 +83,46 @@ TRIED = (
         "passes",
     ),
     Tried(
+        "Megatron-LM",
+        "core_v0.12.3 (3ea68ad6)",
+        "its `pretrain_gpt.py`, unedited, runner, local layers, mock data: DP 2, fp32 and bf16, 12 iterations, "
+        "against "
+        "its undistributed optimizer (its distributed one wants TransformerEngine); `--overlap-grad-reduce "
+        "--overlap-param-gather`; evaluation, `--exit-interval`; resumed from `--ckpt-format torch`: "
+        "`tests/hosts/test_main_line.py`",
+        "CPU, gloo, torch 2.13.0, Python 3.11; stand-ins for CUDA around the tree (`tests/support/main_line`)",
+        "2026-11-23",
+        "passes; `--ckpt-format torch_dist` with `--save` is refused at the start, `--ckpt-format torch` is the "
+        "way out; in bf16 with `--clip-grad 1e9` losses and params equal to the bit",
+    ),
+    Tried(
+        "Megatron-LM",
+        "core_v0.16.1 (55ac7082)",
+        "its `pretrain_gpt.py`, unedited, runner, local layers, mock data: DP 2, fp32 and bf16, 12 iterations, "
+        "against "
+        "the host's own distributed and undistributed optimizers; `--overlap-grad-reduce "
+        "--overlap-param-gather`; evaluation, `--exit-interval`; resumed from torch_dist, torch, "
+        "`--async-save`, `--dist-ckpt-optim-fully-reshardable`, torch_dist at DP 1 as well: "
+        "`tests/hosts/test_main_line.py`",
+        "CPU, gloo, torch 2.13.0, Python 3.11; stand-ins for CUDA around the tree (`tests/support/main_line`)",
+        "2026-11-23",
+        "passes; in bf16 with `--clip-grad 1e9` losses and params equal to the bit",
+    ),
+    Tried(
+        "Megatron-LM",
+        "core_v0.19.0 (5be96267)",
+        "its `pretrain_gpt.py`, unedited, runner, local layers, mock data: DP 2, fp32 and bf16, 12 iterations, "
+        "against "
+        "the host's own distributed and undistributed optimizers; `--overlap-grad-reduce "
+        "--overlap-param-gather`; evaluation, `--exit-interval`; resumed from torch_dist, torch, "
+        "`--async-save`, `--dist-ckpt-optim-fully-reshardable`, torch_dist at DP 1 as well: "
+        "`tests/hosts/test_main_line.py`",
+        "CPU, gloo, torch 2.13.0, Python 3.11; stand-ins for CUDA around the tree (`tests/support/main_line`), "
+        "triton importable, `typing.override` supplied",
+        "2026-11-23",
+        "passes; in bf16 with `--clip-grad 1e9` losses and params equal to the bit",
+    ),
+    Tried(
         "bigcode Megatron-LM",
         "7c325cd3",
         "the same with multi-query attention: DP 2, TP 2 with and without sequence parallel, fp32, bf16; checkpoints "

@@ -5,7 +5,9 @@ tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,10 @@ TAKES_BOXES = core_mentions("dist_checkpointing/mapping.py", "if self.axis_fragm
 
 
 def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
-    return {name: _round_trips(case, f"{folder}/{name}") for name, case in SAVED.items()} | {"sharded": _sharded()}
+    return {name: _round_trips(case, f"{folder}/{name}") for name, case in SAVED.items()} | {
+        "sharded": _sharded(),
+        "script": [_start(**args) for args in SCRIPTS],
+    }
 
 
 def _round_trips(case: Case, folder: str) -> dict[str, Any]:
@@ -72,6 +77,30 @@ def _sharded() -> str:
     return "taken"
 
 
+#: Arguments of Megatron-LM's training script; those of the first ask for what a host with a grid cannot save.
+SCRIPTS: tuple[dict[str, Any], ...] = (
+    {"save": "folder", "ckpt_format": "torch_dist"},
+    {"save": "folder", "ckpt_format": "torch"},
+    {"save": "folder", "ckpt_format": "torch_dist", "no_save_optim": True},
+    {"save": None, "ckpt_format": "torch_dist"},
+)
+
+
+def _start(**args: Any) -> str:
+    """Builds an optimizer in a process whose training script has these arguments."""
+    from tests.support.gpt import Training
+
+    name = "megatron.training.global_vars"
+    sys.modules[name] = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**args))  # type: ignore[assignment]
+    try:
+        Training(DP2).close()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        del sys.modules[name]
+    return "built"
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("folders")
@@ -101,3 +130,15 @@ def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(
         else:
             assert "regular grid" in facts["sharded"]
             assert "save(folder)" in facts["sharded"]
+
+
+def test_start_when_the_script_will_save_what_the_host_cannot_take_then_refused_before_training(
+    found: list[dict[str, Any]],
+) -> None:
+    for facts in found:
+        first, *others = facts["script"]
+        assert others == ["built"] * 3
+        if TAKES_BOXES:
+            assert first == "built"
+        else:
+            assert "--ckpt-format torch" in first

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_distopt.hosts.megatron_core.config import (
     merge_config,
     missing_parallel_state,
 )
+from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
 from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, take_over, taken_over
@@ -76,4 +78,5 @@ def _check(options: DistOptConfig, call: Mapping[str, Any]) -> DistOptConfig:
     check_parallel_state(call.get("pg_collection"))
     merged = merge_config(config_from_environment(os.environ, options), call["config"])
     check_model(call["model_chunks"], merged)
+    check_script_can_save(sys.modules.get("megatron.training.global_vars"))
     return merged

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,11 +43,13 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import ShardedOptimizer, moments_of
 
-__all__ = ["HEAD", "check_takes_boxes", "load_sharded_state", "state_to_load", "state_to_save"]
+__all__ = ["HEAD", "check_script_can_save", "check_takes_boxes", "load_sharded_state", "state_to_load", "state_to_save"]
 
 #: Where the text is in the state; every other entry is one box.
 HEAD = "distopt"
 _PREFIX = "optimizer.distopt"
+#: Of Megatron-LM's --ckpt-format: those that are written by `dist_checkpointing`.
+_DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
 #: In errors, where a path would be: the host does not say which folder it reads.
 _WHERE = "of the host"
 
@@ -63,8 +66,23 @@ def check_takes_boxes() -> None:
         ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
     except CheckpointingException as error:
         got = "called with a megatron-core whose dist_checkpointing takes shards of a regular grid only"
-        remedy = "Call save(folder) and load(folder)"
+        remedy = "Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format torch"
         raise CheckpointError(refusal("sharded_state_dict", got, "give shards of any shape", remedy)) from error
+
+
+def check_script_can_save(script: ModuleType | None) -> None:
+    """Refuses at the start what the first save of Megatron-LM's training script would refuse: what was trained is lost.
+
+    Args:
+        script: its module with the arguments; None where another script trains.
+
+    Raises:
+        CheckpointError: it is going to save through `dist_checkpointing`, which cannot take our shards.
+    """
+    args = getattr(script, "_GLOBAL_ARGS", None)
+    is_saving = getattr(args, "save", None) and not getattr(args, "no_save_optim", None)
+    if is_saving and getattr(args, "ckpt_format", None) in _DISTRIBUTED_FORMATS:
+        check_takes_boxes()
 
 
 def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
