@@ -22,7 +22,7 @@ from megatron_distopt.hosts.fixes import Fix, StandIn, Substitute, needed_fixes
 from megatron_distopt.hosts.megatron_2023.fixes import FIXES
 from megatron_distopt.hosts.source.demands import makes
 from megatron_distopt.hosts.source.found import Survey
-from megatron_distopt.hosts.source.imports import FailedImport, follow_imports
+from megatron_distopt.hosts.source.imports import FailedImport, Followed, follow_imports
 from megatron_distopt.hosts.source.tree import SourceTree
 
 __all__ = ["NO_SCRIPT", "describe_start"]
@@ -76,28 +76,34 @@ def describe_start(found: Survey, tree: SourceTree, launch: Sequence[str]) -> It
         tree: the fork.
         launch: words of the launch script; the first that is a Python file in the fork is the training script.
     """
-    script = _script(tree, launch)
-    modules = tuple(patch_point.module for patch_point in reversed(found.generation.patch_points))
-    fixes, are_made = needed_fixes(tree, FIXES), _are_made()
+    script, fixes = _script(tree, launch), needed_fixes(tree, FIXES)
     if script is None:
         text = f"no training script was named and there is no {_SCRIPT}; write it after --, before its flags"
         yield noted(_SECTION, NO_SCRIPT, text)
+    are_made = _are_made()
     yield from (_fix(fix, are_made) for fix in fixes)
+    modules = tuple(patch_point.module for patch_point in reversed(found.generation.patch_points))
     followed = follow_imports(tree, script, modules, adapter_files(found.generation))
+    stops = list(_stops(found, tree, followed, fixes))
+    yield from stops
+    if not stops and not followed.unreadable and script is not None:
+        with_fixes = " with these fixes" * bool(fixes)
+        yield ok(_SECTION, "imports", f"all that {tree.shown(script)} needs can be found{with_fixes}")
+    yield from _later(followed)
+    yield from describe_demands(found, tree, followed.files, launch)
+
+
+def _stops(found: Survey, tree: SourceTree, followed: Followed, fixes: Sequence[Fix]) -> Iterator[Finding]:
+    """Yields a problem for each import that fails, and each file on the way that is no Python."""
     left = [each for each in followed.failed if not _is_mended(each, fixes)]
     yield from (_import(tree, each) for each in _first_of_each(left))
     broken = [reason for reason in followed.unreadable.values() if reason not in found.problems()]
     yield from (problem(_SECTION, "unreadable", reason) for reason in broken)
-    if not left and not followed.unreadable and script is not None:
-        with_fixes = " with these fixes" * bool(fixes)
-        yield ok(_SECTION, "imports", f"all that {tree.shown(script)} needs can be found{with_fixes}")
-    yield from _later(followed.later, left)
-    yield from describe_demands(found, tree, followed.files, launch)
 
 
-def _later(later: Sequence[FailedImport], left: Sequence[FailedImport]) -> Iterator[Finding]:
-    reported = {each.module for each in left}
-    listed = [f"{each.module} ({each.place})" for each in later if each.module not in reported]
+def _later(followed: Followed) -> Iterator[Finding]:
+    reported = {each.module for each in followed.failed}
+    listed = [f"{each.module} ({each.place})" for each in followed.later if each.module not in reported]
     if listed:
         text = f"not importable: {', '.join(listed)}; imported under a condition or when a function is called"
         yield noted(_SECTION, "later imports", text)
