@@ -16,7 +16,7 @@ This serves the examples and the tests. The package `megatron_distopt` neither i
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -102,11 +102,28 @@ def _map_random_state(undo: Undo) -> None:
 def _map_synchronize_and_moves(undo: Undo) -> None:
     """`torch.cuda.synchronize()` in pipeline sends and timers, `.cuda()` on embeddings that two stages share.
 
-    The current stream is only handed on, by megatron-core 0.19 around its reductions of gradients.
+    Streams: megatron-core makes some for experts and for several instances of the distributed optimizer, and 0.19 hands
+    the current one on around its reductions of gradients.
     """
     undo.replace(torch.cuda, "synchronize", lambda device=None: None)
-    undo.replace(torch.cuda, "current_stream", lambda device=None: None)
+    undo.replace(torch.cuda, "current_stream", lambda device=None: _Stream())
+    undo.replace(torch.cuda, "default_stream", lambda device=None: _Stream())
+    undo.replace(torch.cuda, "stream", lambda stream: nullcontext())
+    undo.replace(torch.cuda, "Stream", _Stream)
+    undo.replace(torch.cuda, "Event", _Stream)
     undo.replace(Tensor, "cuda", lambda self, *args, **kwargs: self)
+
+
+class _Stream:
+    """A stream or an event where everything is done at once: whoever waits for it goes on."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., "_Stream"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
 
 
 def _on_cpu_where_cuda_is_asked_for(factory: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -42,6 +42,14 @@ class Case:
     tied: bool = True
     fp32_norms: bool = False  # the norms' weights stay fp32 in a 16-bit model
     frozen: tuple[str, ...] = ()  # parts of names of params that do not train
+    experts: int = 0  # of each layer; each token goes to two
+    shared_experts: bool = False
+    ep: int = 1
+    etp: int | None = None  # tensor parallelism of experts; that of the model where None
+    cp: int = 1  # each rank has its part of the sequence and attends to that alone
+    instances: int = 1  # of the distributed optimizer
+    mtp: int = 0  # layers that predict further tokens
+    mtp_detached: bool = False  # whose heads then have a norm of their own, from 0.19 on
 
     @property
     def distributed(self) -> bool:
@@ -54,7 +62,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """What the host's process groups depend on."""
+        return (self.tp, self.pp, self.vp, self.cp, self.ep, self.etp, self.instances)
 
     def of(self, **changes: Any) -> Case:
         """The same with some fields changed."""

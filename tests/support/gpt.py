@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,6 +40,7 @@ megatron_on_cpu.install()
 #: What the tests ask for that older versions of the host have no name for, with the value that those versions mean.
 #: None where it does not matter to them.
 _IMPLIED = {"decoupled_weight_decay": True, "vp_stage": None, "overlap_param_gather": None, "param_sync": None}
+_IMPLIED |= {"expert_tensor_parallel_size": None, "num_distributed_optimizer_instances": 1, "mtp_block_spec": None}
 
 # 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as real ones do.
 HIDDEN = 40
@@ -49,6 +51,8 @@ MICRO_BATCH = 2
 DISTINCT_BATCHES = 4  # the steps go around them, so that there is something to learn
 SEED = 1234
 
+#: The groups of the layout that was entered last.
+_entered: list[tuple[int | None, ...]] = []
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -192,11 +196,17 @@ def enter_layout(case: Case) -> None:
     if case.ranks != dist.get_world_size():
         raise ValueError(f"{case} needs {case.ranks} ranks and has {dist.get_world_size()}")
     if parallel_state.model_parallel_is_initialized():
-        if _current_layout() == (case.tp, case.pp, case.vp):
+        if _entered == [case.groups]:
             return
         parallel_state.destroy_model_parallel()
         forget_groups()
-    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp if case.vp > 1 else None)
+    _entered[:] = [case.groups]
+    more = {"context_parallel_size": case.cp, "expert_model_parallel_size": case.ep}
+    more |= {"expert_tensor_parallel_size": case.etp, "num_distributed_optimizer_instances": case.instances}
+    virtual = case.vp if case.vp > 1 else None
+    parallel_state.initialize_model_parallel(
+        case.tp, case.pp, virtual, **known_to(parallel_state.initialize_model_parallel, **more)
+    )
     if "get_position_embedding_group())" in inspect.getsource(inspect.getmodule(finalize_model_grads)):
         _complete_position_groups()
 
@@ -208,12 +218,12 @@ def _complete_position_groups() -> None:
         parallel_state._POSITION_EMBEDDING_GROUP = alone
 
 
-def _current_layout() -> tuple[int, int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-    )
+def _complete_router() -> None:
+    """megatron-core 0.15 to 0.17 asks for a function of TransformerEngine whether or not that is there."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if "te_general_gemm" in inspect.getsource(moe_utils) and not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def build_chunks(case: Case) -> list[DistributedDataParallel]:
@@ -221,7 +231,10 @@ def build_chunks(case: Case) -> list[DistributedDataParallel]:
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     config = transformer_config(case)
-    return [build_chunk(case, config, stage) for stage in range(case.vp)]
+    if case.experts:
+        _complete_router()
+    with _torchs_norms(case):
+        return [build_chunk(case, config, stage) for stage in range(case.vp)]
 
 
 def build_chunk(case: Case, config: TransformerConfig, stage: int) -> DistributedDataParallel:
@@ -229,21 +242,73 @@ def build_chunk(case: Case, config: TransformerConfig, stage: int) -> Distribute
     if vp_stage is not None:  # before 0.13 a stage that is built finds its number here
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+    spec = get_gpt_layer_local_spec(num_experts=case.experts or None)
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=first(**known_to(first, ignore_virtual=False, vp_stage=vp_stage)),
         post_process=last(**known_to(last, ignore_virtual=False, vp_stage=vp_stage)),
         share_embeddings_and_output_weights=case.tied,
-        **known_to(GPTModel, vp_stage=vp_stage),
+        **known_to(GPTModel, vp_stage=vp_stage, mtp_block_spec=_mtp_spec(case, config, spec)),
     )
     if case.precision != "fp32":
         model = Float16Module(config, model)
     prepare_params(case, model)
     disable_bucketing = stage > 0 or case.overlap_param_gather_with_step  # as the host's training loop has it
     return DistributedDataParallel(config, ddp_config(case), model, disable_bucketing=disable_bucketing)
+
+
+def _mtp_spec(case: Case, config: TransformerConfig, spec: Any) -> Any:
+    if not case.mtp:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+
+
+def _parts_of_today(case: Case) -> dict[str, Any]:
+    """Experts and multi-token prediction, in the host's config."""
+    parts: dict[str, Any] = {}
+    if case.experts:
+        parts |= {"num_moe_experts": case.experts, "moe_router_topk": 2, "expert_model_parallel_size": case.ep}
+        parts |= {
+            "moe_token_dispatcher_type": "allgather",
+            "add_bias_linear": False,
+            "moe_router_load_balancing_type": "none",
+        }
+        parts |= {"moe_shared_expert_intermediate_size": 2 * HIDDEN} if case.shared_experts else {}
+        parts |= {"sequence_parallel": case.tp > 1}
+        parts |= {} if case.etp is None else {"expert_tensor_parallel_size": case.etp}
+    if case.mtp:
+        parts |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.3}
+        parts |= {"mtp_detach_heads": True} if case.mtp_detached else {}
+    return parts
+
+
+@contextlib.contextmanager
+def _torchs_norms(case: Case) -> Iterator[None]:
+    """Lets the host build torch's norms under sequence parallelism, which it demands where experts meet TP.
+
+    It refuses because it does not mark their params, whose gradients it then would not add up.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if case.experts and case.tp > 1:
+            from megatron.core.transformer import torch_norm
+
+            make = torch_norm.WrappedTorchNorm.__new__
+            patch.setattr(torch_norm.WrappedTorchNorm, "__new__", partial(_marked_norm, make))
+        yield
+
+
+def _marked_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm: torch.nn.Module = make(cls, plain, *args, **kwargs)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
 def prepare_params(case: Case, model: torch.nn.Module) -> None:
@@ -279,6 +344,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_parts_of_today(case),
     )
 
 
@@ -295,6 +361,7 @@ def ddp_config(case: Case) -> DistributedDataParallelConfig:
             if case.fp32_accumulation
             else {}
         ),
+        **known_to(DistributedDataParallelConfig, num_distributed_optimizer_instances=case.instances),
     )
 
 
@@ -335,9 +402,12 @@ def microbatches(case: Case, step: int) -> Iterator[Tensor]:
 def forward_step(iterator: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
     """What the host's schedules call for each microbatch."""
     tokens = next(iterator)
-    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)  # True: may not be seen
-    output = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    length = SEQUENCE // parts
+    seen, labels = (each.chunk(parts, dim=1)[part].contiguous() for each in (tokens[:, :-1], tokens[:, 1:]))
+    positions = torch.arange(part * length, (part + 1) * length).expand(MICRO_BATCH, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)  # True: may not be seen
+    output = model(seen, positions, mask, labels=labels)
     return output, partial(mean_loss)
 
 
@@ -349,6 +419,6 @@ def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def global_loss(case: Case, losses: list[dict[str, Tensor]]) -> float:
     """Collective: the mean over microbatches and data-parallel ranks; only the last pipeline stage has any."""
     total = torch.tensor([sum(float(entry["loss"]) for entry in losses)], dtype=torch.float64)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-    return float(total) / (case.num_microbatches * case.dp)
+    return float(total) / (case.num_microbatches * case.dp * case.cp)
