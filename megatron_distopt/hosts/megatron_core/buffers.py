@@ -6,7 +6,7 @@ using it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.nn import Parameter
@@ -14,8 +14,9 @@ from torch.nn import Parameter
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
+from megatron_distopt.optimizer import FlatParam
 
-__all__ = ["adopt_buffer", "check_layout", "check_params_are_in"]
+__all__ = ["adopt_buffer", "check_buffers_stay", "check_layout", "check_params_are_in"]
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
@@ -74,3 +75,26 @@ def check_params_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
             got, rule = "given other memory (param.data = ..., or a conversion)", "stay in the host's param buffer"
             remedy = "Write param.data.copy_(...), or change the model before it is wrapped"
             raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
+
+
+def check_buffers_stay(adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam]) -> None:
+    """Refuses buffers of the host that were given other memory (`buffer.grad_data.data = ...`).
+
+    Flat params are views of the memory before: gradients would not reach them, nor their updates the model.
+
+    Args:
+        adopted: the host's buffers, of which the tensors themselves are kept.
+        flat_params: views of them.
+
+    Raises:
+        LayoutError
+    """
+    for kind, buffers, views in (
+        ("param", [each.param for each in adopted], [flat.model for flat in flat_params]),
+        ("grad", [each.grad for each in adopted], [flat.grad for flat in flat_params]),
+    ):
+        live = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        if any(view.untyped_storage().data_ptr() not in live for view in views):
+            got, rule = "given other memory (buffer.data = ...)", "keep its memory"
+            remedy = "Free and fill it with storage().resize_(...), as the host's offload_grad_buffers() does"
+            raise LayoutError(refusal(f"{kind} buffer", got, rule, remedy))

@@ -111,11 +111,16 @@ class OffloadedState:
         self._homes.clear()
 
     def check_is_back(self) -> None:
-        """Checks that everything is where an update needs it.
+        """Checks that everything is where an update needs it, and that no other code has emptied it meanwhile.
 
         Raises:
             LayoutError
         """
+        for flat, kept, name in self._kept():
+            if kept[name].numel() == 0 and flat.main.numel() > 0:
+                got, rule = f"emptied ({name} has no elements)", "have its values while it trains, saves or loads"
+                remedy = "Call what your framework has to load it again before"
+                raise LayoutError(refusal("optimizer state", got, rule, remedy))
         moments = [(flat, kept[name]) for flat, kept, name in self._kept() if kept[name].shape == flat.main.shape]
         for flat, tensor in [*((flat, flat.main) for flat in _owning(self._sharded)), *moments]:
             if tensor.device != flat.model.device:

@@ -34,7 +34,7 @@ from megatron_distopt.hosts.base import (
 )
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
-from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_params_are_in
+from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_buffers_stay, check_params_are_in
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
@@ -160,6 +160,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         """
         self._members.check()
         self.offloaded.check_is_back()
+        check_buffers_stay(self.sharded.buffers, self.sharded.flat_params)
         for buffer in self.buffers:
             check_params_are_in(buffer, self.named)
 
