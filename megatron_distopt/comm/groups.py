@@ -16,6 +16,7 @@ from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeEr
 
 __all__ = [
     "Group",
+    "Message",
     "ProcessGroup",
     "available_backends",
     "default_backend",
@@ -106,8 +107,11 @@ class Group:
 
 
 @contextmanager
-def named_losses() -> Iterator[None]:
+def named_losses(rank: int | None = None) -> Iterator[None]:
     """Turns a backend's error about a rank that ended or did not come into one of ours.
+
+    Args:
+        rank: of all ranks, the one at the other end of a message; None where the backend does not say which it was.
 
     Raises:
         RanksDisagreeError
@@ -116,8 +120,9 @@ def named_losses() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lost = "lost" if rank is None else f"lost rank {rank}"
         rule, remedy = "be called by every rank of its group", "Look for the rank whose error is the first one"
-        raise RanksDisagreeError(refusal("collective", f"lost ({reason})", rule, remedy)) from error
+        raise RanksDisagreeError(refusal("collective", f"{lost} ({reason})", rule, remedy)) from error
 
 
 # --- messages: matched by sender and tag, and independent of the collectives around them
@@ -128,14 +133,29 @@ def others(group: Group) -> list[int]:
     return [(group.rank - distance) % group.size for distance in range(1, group.size)]
 
 
-def receive(into: Tensor, rank: int, tag: int, group: Group) -> dist.Work:
+@dataclass(frozen=True)
+class Message:
+    """A message under way.
+
+    Args:
+        work: torch's.
+        rank: at its other end, of all ranks.
+    """
+
+    work: dist.Work
+    rank: int
+
+
+def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:
     """Begins to receive from a rank of the group."""
-    return _begun(dist.irecv(into, group.global_rank(rank), group.handle, tag))
+    sender = group.global_rank(rank)
+    return Message(_begun(dist.irecv(into, sender, group.handle, tag)), sender)
 
 
-def send(tensor: Tensor, rank: int, tag: int, group: Group) -> dist.Work:
+def send(tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
     """Begins to send to a rank of the group."""
-    return _begun(dist.isend(tensor, group.global_rank(rank), group.handle, tag))
+    receiver = group.global_rank(rank)
+    return Message(_begun(dist.isend(tensor, receiver, group.handle, tag)), receiver)
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
@@ -145,15 +165,15 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def wait(works: Sequence[dist.Work]) -> None:
+def wait(messages: Sequence[Message]) -> None:
     """Waits until all have ended.
 
     Raises:
         RanksDisagreeError: another rank ended, or did not come within the group's time limit.
     """
-    with named_losses():
-        for work in works:
-            work.wait()
+    for message in messages:
+        with named_losses(message.rank):
+            message.work.wait()
 
 
 def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm.groups import Group, others, receive, send, wait
+from megatron_distopt.comm.groups import Group, Message, others, receive, send, wait
 from megatron_distopt.comm.shared_memory import GATHER, SUM, lane_of
 
 __all__ = [
@@ -107,7 +107,7 @@ class _Chunk:
 
     own: Tensor
     parts: Tensor
-    received: Sequence[dist.Work]
+    received: Sequence[Message]
 
     def add_up(self) -> None:
         wait(self.received)
@@ -121,7 +121,7 @@ def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     halves = min(_NUM_HALVES, len(chunks))
     scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
     under_way: deque[_Chunk] = deque()
-    sent: list[dist.Work] = []
+    sent: list[Message] = []
     for number, chunk in enumerate(chunks):
         parts = scratch[number % halves][:, : chunk.stop - chunk.start]
         received = [receive(parts[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
