@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mini_fork import FOLDER, core_folder, launch
+from tests.support.mini_fork import FOLDER, core_folder, free_port, launch
 from tests.support.nodes import WHY_NOT, Nodes, two_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -25,6 +25,48 @@ _CORE_SCRIPT = _ROOT / "examples" / "pretrain_gpt_core.py"
 _PER_NODE, _PORT = 2, 29500
 _RUNNER = ("-m", "megatron_distopt")
 _FORK = ("--use-distributed-optimizer", "--bf16", "--clip-grad", "1.0")
+#: Each rank says what tells nodes apart elsewhere, and how its groups communicate.
+_DETECTION = """
+import os
+import socket
+
+import torch.distributed as dist
+
+from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.shared_memory import SUM, lane_of
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+inside = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+between = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
+lines = [f"host {rank} {socket.gethostname()} {open('/proc/sys/kernel/random/boot_id').read().strip()}"]
+for name, handle in (("all", None), ("inside", inside), ("between", between)):
+    lines.append(f"{name} {rank} {'messages' if lane_of(Group.of(handle), SUM) is None else 'memory'}")
+os.write(1, "".join(f"{line}\\n" for line in lines).encode())  # at once: other ranks write to the same pipe
+dist.barrier()
+dist.destroy_process_group()
+"""
+#: Rank 3 is killed in its third backward pass.
+_KILLED = """
+import itertools
+import os
+import signal
+
+import pretrain as script
+from megatron.training import pretrain
+
+calls = itertools.count()
+
+
+def forward_step(data_iterator, model):
+    output, loss_func = script.forward_step(data_iterator, model)
+    if next(calls) == 2 and os.environ["RANK"] == "3":
+        output.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    return output, loss_func
+
+
+pretrain(script.train_data, script.model_provider, None, forward_step)
+"""
 _CORE = ("--use-distributed-optimizer", "--bf16", "--train-iters", "5")
 
 
@@ -53,14 +95,26 @@ def _environment(**more: str) -> dict[str, str]:
     }
 
 
-def _on_both(nodes: Nodes, words: Sequence[str], *, of_node: Mapping[int, Mapping[str, str]] | None = None) -> Ended:
+def _start_on_both(
+    nodes: Nodes, words: Sequence[str], of_node: Mapping[int, Mapping[str, str]]
+) -> list[subprocess.Popen[str]]:
     """torchrun on each node, from the fork's folder."""
+    port = free_port() if nodes.shares_network else _PORT
     processes = []
     for node in range(2):
         line = ["torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(_PER_NODE)]
-        line += ["--master-addr", nodes.address(0), "--master-port", str(_PORT), *words]
+        line += ["--master-addr", nodes.address(0), "--master-port", str(port), *words]
         command = ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]]
-        processes.append(nodes.start(node, command, _environment(**(of_node or {}).get(node, {}))))
+        processes.append(nodes.start(node, command, _environment(**of_node.get(node, {}))))
+    return processes
+
+
+def _on_both(nodes: Nodes, words: Sequence[str], *, of_node: Mapping[int, Mapping[str, str]] | None = None) -> Ended:
+    processes = _start_on_both(nodes, words, of_node or {})
+    return _ended(processes)
+
+
+def _ended(processes: Sequence[subprocess.Popen[str]]) -> Ended:
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     return Ended(tuple(process.returncode for process in processes), "".join(outputs))
 
@@ -70,9 +124,29 @@ def _on_one(words: Sequence[str], ranks: int = 2 * _PER_NODE) -> Ended:
     return Ended((done.status,), done.output)
 
 
-def _curves(file: Path) -> object:
+def _read(file: Path) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
     curves = json.loads(file.read_text())
     return curves["iterations"], [rank["params"] for rank in curves["ranks"]]
+
+
+def _curves(file: Path) -> object:
+    return _read(file)
+
+
+@pytest.mark.parametrize("shares_network", [False, True])
+def test_memory_when_nodes_have_one_name_and_boot_id_then_only_ranks_that_can_map_it_share_it(
+    nodes: Nodes, shares_network: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "detection.py"
+    script.write_text(_DETECTION)
+    ended = _on_both(nodes.alike(shares_network=shares_network), [str(script)])
+    assert ended.status == (0, 0), ended.output
+    assert len(set(re.findall(r"^host \d (.*)$", ended.output, re.MULTILINE))) == 1
+    assert sorted(re.findall(r"^(\w+ \d) (messages|memory)$", ended.output, re.MULTILINE)) == [
+        *((f"all {rank}", "messages") for rank in range(4)),
+        *((f"between {rank}", "messages") for rank in range(4)),
+        *((f"inside {rank}", "memory") for rank in range(4)),
+    ]
 
 
 def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit_as_on_one(
@@ -102,6 +176,20 @@ def test_checkpoint_when_two_nodes_saved_it_then_one_node_goes_on(nodes: Nodes, 
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+def test_checkpoint_when_two_nodes_saved_it_then_they_go_on_to_the_bit(nodes: Nodes, tmp_path: Path) -> None:
+    common = (*_RUNNER, "pretrain.py", *_FORK, "--curves")
+    whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
+    stop = ("--save", str(tmp_path / "kept"), "--exit-interval", "3")
+    ended = [_on_both(nodes, [*common, str(whole)]), _on_both(nodes, [*common, str(tmp_path / "first.json"), *stop])]
+    ended.append(_on_both(nodes, [*common, str(rest), "--load", str(tmp_path / "kept")]))
+    assert [each.status for each in ended] == [(0, 0)] * 3, ended[-1].output
+    (rows, params), (last_rows, last_params) = (
+        ([row["loss"] for row in rows], params) for rows, params in map(_read, (whole, rest))
+    )
+    assert last_params == params
+    assert last_rows == rows[3:]
+
+
 def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
     two, one = _on_both(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
     assert two.status == (0, 0), two.output
@@ -115,6 +203,24 @@ def test_torchrun_when_the_package_is_switched_off_on_one_node_then_the_other_na
     ended = _on_both(nodes, words, of_node={1: {"MEGATRON_DISTOPT": "0", "MINI_FORK_NATIVE": "1"}})
     assert "megatron_distopt is not used on rank 2 (MEGATRON_DISTOPT=0), rank 3 (MEGATRON_DISTOPT=0)" in ended.output
     assert all(ended.status)
+
+
+def test_gradient_when_not_finite_on_a_rank_of_the_other_node_then_it_is_named_on_both(nodes: Nodes) -> None:
+    words = [*_RUNNER, "pretrain.py", *_FORK, "--nan-at", "2", "3"]
+    processes = _start_on_both(nodes, words, {})
+    outputs = [_ended([process]).output for process in processes]
+    assert all(process.returncode for process in processes)
+    assert all(re.search(r"rank 3\b", output) for output in outputs), "".join(outputs)
+
+
+def test_rank_when_killed_on_one_node_then_the_other_node_names_it(nodes: Nodes, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED)
+    paths = {"PYTHONPATH": f"{FOLDER}{os.pathsep}{_ROOT}"}
+    processes = _start_on_both(nodes, [*_RUNNER, str(script), *_FORK], {0: paths, 1: paths})
+    outputs = [_ended([process]).output for process in processes]
+    assert all(process.returncode for process in processes)
+    assert len(re.findall(r"RanksDisagreeError: .*lost rank 3\b", outputs[0])) == _PER_NODE, outputs[0]
 
 
 @pytest.fixture
@@ -159,3 +265,21 @@ def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bi
     one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
     assert one.status == (0,), one.output
     assert _curves(tmp_path / "two.json") == _curves(tmp_path / "one.json")
+
+
+def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the_bit_as_on_one(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text("".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2)))
+    processes = []
+    for node in range(2):
+        line = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--no_ssh", "--node_rank", str(node)]
+        line += ["--master_addr", nodes.address(0), "--master_port", str(_PORT), "--module", "megatron_distopt"]
+        line += ["pretrain.py", *_FORK, "--curves", str(tmp_path / "two.json")]
+        processes.append(
+            nodes.start(node, ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]], _environment())
+        )
+    ended = _ended(processes)
+    assert ended.status == (0, 0), ended.output
+    one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
+    assert _curves(tmp_path / "two.json") == _curves(tmp_path / "one.json"), one.output

@@ -192,7 +192,7 @@ def launch(
         environment: in addition to this process's.
         seconds: time limit.
     """
-    port = str(_free_port())
+    port = str(free_port())
     command = [str(Path(sys.executable).parent / launcher)]
     if launcher == "deepspeed":
         module = ["--module", *words[1:]] if words[0] == "-m" else list(words)
@@ -206,7 +206,8 @@ def launch(
     return Launched(done.returncode, done.stdout + done.stderr)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -26,19 +26,33 @@ _ENTER = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && exec "$@"'
 
 @dataclass(frozen=True)
 class Nodes:
-    """Two nodes, numbered 0 and 1."""
+    """Two nodes, numbered 0 and 1.
+
+    Args:
+        link: between them.
+        names: of the hosts.
+        shares_network: both are on that of this machine, as containers with the host's network are.
+    """
 
     link: Link
+    names: tuple[str, str] = ("node0", "node1")
+    shares_network: bool = False
+
+    def alike(self, *, shares_network: bool) -> Nodes:
+        """These with one host name, so that only their memory tells them apart, and if asked for with one network."""
+        return replace(self, names=("node", "node"), shares_network=shares_network)
 
     def address(self, node: int) -> str:
         """As the other node sees it."""
-        return self.link.address(node)
+        return "127.0.0.1" if self.shares_network else self.link.address(node)
 
     def start(self, node: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Starts a command on a node, with the variable by which gloo finds the network."""
         unshare = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        inside = self.link.inside(node, [*unshare, "sh", "-c", _ENTER, f"node{node}", *command])
-        variables = {**os.environ, "GLOO_SOCKET_IFNAME": self.link.interface(node), **environment}
+        inside = [*unshare, "sh", "-c", _ENTER, self.names[node], *command]
+        interface = "lo" if self.shares_network else self.link.interface(node)
+        inside = inside if self.shares_network else self.link.inside(node, inside)
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": interface, **environment}
         return subprocess.Popen(inside, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
