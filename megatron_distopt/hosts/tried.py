@@ -102,7 +102,8 @@ TRIED = (
         "against "
         "the host's own distributed and undistributed optimizers; `--overlap-grad-reduce "
         "--overlap-param-gather`; evaluation, `--exit-interval`; resumed from torch_dist, torch, "
-        "`--async-save`, `--dist-ckpt-optim-fully-reshardable`, torch_dist at DP 1 as well: "
+        "`--async-save`, `--dist-ckpt-optim-fully-reshardable`, torch_dist at DP 1 as well, and from DP 1; "
+        "two nodes of two ranks as network namespaces, to the bit as one: "
         "`tests/hosts/test_main_line.py`",
         "CPU, gloo, torch 2.13.0, Python 3.11; stand-ins for CUDA around the tree (`tests/support/main_line`)",
         "2026-11-23",
