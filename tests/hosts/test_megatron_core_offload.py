@@ -1,7 +1,7 @@
 """State that is offloaded between steps, as frameworks for reinforcement learning do it while they generate.
 
 There is one device here, so "moved away" is "copied to other memory of the CPU", which changes everything that a move
-changes; and moments on torch's meta device, which keeps no values, show what is refused meanwhile.
+changes; and moments on torch's meta device, which keeps no values, show what is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -175,12 +176,12 @@ def test_state_when_moved_as_by_verl_then_its_old_memory_is_free_and_main_params
 
 
 @pytest.mark.parametrize("what", ["step", "save", "load"])
-def test_call_when_the_state_of_one_rank_is_away_then_refused_on_all_ranks(found: list[Facts], what: str) -> None:
+def test_call_when_the_state_of_one_rank_is_emptied_then_refused_on_all_ranks(found: list[Facts], what: str) -> None:
     (theirs, text), (kind, own) = found[0]["refused"][what], found[1]["refused"][what]
     assert kind is LayoutError
     assert own == (
-        "Invalid optimizer state: offloaded to meta. Must be on cpu while it trains, saves or loads. "
-        "Call optimizer.restore_from_cpu(), or what your framework has for it, before."
+        "Invalid optimizer state: emptied (exp_avg has no values). Must have its values. "
+        "Call what your framework has to load it again before."
     )
     assert theirs is RanksDisagreeError
     assert "rank 1" in text
@@ -191,3 +192,16 @@ def test_main_params_when_something_of_another_size_is_assigned_then_refused(fou
         kind, text = facts["refused"]["other size"]
         assert kind is LayoutError
         assert text.startswith("Invalid main params: torch.float32 [")
+
+
+def test_step_when_the_state_is_on_another_device_then_refused() -> None:
+    from megatron_distopt.hosts.megatron_core.offload import OffloadedState
+
+    flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True)
+    sharded = SimpleNamespace(flat_params=[flat], inner=torch.optim.SGD([flat.main]))
+    with pytest.raises(LayoutError) as error:
+        OffloadedState(cast("Any", sharded), []).check_is_back()
+    assert str(error.value) == (
+        "Invalid optimizer state: offloaded to cpu. Must be on meta during a step. "
+        "Call optimizer.restore_from_cpu(), or what your framework has for it, before."
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -218,12 +220,33 @@ def _complete_position_groups() -> None:
         parallel_state._POSITION_EMBEDDING_GROUP = alone
 
 
+_histc = torch.histc
+
+
+def _counts_of_integers(tensor: Tensor, **bins: Any) -> Tensor:
+    """A histogram of integers, which torch has on CUDA only."""
+    return _histc(tensor.float(), **bins)
+
+
 def _complete_router() -> None:
-    """megatron-core 0.15 to 0.17 asks for a function of TransformerEngine whether or not that is there."""
+    """What routers of experts need that a CPU, or a machine without TransformerEngine, does not have.
+
+    megatron-core 0.10, and 0.15 to 0.17, ask for parts of TransformerEngine whether or not that is there.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if "te_general_gemm" in inspect.getsource(moe_utils) and not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    linear = {"TEColumnParallelLinear": ColumnParallelLinear, "TERowParallelLinear": RowParallelLinear}
+    grouped = dict.fromkeys(("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"))
+    for module in (
+        inspect.getmodule(get_gpt_layer_local_spec),
+        sys.modules.get("megatron.core.models.gpt.moe_module_specs"),
+    ):
+        for name, value in {**linear, **grouped}.items() if module is not None else ():
+            vars(module).setdefault(name, value)
+    if torch.histc is _histc:
+        torch.histc = _counts_of_integers
 
 
 def build_chunks(case: Case) -> list[DistributedDataParallel]:

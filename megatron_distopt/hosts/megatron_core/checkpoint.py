@@ -41,8 +41,8 @@ class CheckpointCalls(MegatronOptimizer):
         """The optimizers whose state it is."""
         raise NotImplementedError
 
-    def check_is_back(self, what: str) -> None:
-        """Collective: refuses `what` on all ranks where the state of one is offloaded.
+    def check_is_there(self, what: str) -> None:
+        """Collective: refuses `what` on all ranks where other code has emptied the state of one, see offload.py.
 
         Raises:
             LayoutError: on a rank where it is.
@@ -51,7 +51,7 @@ class CheckpointCalls(MegatronOptimizer):
 
         def check() -> None:
             for optimizer in self.ours():
-                optimizer.offloaded.check_is_back()
+                optimizer.offloaded.check_is_there()
 
         raise_together(check, self.ours()[0].stats_group, what)
 
@@ -65,7 +65,7 @@ class CheckpointCalls(MegatronOptimizer):
             CheckpointError: on a rank that cannot write; the folder holds what it held before.
             RanksDisagreeError: on the others.
         """
-        self.check_is_back("save")
+        self.check_is_there("save")
         self._saver = self._saver or Saver(self.ours()[0].sharded.config, Group.of())
         self._saver.save(Path(folder), whole_model_of(self.ours()))
 
@@ -85,7 +85,7 @@ class CheckpointCalls(MegatronOptimizer):
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
-        self.check_is_back("load")
+        self.check_is_there("load")
         with self._new_params():
             load_any(Path(folder), whole_model_of(self.ours()), Group.of(), resume_step=self._resume_step)
 
@@ -94,7 +94,7 @@ class CheckpointCalls(MegatronOptimizer):
 
         Raises: as `load`.
         """
-        self.check_is_back("load")
+        self.check_is_there("load")
         with self._new_params():
             load_sharded_state(whole_model_of(self.ours()), state, Group.of())
 
@@ -153,7 +153,7 @@ class CheckpointCalls(MegatronOptimizer):
             CheckpointError: this version of the host takes shards of a regular grid only.
         """
         check_takes_boxes()
-        self.check_is_back("load" if is_loading else "save")
+        self.check_is_there("load" if is_loading else "save")
         model = whole_model_of(self.ours())
         return state_to_load(model) if is_loading else state_to_save(model, Group.of())
 

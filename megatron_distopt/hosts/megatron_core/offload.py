@@ -107,24 +107,32 @@ class OffloadedState:
         for main, device in zip(self._main_params, self._devices(), strict=True):
             main.data = main.data.to(device)
         for flat, kept, name in self._kept():
-            kept[name] = kept[name].to(self._homes.get((flat.main, name), kept[name].device))
+            usual = flat.model.device if kept[name].shape == flat.main.shape else kept[name].device
+            kept[name] = kept[name].to(self._homes.get((flat.main, name), usual))
         self._homes.clear()
 
+    def check_is_there(self) -> None:
+        """Checks that the state has its values, wherever they are: what a save and a load need.
+
+        Raises:
+            LayoutError: other code has emptied it meanwhile.
+        """
+        for flat, kept, name in self._kept():
+            if (kept[name].numel() == 0 and flat.main.numel() > 0) or kept[name].is_meta:
+                rule, remedy = "have its values", "Call what your framework has to load it again before"
+                raise LayoutError(refusal("optimizer state", f"emptied ({name} has no values)", rule, remedy))
+
     def check_is_back(self) -> None:
-        """Checks that everything is where an update needs it, and that no other code has emptied it meanwhile.
+        """Checks that everything is where an update needs it.
 
         Raises:
             LayoutError
         """
-        for flat, kept, name in self._kept():
-            if kept[name].numel() == 0 and flat.main.numel() > 0:
-                got, rule = f"emptied ({name} has no elements)", "have its values while it trains, saves or loads"
-                remedy = "Call what your framework has to load it again before"
-                raise LayoutError(refusal("optimizer state", got, rule, remedy))
+        self.check_is_there()
         moments = [(flat, kept[name]) for flat, kept, name in self._kept() if kept[name].shape == flat.main.shape]
         for flat, tensor in [*((flat, flat.main) for flat in _owning(self._sharded)), *moments]:
             if tensor.device != flat.model.device:
-                rule = f"be on {flat.model.device} while it trains, saves or loads"
+                rule = f"be on {flat.model.device} during a step"
                 remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before"
                 raise LayoutError(refusal("optimizer state", f"offloaded to {tensor.device}", rule, remedy))
 

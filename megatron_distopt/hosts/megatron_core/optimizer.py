@@ -211,7 +211,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         Args:
             state_dict: the host's model state dict, or None for the model params as they are.
         """
-        self.offloaded.check_is_back()
+        self.offloaded.check_is_there()
         if state_dict is None:
             self.sharded.reload_model_params()
             return
@@ -241,7 +241,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
 
     def local_state_dict(self) -> dict[str, Any]:
         """All of this rank's state by param name, for a restart at the same size, see checkpoint/local_state.py."""
-        self.offloaded.check_is_back()
+        self.offloaded.check_is_there()
         return local_state_dict(self.sharded)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         if HEAD in state_dict:
             self.load_sharded(state_dict)
             return
-        self.check_is_back("load")
+        self.check_is_there("load")
         if "param_shards" not in state_dict:
             raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
             load_head(self, state_dict)
@@ -266,8 +266,8 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
     def offload_to_cpu(self) -> None:
         """Moves main params and moments of this rank into the host's memory, between two phases of training.
 
-        A step, a save and a load are refused until `restore_from_cpu`. fp32 params are their own main params and stay
-        in the host's param buffers.
+        A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their own main params, which
+        stay in the host's param buffers.
         """
         self.finish_saving()
         self.offloaded.move_to(torch.device(CPU))
