@@ -51,8 +51,8 @@ unpack_core() {
     [ -d "$folder/megatron" ] && return
     echo "unpacking megatron-core $version"
     for python in 3.12 3.11 3.10; do
-        _pip_install --no-deps --only-binary=:all: --python-version "$python" --target "$folder" "megatron-core==$version" \
-            2>/dev/null && break
+        _pip_install --ignore-requires-python --no-deps --only-binary=:all: --python-version "$python" \
+            --target "$folder" "megatron-core==$version" 2>/dev/null && break
     done
     [ -d "$folder/megatron" ] || fail "Invalid version: megatron-core $version. Must have a wheel for Python 3.10 to 3.12"
 }
