@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.cases import Case, Curve, train_all
 from tests.support.core_version import core_mentions
@@ -69,7 +70,32 @@ def collect(rank: int, size: int, folder: str) -> Mapping[str, Any]:
         for optimizer in ("distopt", "host-distributed")
         for precision in PRECISIONS
     }
-    return {"curves": curves, "resumed": {name: _resume(name, Path(folder)) for name in RESUMED}}
+    resumed = {name: _resume(name, Path(folder)) for name in RESUMED}
+    return {"curves": curves, "resumed": resumed, "taken over": _taken_over(Path(folder) / "context")}
+
+
+def _taken_over(folder: Path) -> tuple[bool, bool]:
+    """Whether data-parallel ranks take what context-parallel ones saved: params, and main params with moments."""
+    from tests.support import gpt
+
+    with contextlib.closing(gpt.Training(Case("distopt", cp=2, precision="bf16"))) as training:
+        training.step()
+        training.optimizer.save(folder)
+        params, state = training.params(), _tensors_of(training)
+    with contextlib.closing(gpt.Training(Case("distopt", dp=2, precision="bf16"))) as training:
+        training.optimizer.load(folder)
+        same = all(torch.equal(tensor, params[name]) for name, tensor in training.params().items())
+        again = _tensors_of(training)
+    return same, len(state) == len(again) > 0 and all(map(torch.equal, state, again))
+
+
+def _tensors_of(training: Any) -> list[torch.Tensor]:
+    """Main params and moments of this rank, in the order of names."""
+    shards = training.optimizer.ours()[0].local_state_dict()["param_shards"]
+    kept = [shards[name] for name in sorted(shards)]
+    return [
+        tensor.clone() for each in kept for tensor in (each["main"], *(each["cut"][key] for key in sorted(each["cut"])))
+    ]
 
 
 def _resume(name: str, folder: Path) -> tuple[list[float], list[float]]:
@@ -132,6 +158,12 @@ def test_checkpoint_when_loaded_at_another_layout_of_experts_then_the_run_goes_o
 ) -> None:
     rest, again = found[0]["resumed"][name]
     assert again == pytest.approx(rest, abs=NEAR["fp32"][0])
+
+
+def test_checkpoint_when_written_with_context_parallelism_then_data_parallel_ranks_take_it(
+    found: list[Mapping[str, Any]],
+) -> None:
+    assert [each["taken over"] for each in found] == [(True, True)] * 2
 
 
 INSTANCES = {
