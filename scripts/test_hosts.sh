@@ -32,7 +32,7 @@ for wanted in "$@"; do
         folder=$core_folders/$wanted
     fi
     path=$folder:$root:$root/examples
-    version=$(PYTHONPATH=$path python -W ignore -c "from megatron.core.package_info import __version__ as v; print(v)")
+    version=$(PYTHONPATH=$path python -W ignore -c "from megatron.core.package_info import __version__ as v; print(v.partition('+')[0])")
     echo "megatron-core $version"
     for file in tests/hosts/test_megatron_core_*.py tests/formats/test_foreign_core.py; do
         marker="not long" first=

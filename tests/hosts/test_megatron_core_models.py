@@ -30,7 +30,7 @@ MISPLACES_TIED = core_mentions(
 #: Its torch norms are no function that a test could mark.
 MARKS_NORMS = core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm")
 
-_EXPERTS = {"experts": 4}
+_EXPERTS = {"num_experts": 4}
 _ALL: dict[str, tuple[dict[str, Any], bool]] = {
     "experts on both ranks": ({"dp": 2, **_EXPERTS}, True),
     "experts apart": ({"dp": 2, "ep": 2, **_EXPERTS}, True),
@@ -169,7 +169,7 @@ def test_checkpoint_when_written_with_context_parallelism_then_data_parallel_ran
 INSTANCES = {
     "two instances": Case("distopt", dp=4, instances=2, steps=4),
     "two instances, bf16": Case("distopt", dp=4, instances=2, steps=4, precision="bf16"),
-    "two instances of experts": Case("distopt", dp=4, ep=2, instances=2, steps=4, experts=4),
+    "two instances of experts": Case("distopt", dp=4, ep=2, instances=2, steps=4, num_experts=4),
 }
 
 

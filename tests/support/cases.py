@@ -42,7 +42,7 @@ class Case:
     tied: bool = True
     fp32_norms: bool = False  # the norms' weights stay fp32 in a 16-bit model
     frozen: tuple[str, ...] = ()  # parts of names of params that do not train
-    experts: int = 0  # of each layer; each token goes to two
+    num_experts: int = 0  # of each layer; each token goes to two
     shared_experts: bool = False
     ep: int = 1
     etp: int | None = None  # tensor parallelism of experts; that of the model where None

@@ -254,7 +254,7 @@ def build_chunks(case: Case) -> list[DistributedDataParallel]:
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     config = transformer_config(case)
-    if case.experts:
+    if case.num_experts:
         _complete_router()
     with _torchs_norms(case):
         return [build_chunk(case, config, stage) for stage in range(case.vp)]
@@ -265,7 +265,7 @@ def build_chunk(case: Case, config: TransformerConfig, stage: int) -> Distribute
     if vp_stage is not None:  # before 0.13 a stage that is built finds its number here
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    spec = get_gpt_layer_local_spec(num_experts=case.experts or None)
+    spec = get_gpt_layer_local_spec(**({"num_experts": case.num_experts} if case.num_experts else {}))
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -294,8 +294,8 @@ def _mtp_spec(case: Case, config: TransformerConfig, spec: Any) -> Any:
 def _parts_of_today(case: Case) -> dict[str, Any]:
     """Experts and multi-token prediction, in the host's config."""
     parts: dict[str, Any] = {}
-    if case.experts:
-        parts |= {"num_moe_experts": case.experts, "moe_router_topk": 2, "expert_model_parallel_size": case.ep}
+    if case.num_experts:
+        parts |= {"num_moe_experts": case.num_experts, "moe_router_topk": 2, "expert_model_parallel_size": case.ep}
         parts |= {
             "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
@@ -317,7 +317,7 @@ def _torchs_norms(case: Case) -> Iterator[None]:
     It refuses because it does not mark their params, whose gradients it then would not add up.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if case.experts and case.tp > 1:
+        if case.num_experts and case.tp > 1:
             from megatron.core.transformer import torch_norm
 
             make = torch_norm.WrappedTorchNorm.__new__
