@@ -31,6 +31,7 @@ from megatron_distopt.checkpoint.manifest import no_collection
 from megatron_distopt.checkpoint.save import Contribution, Saving, Written, begin, contribution_of, should_have_appeared
 from megatron_distopt.checkpoint.whole_model import WholeModel, remember_saved
 from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.device import CPU, mark, pinned
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
@@ -58,12 +59,13 @@ class Staging:
 
     Args:
         nbytes: of the whole buffer, rounded up.
-        pinned: whether its pages are locked, for copies from a device.
+        device: from which is copied.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._device = device
         self._half_nbytes = _aligned(max(-(-nbytes // 2), 1))
-        self._memory = torch.empty(2 * self._half_nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = pinned([2 * self._half_nbytes], torch.uint8, device)
         self._memory.fill_(0)  # the first touch of a page takes time: once here, instead of in a save
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in (0, 1):
@@ -91,7 +93,9 @@ class Staging:
                 halves = tuple(self._free.get() for _ in range(2 if fits else 1))
                 if self._is_discarded:
                     return
-                self._waves.put(_Wave(halves, list(self._copied(wave, min(halves) * self._half_nbytes))))
+                copied = list(self._copied(wave, min(halves) * self._half_nbytes))
+                mark(self._device)()  # the device copies one after the other, and the CPU waits once
+                self._waves.put(_Wave(halves, copied))
         except BaseException as error:
             self._waves.put(error)
             raise
@@ -113,7 +117,7 @@ class Staging:
     def _copied(self, tensors: Iterable[Written], start: int) -> Iterator[Written]:
         for each in tensors:
             flat = self._memory[start : start + _nbytes(each.tensor)].view(each.tensor.dtype)
-            yield replace(each, tensor=flat.view(each.tensor.shape).copy_(each.tensor))
+            yield replace(each, tensor=flat.view(each.tensor.shape).copy_(each.tensor, non_blocking=True))
             start += _aligned(_nbytes(each.tensor))
 
     def drain(self) -> Iterator[Written]:
@@ -238,9 +242,9 @@ class BackgroundSaver:
         tensors = list(contribution.tensors)
         wanted = min(room_for(tensors), self._most_nbytes)
         if self._staging is None or self._staging.nbytes < wanted:
-            on_device = any(each.tensor.device.type != "cpu" for each in tensors)
+            devices = (each.tensor.device for each in tensors if each.tensor.device.type != CPU)
             self._staging = None  # frees the old buffer before the new one is allocated
-            self._staging = Staging(wanted, pinned=on_device)
+            self._staging = Staging(wanted, next(devices, torch.device(CPU)))
         return replace(contribution, tensors=tensors)
 
     def _start(self, task: _Task, contribution: Contribution, then: Callable[[], None]) -> None:

@@ -19,10 +19,11 @@ import torch
 from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.comm import available_backends, default_backend
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.source.found import Need, Survey
 from megatron_distopt.optimizer import Accelerator, choose_inner, find_accelerator
-from megatron_distopt.optimizer.accelerator import CPU, CUDA
+from megatron_distopt.optimizer.accelerator import CUDA
 
 __all__ = ["describe_machine"]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, Message, others, receive, send, wait
 from megatron_distopt.comm.shared_memory import GATHER, SUM, lane_of
+from megatron_distopt.device import keep_for_current_stream
 
 __all__ = [
     "SCRATCH_NBYTES",
@@ -191,7 +192,7 @@ class RoundedSum:
     def wait(self) -> None:
         """Waits until the sum is in the shard."""
         self._work.wait()
-        _keep_for_current_stream(self._received)
+        keep_for_current_stream(self._received)
         _add_up([self._received[rank] for rank in others(self._group)], self._shard)
 
 
@@ -204,15 +205,6 @@ def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.
     received = torch.empty_like(sent)
     work: dist.Work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
     return RoundedSum(work, received, shard, group)
-
-
-def _keep_for_current_stream(tensor: Tensor) -> None:
-    """Tells the allocator that the stream which waits reads a tensor that was allocated on the stream which began.
-
-    Otherwise the allocator would reuse the memory as soon as the first stream is done with it.
-    """
-    if tensor.device.type != "cpu":
-        tensor.record_stream(getattr(torch, tensor.device.type).current_stream(tensor.device))
 
 
 def _add_up(parts: Sequence[Tensor], own: Tensor) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
+from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
-from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
+from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.version import VERSION
 
 __all__ = ["announce", "describe", "sharded_over"]

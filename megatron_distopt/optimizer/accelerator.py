@@ -6,38 +6,31 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
 
 import torch
 
 from megatron_distopt.comm import Marker, mark_with
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 
 __all__ = [
     "CPU",
     "CUDA",
     "Accelerator",
-    "can_record",
     "check_devices",
-    "current",
     "find_accelerator",
     "has_torch_fused",
-    "mark",
     "mark_ranges",
-    "record",
     "refusing_synchronisation",
     "stats_dtype",
     "usable_device",
 ]
 
-T = TypeVar("T")
-
-CPU = "cpu"
 CUDA = "cuda"
 
 #: Devices that have no float64, or whose collectives have none.
@@ -121,52 +114,6 @@ def usable_device(device_type: str) -> torch.device:
 def stats_dtype(device: torch.device) -> torch.dtype:
     """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
     return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
-
-
-def mark(device: torch.device) -> Callable[[], None]:
-    """Remembers what is queued on a device by now.
-
-    Returns:
-        A function that waits until all of it is done; on the CPU it is done already.
-    """
-    if device.type == CPU:
-        return lambda: None
-    library: Any = getattr(torch, device.type)
-    event = library.Event()
-    event.record(library.current_stream(device))  # by itself it would take that of the current device
-    wait: Callable[[], None] = event.synchronize
-    return wait
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes the device the current one, for libraries that are not given a device."""
-    return nullcontext() if device.type == CPU else getattr(torch, device.type).device(device)
-
-
-def empty_cache(device: torch.device) -> None:
-    """Gives memory that torch keeps for later back to the device, where torch keeps any."""
-    getattr(getattr(torch, device.type, None), "empty_cache", bool)()
-
-
-def can_record(device: torch.device) -> bool:
-    """Whether `record` works there."""
-    return device.type == CUDA
-
-
-def record(work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Records what `work` queues on the device as a graph; nothing of it is carried out yet.
-
-    Args:
-        work: waits for nothing; what it returns lies at fixed addresses and is overwritten by every replay.
-
-    Returns:
-        A function that carries it out (queues it again as one launch), and what `work` returned.
-    """
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as NCCL's watchdog, may query the device during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = work()
-    return graph.replay, output
 
 
 @contextmanager

@@ -21,9 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
-from megatron_distopt.optimizer.accelerator import CPU, CUDA, find_accelerator, has_torch_fused
+from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Groups, InnerChoice
 
 __all__ = ["adam_options", "best_adam", "named_adam"]

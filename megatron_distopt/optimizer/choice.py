@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
-from megatron_distopt.optimizer.accelerator import CPU, has_torch_fused, usable_device
+from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, named_adam
 from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice

@@ -29,8 +29,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from megatron_distopt.device import mark, pinned
 from megatron_distopt.layout import FlatParamPlan
-from megatron_distopt.optimizer.accelerator import CPU, mark
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
@@ -113,8 +113,7 @@ class _HostCopy:
     """Numbers of a device that are on their way to the CPU."""
 
     def __init__(self, numbers: Tensor) -> None:
-        is_pinned = numbers.device.type != CPU
-        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=is_pinned)
+        self._numbers = pinned(numbers.shape, numbers.dtype, numbers.device)
         self._numbers.copy_(numbers, non_blocking=True)
         self._wait = mark(numbers.device)
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import Group, exchange, sum_over
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import NonFiniteGradError, refusal
-from megatron_distopt.optimizer.accelerator import CPU, stats_dtype
+from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 
 __all__ = [

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.comm import Group
+from megatron_distopt.device import can_record, current
+from megatron_distopt.device import record as record_on
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer import accelerator
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import (
@@ -64,7 +66,7 @@ class CapturedStep:
     Args:
         optimizer: one whose check is deferred (`defers_check`); its statistics go over a backend that can be recorded,
             such as NCCL.
-        record: records what a function queues on the device, see `accelerator.record`, which it is where None.
+        record: records what a function queues on the device, see `device.record`, which it is where None.
         notice: see `measure`; its numbers are filled before every step, and are the sums afterwards.
 
     Raises:
@@ -73,12 +75,12 @@ class CapturedStep:
 
     def __init__(self, optimizer: ShardedOptimizer, record: Record | None = None, notice: Notice | None = None) -> None:
         _check_deferred(optimizer)
-        if record is None and not accelerator.can_record(optimizer.device):
+        if record is None and not can_record(optimizer.device):
             rule, remedy = "be made on a device that records", "Call optimizer.step() there"
             raise ConfigError(refusal("captured step", f"on {optimizer.device}", rule, remedy))
         self.optimizer, self.notice = optimizer, notice
         #: What records it.
-        self.record: Record = record or accelerator.record
+        self.record: Record = record or partial(record_on, optimizer.device)
         self._recording: _Recording | None = None
         self._is_first = True
         self._rates = [torch.zeros((), device=optimizer.device) for _ in optimizer.inner.param_groups]
@@ -118,7 +120,7 @@ class CapturedStep:
             write_model(optimizer)
             return numbers, *divided
 
-        with self._recordable_groups(), accelerator.current(optimizer.device):
+        with self._recordable_groups(), current(optimizer.device):
             replay, output = self.record(work)
         return _Recording(baked, replay, output)
 

@@ -34,7 +34,8 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
-from megatron_distopt.optimizer.accelerator import CPU, mark_ranges, stats_dtype
+from megatron_distopt.device import CPU
+from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import Groups, InnerChoice, RoundsItself, skips_by_itself, split_state
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import InvariantError, refusal
-from megatron_distopt.optimizer.accelerator import CPU, refusing_synchronisation
+from megatron_distopt.optimizer.accelerator import refusing_synchronisation
 
 __all__ = ["arrived", "find_synchronisations", "forbid_synchronisations"]
 

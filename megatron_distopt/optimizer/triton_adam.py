@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.device import current
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import current
 from megatron_distopt.optimizer.inner import Groups, RoundsItself
 
 __all__ = ["TritonAdamW"]

@@ -83,7 +83,7 @@ def _put_together(parts: Sequence[Written]) -> dict[str, Tensor]:
 def test_staging_when_made_for_what_it_shall_hold_then_it_takes_it_in_one_piece(numel: int) -> None:
     """In waves `fill` would wait for somebody who drains."""
     tensors = _written(_numbers(numel))
-    staging = Staging(room_for(tensors), pinned=False)
+    staging = Staging(room_for(tensors), torch.device("cpu"))
     assert room_for(tensors) <= staging.nbytes <= room_for(tensors) + 64
     thread = _in_thread(lambda: staging.fill(tensors))
     thread.join(SECONDS)
@@ -94,7 +94,7 @@ def test_staging_when_made_for_what_it_shall_hold_then_it_takes_it_in_one_piece(
 def test_staging_when_the_live_state_changes_after_fill_then_the_copy_does_not() -> None:
     live = [_numbers(5, 3), _numbers(7, dtype=torch.bfloat16), _numbers(3, dtype=torch.int8), _numbers(2, 8).t()]
     before, tensors = [tensor.clone() for tensor in live], _written(*live)
-    staging = Staging(room_for(tensors), pinned=False)
+    staging = Staging(room_for(tensors), torch.device("cpu"))
     for _ in range(2):  # the buffer is used again
         staging.fill(tensors)
         for tensor in live:
@@ -110,7 +110,7 @@ def test_staging_when_the_live_state_changes_after_fill_then_the_copy_does_not()
 def test_staging_when_the_state_is_larger_then_every_element_comes_once_and_memory_is_that_of_the_buffer() -> None:
     live = [_numbers(40, 3), _numbers(1), _numbers(6, 5, 4, dtype=torch.bfloat16), _numbers(3, 100), _numbers(2)]
     before, tensors = [tensor.double() for tensor in live], _written(*live)
-    staging = Staging(300, pinned=False)
+    staging = Staging(300, torch.device("cpu"))
     assert staging.nbytes == 384
     places: list[int] = []
 
@@ -135,7 +135,7 @@ def test_staging_when_the_state_is_larger_then_every_element_comes_once_and_memo
 
 def test_staging_when_nobody_drains_then_fill_waits_with_two_waves_in_the_buffer() -> None:
     tensors = _written(*(_numbers(16) + 100 * number for number in range(5)))  # 64 bytes each, and a half of 64
-    staging = Staging(128, pinned=False)
+    staging = Staging(128, torch.device("cpu"))
     thread = _in_thread(lambda: staging.fill(tensors))
     thread.join(A_MOMENT)
     assert thread.is_alive()
@@ -154,7 +154,7 @@ def test_staging_when_nobody_drains_then_fill_waits_with_two_waves_in_the_buffer
 @pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
 def test_staging_when_discarded_then_the_thread_that_fills_returns(is_early: bool, nbytes: int) -> None:
     tensors = _written(*(_numbers(16) for _ in range(20)))
-    staging = Staging(nbytes, pinned=False)
+    staging = Staging(nbytes, torch.device("cpu"))
     if is_early:
         staging.discard()
     thread = _in_thread(lambda: staging.fill(tensors))
@@ -169,7 +169,7 @@ def test_staging_when_discarded_then_the_thread_that_fills_returns(is_early: boo
 @pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
 def test_staging_when_a_copy_fails_then_both_threads_have_the_error(nbytes: int) -> None:
     tensors = _written(_numbers(16), torch.empty(16, device="meta"), _numbers(16))
-    staging = Staging(nbytes, pinned=False)
+    staging = Staging(nbytes, torch.device("cpu"))
     errors: list[BaseException] = []
 
     def drain() -> None:
@@ -431,9 +431,9 @@ def test_buffer_when_saves_succeed_then_used_again_and_after_a_failure_dropped(
     made: list[int] = []
     make = Staging.__init__
 
-    def counted(staging: Staging, nbytes: int, *, pinned: bool) -> None:
+    def counted(staging: Staging, nbytes: int, device: torch.device) -> None:
         made.append(nbytes)
-        make(staging, nbytes, pinned=pinned)
+        make(staging, nbytes, device)
 
     monkeypatch.setattr(Staging, "__init__", counted)
     for number in (1, 2, 3):

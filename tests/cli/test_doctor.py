@@ -20,12 +20,13 @@ from megatron_distopt.cli.doctor import describe_fork
 from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok, problem
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.hosts.source.block import GROUP
 from megatron_distopt.hosts.source.found import Need, SourceLine, Survey
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import fork_at
 from megatron_distopt.optimizer import Accelerator
-from megatron_distopt.optimizer.accelerator import CPU, CUDA
+from megatron_distopt.optimizer.accelerator import CUDA
 from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
 from tests.support.refusals import Said
 

@@ -12,16 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_distopt.device import can_record, mark, record
 from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.optimizer import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.accelerator import (
-    can_record,
-    has_torch_fused,
-    mark,
-    record,
-    refusing_synchronisation,
-    stats_dtype,
-)
+from megatron_distopt.optimizer.accelerator import has_torch_fused, refusing_synchronisation, stats_dtype
 from tests.support.refusals import assert_says
 
 NOT_INSTALLED = (
@@ -198,35 +192,29 @@ def test_has_torch_fused_when_the_device_has_kernels_then_true() -> None:
     assert not has_torch_fused("meta")
 
 
-class Event:
-    """Stands in for an event of a device."""
+class Queue:
+    """Stands in for a stream of a device that torch.accelerator does not know, and for an event on it."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        EVENTS.append(self)
+    calls: list[str]
 
-    def record(self, stream: str) -> None:
-        self.calls.append(f"record in {stream}")
+    def record_event(self) -> Queue:
+        self.calls = ["record"]
+        return self
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
 
-EVENTS: list[Event] = []
-
-
-def test_mark_when_on_a_device_then_the_event_is_recorded_at_once_and_waited_for_when_asked(
+def test_mark_when_torch_knows_the_device_by_its_module_alone_then_it_waits_for_what_was_queued_by_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    EVENTS.clear()
-    monkeypatch.setattr(torch.xpu, "Event", Event)
-    monkeypatch.setattr(torch.xpu, "current_stream", lambda device: f"the stream of {device}")
+    queues = {torch.device("xpu:0"): Queue(), torch.device("xpu:1"): Queue()}
+    monkeypatch.setattr(torch.xpu, "current_stream", queues.__getitem__)
     wait = mark(torch.device("xpu:1"))
-    assert [event.calls for event in EVENTS] == [["record in the stream of xpu:1"]]
+    assert queues[torch.device("xpu:1")].calls == ["record"]
     wait()
-    assert [event.calls for event in EVENTS] == [["record in the stream of xpu:1", "synchronize"]]
+    assert queues[torch.device("xpu:1")].calls == ["record", "synchronize"]
     mark(torch.device("cpu"))()
-    assert len(EVENTS) == 1
 
 
 def test_record_when_on_a_gpu_then_the_work_is_done_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +236,7 @@ def test_record_when_on_a_gpu_then_the_work_is_done_inside_the_graph(monkeypatch
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    replay, output = record(work)
+    replay, output = record(torch.device("cuda"), work)
     replay()
     assert output == 7
     assert order == ["begin Graph thread_local", "work", "end", "replay"]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.optimizer import FlatParam, ShardedOptimizer
-from megatron_distopt.optimizer.accelerator import empty_cache
 
 __all__ = ["MainParams", "OffloadedState", "main_params_of"]
 

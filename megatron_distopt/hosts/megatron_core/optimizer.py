@@ -24,6 +24,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import (
     StartUp,
@@ -51,7 +52,6 @@ from megatron_distopt.optimizer import (
     find_accelerator,
     measure_memory,
 )
-from megatron_distopt.optimizer.accelerator import CPU
 
 __all__ = ["ChainedOptimizer", "DistributedOptimizer"]
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_distopt.buffers import check_grad_dtype
 from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.config import DistOptConfig, config_from_environment
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import (
     as_torch_groups,
@@ -37,7 +38,6 @@ from megatron_distopt.optimizer import (
     find_accelerator,
     fused_instance,
 )
-from megatron_distopt.optimizer.accelerator import CPU
 
 __all__ = ["ParamSet", "Plan", "UserRequest", "decide", "group_names", "plan_sets"]
 

@@ -1,0 +1,133 @@
+"""Streams, events, graphs and pinned memory of a device.
+
+They are torch's own for any accelerator (`torch.accelerator`), or where a release of torch does not have them those of
+the device's module in torch, which have the same methods. On the CPU everything is done as soon as it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CPU",
+    "can_record",
+    "current",
+    "current_stream",
+    "empty_cache",
+    "keep_for_current_stream",
+    "mark",
+    "pinned",
+    "record",
+]
+
+T = TypeVar("T")
+
+CPU = "cpu"
+#: Other threads, such as NCCL's watchdog, may query the device during a capture.
+_CAPTURE = {"capture_error_mode": "thread_local"}
+
+
+def _module(device: torch.device) -> Any:
+    """The device's module in torch."""
+    return getattr(torch, device.type)
+
+
+def _accelerator_of(device: torch.device) -> Any:
+    """torch.accelerator, in torch 2.6 and newer, if it is what the device belongs to; None otherwise."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None or not accelerator.is_available():
+        return None
+    return accelerator if accelerator.current_accelerator().type == device.type else None
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes the device the current one, for libraries that are not given a device."""
+    return nullcontext() if device.type == CPU else _module(device).device(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream of this thread on a device; None on the CPU, which has no streams."""
+    if device.type == CPU:
+        return None
+    known = _accelerator_of(device)
+    return (known or _module(device)).current_stream(device)
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Remembers what is queued on the current stream of a device by now.
+
+    Returns:
+        A function that makes the CPU wait until all of it is done; on the CPU it is done already.
+    """
+    if device.type == CPU:
+        return lambda: None
+    wait: Callable[[], None] = current_stream(device).record_event().synchronize
+    return wait
+
+
+def keep_for_current_stream(tensor: Tensor) -> None:
+    """Tells the allocator that the current stream uses a tensor that was allocated on another one.
+
+    Otherwise the memory would be used for something else as soon as the stream that allocated it is done with it.
+    """
+    if tensor.device.type != CPU:
+        tensor.record_stream(current_stream(tensor.device))
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized tensor of the CPU that the device copies from and to without making the CPU wait."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != CPU)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the device, where torch keeps any."""
+    getattr(getattr(torch, device.type, None), "empty_cache", bool)()
+
+
+def _new_graph(device: torch.device) -> Any:
+    """A graph of any accelerator, or None: not every release of torch has the class, nor every device graphs."""
+    graph = getattr(_accelerator_of(device), "Graph", None)
+    if graph is None:
+        return None
+    try:
+        return graph(**_CAPTURE)
+    except RuntimeError:  # torch's way to say that this device has none
+        return None
+
+
+@contextmanager
+def _on_another_stream(device: torch.device) -> Iterator[None]:
+    """The default stream records nothing."""
+    with torch.Stream(device):
+        yield
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether `record` works there."""
+    return device.type != CPU and (_new_graph(device) is not None or hasattr(_module(device), "CUDAGraph"))
+
+
+def record(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """Records what `work` queues on the device as a graph; nothing of it is carried out yet.
+
+    Args:
+        device: one that `can_record`.
+        work: waits for nothing; what it returns lies at fixed addresses and is overwritten by every replay.
+
+    Returns:
+        A function that carries it out (queues it again as one launch), and what `work` returned.
+    """
+    graph = _new_graph(device)
+    if graph is not None:
+        with _on_another_stream(device), graph:
+            output = work()
+        return graph.replay, output
+    graph = _module(device).CUDAGraph()
+    with _module(device).graph(graph, **_CAPTURE):
+        output = work()
+    return graph.replay, output

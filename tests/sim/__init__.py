@@ -1,0 +1,1 @@
+"""The package on a simulated accelerator."""

@@ -1,0 +1,333 @@
+"""The backend `simccl` of torch.distributed, with the semantics of NCCL's.
+
+A collective is queued on a stream of its communicator, behind what the current stream has queued. `wait()` makes the
+current stream wait, and not the host. Tensors are kept until then, as NCCL's backend keeps them. When a collective is
+carried out, ranks first compare which one it is: where they differ, every rank raises what each of them called. gloo
+carries the bytes, and tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.sim.machine import DEVICE, Point, SimError, Stream, machine
+from tests.support.sim.memory import memory, void
+from tests.support.sim.operators import rules
+
+NAME = "simccl"
+_HEAD_NBYTES = 256
+#: Of the messages between two ranks, in a communicator of gloo that collectives share.
+_P2P = 1 << 20
+
+#: From every rank's input, bytes as tensors of the dtype, to what is written into the outputs.
+_Combine = Callable[[list[Tensor]], list[Tensor]]
+
+
+class SimWork(dist.Work):
+    """A collective that is queued.
+
+    Args:
+        point: where its stream has carried it out.
+        tensors: kept until it is waited for.
+    """
+
+    def __init__(self, point: Point, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._point, self._kept = point, list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        machine.wait_on(machine.current, self._point)
+        self._kept.clear()
+        return True
+
+    def is_completed(self) -> bool:
+        return machine.is_reached(self._point)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._kept
+
+
+@dataclass
+class _Exchange:
+    """Every rank's bytes, on their way to all ranks.
+
+    Args:
+        gloo: carries them.
+        head: what this rank calls the collective.
+        inputs: what this rank contributes.
+        finish: is given the inputs of all ranks.
+    """
+
+    gloo: Any
+    head: str
+    inputs: list[Tensor]
+    finish: Callable[[list[list[Tensor]]], None]
+
+    def __post_init__(self) -> None:
+        padded = self.head.encode()[:_HEAD_NBYTES].ljust(_HEAD_NBYTES)
+        self._mine = [torch.frombuffer(bytearray(padded), dtype=torch.uint8)]
+        self._heads_agree = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._all = [[torch.empty_like(each) for each in self._mine] for _ in range(self.gloo.size())]
+        self._works = [
+            self.gloo.allgather([[of_rank[at] for of_rank in self._all]], [each]) for at, each in enumerate(self._mine)
+        ]
+
+    def is_done(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        for work in self._works:
+            work.wait()
+        if self._heads_agree:
+            self.finish(self._all)
+            return True
+        heads = [bytes(of_rank[0].tolist()).decode().strip() for of_rank in self._all]
+        if len(set(heads)) > 1:
+            raise SimError("ranks called different collectives: " + "; ".join(f"{n}: {h}" for n, h in enumerate(heads)))
+        self._heads_agree, self._mine = True, [each.contiguous() for each in self.inputs]
+        self._begin()
+        return False
+
+
+class _Message:
+    """A message between two ranks."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
+
+    def is_done(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        self._work.wait()
+        self._finish()
+        return True
+
+
+def _kind(op: Any) -> dist.ReduceOp.RedOpType:
+    return next(kind for kind in dist.ReduceOp.RedOpType.__members__.values() if op == kind)
+
+
+def _reduced(parts: Sequence[Tensor], op: Any, last: int) -> Tensor:
+    """Added up around the ring, downwards, the part of rank `last` last: see megatron_distopt.comm.pairwise."""
+    order = [parts[(last - distance) % len(parts)] for distance in range(1, len(parts))] + [parts[last]]
+    kind = _kind(op)
+    combine = {
+        dist.ReduceOp.RedOpType.SUM: torch.add,
+        dist.ReduceOp.RedOpType.AVG: torch.add,
+        dist.ReduceOp.RedOpType.MAX: torch.maximum,
+        dist.ReduceOp.RedOpType.MIN: torch.minimum,
+        dist.ReduceOp.RedOpType.PRODUCT: torch.mul,
+        dist.ReduceOp.RedOpType.BOR: torch.bitwise_or,
+        dist.ReduceOp.RedOpType.BAND: torch.bitwise_and,
+    }[kind]
+    total = order[0].clone()
+    for part in order[1:]:
+        total = combine(total, part)
+    return total / len(parts) if kind == dist.ReduceOp.RedOpType.AVG else total
+
+
+class SimGroup(dist.ProcessGroup):
+    """A communicator."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size = rank, size
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout=timeout)
+        self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
+        self._stream = Stream(name=f"communicator of {size}")
+        self._store = store
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._cpu if torch.device(device).type == "cpu" else self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def _queue(self, name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> SimWork:
+        for each in tensors:
+            if each.dtype in rules.missing:
+                raise TypeError(f"{name}: the device's collectives have no {each.dtype}")
+        machine.counts.collectives.append(name)
+        machine.launch(f"{name} of {self._size} ranks", run, [machine.current.now], on=self._stream)
+        return SimWork(self._stream.now, tensors)
+
+    def _collective(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: _Combine, extra: object = ""
+    ) -> SimWork:
+        """
+        Args:
+            name: of the collective.
+            inputs: of this rank, as long on every rank.
+            outputs: of this rank.
+            combine: makes the values of one output from all ranks' values of the input of the same number.
+            extra: what ranks have to agree on besides.
+        """
+        mine = [memory.on_cpu(each.detach()) for each in inputs]
+        into = [memory.on_cpu(each.detach()) for each in outputs]
+        shapes = [(str(each.dtype).removeprefix("torch."), each.numel()) for each in inputs]
+        head = f"{name} of {shapes} {extra}"
+
+        def finish(found: list[list[Tensor]]) -> None:
+            values = [value for at in range(len(mine)) for value in combine([of_rank[at] for of_rank in found])]
+            for target, value in zip(into, values, strict=True):
+                target.copy_(value.reshape(target.shape))
+
+        return self._queue(
+            name,
+            lambda: _Exchange(self._gloo, head, [each.clone() for each in mine], finish),
+            [*inputs, *outputs],
+        )
+
+    # --- the collectives as torch.distributed calls them
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        if tensors[0].device.type != DEVICE:
+            return self._cpu.allreduce(tensors, opts)
+        op = opts.reduceOp
+        return self._collective("all-reduce", tensors, tensors, lambda all_: [_reduced(all_, op, 0)], _kind(op))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        if tensors[0].device.type != DEVICE:
+            return self._cpu.broadcast(tensors, opts)
+        root = opts.rootRank
+        return self._collective("broadcast", tensors, tensors, lambda all_: [all_[root]], root)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        if tensors[0].device.type != DEVICE:
+            return self._cpu.reduce(tensors, opts)
+        op, root, rank = opts.reduceOp, opts.rootRank, self._rank
+        combine: _Combine = lambda all_: [_reduced(all_, op, root) if rank == root else all_[rank]]  # noqa: E731
+        return self._collective("reduce", tensors, tensors, combine, (_kind(op), root))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        if inputs[0].device.type != DEVICE:
+            return self._cpu.allgather(outputs, inputs)
+        return self._collective("all-gather", inputs, outputs[0], lambda all_: all_)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if input.device.type != DEVICE:
+            return self._cpu._allgather_base(output, input)
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._collective("all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        if outputs[0].device.type != DEVICE:
+            return self._cpu.reduce_scatter(outputs, inputs, opts)
+        return self.reduce_scatter_single(outputs[0], torch.cat([each.view(-1) for each in inputs[0]]), opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        if output.device.type != DEVICE:
+            return self._cpu._reduce_scatter_base(output, input, opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        op, rank = opts.reduceOp, self._rank
+
+        def combine(all_: list[Tensor]) -> list[Tensor]:
+            shares = [each.reshape(self._size, -1)[rank] for each in all_]
+            return [_reduced(shares, op, rank)]
+
+        return self._collective("reduce-scatter", inputs, outputs, combine, _kind(op))
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, out_split: Any, in_split: Any, opts: Any = None) -> Any:
+        if output.device.type != DEVICE:
+            return self._cpu.alltoall_base(output, input, out_split, in_split)
+        if out_split or in_split:
+            raise SimError("all-to-all with parts of different lengths is not simulated")
+        rank = self._rank
+        combine: _Combine = lambda all_: [torch.cat([x.reshape(self._size, -1)[rank] for x in all_])]  # noqa: E731
+        return self._collective("all-to-all", [input], [output], combine)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        if inputs[0].device.type != DEVICE:
+            return self._cpu.gather(outputs, inputs, opts)
+        is_root, into = opts.rootRank == self._rank, outputs[0] if outputs else []
+        return self._collective("gather", inputs, into, lambda all_: all_ if is_root else [], opts.rootRank)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        if outputs[0].device.type != DEVICE:
+            return self._cpu.scatter(outputs, inputs, opts)
+        root, rank = opts.rootRank, self._rank
+        whole = (
+            torch.cat([each.view(-1) for each in inputs[0]])
+            if inputs
+            else outputs[0].new_empty(self._size * outputs[0].numel())
+        )
+        combine: _Combine = lambda all_: [all_[root].view(self._size, -1)[rank]]  # noqa: E731
+        return self._collective("scatter", [whole], outputs, combine, root)
+
+    def barrier(self, opts: Any = None) -> Any:
+        machine.synchronise("barrier", machine.current.now)
+        return self._cpu.barrier()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        if tensors[0].device.type != DEVICE:
+            return self._cpu.send(tensors, dst, tag)
+        data = memory.on_cpu(tensors[0].detach())
+        return self._queue("send", lambda: self._sent(data, dst, tag), tensors)
+
+    def _sent(self, data: Tensor, dst: int, tag: int) -> _Message:
+        staged = data.contiguous().clone()
+        return _Message(self._gloo.send([staged], dst, _P2P + tag), staged.numel)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        if tensors[0].device.type != DEVICE:
+            return self._cpu.recv(tensors, src, tag)
+        into = memory.on_cpu(tensors[0].detach())
+        return self._queue("receive", lambda: self._received(into, src, tag), tensors)
+
+    def _received(self, into: Tensor, src: int, tag: int) -> _Message:
+        staged = torch.empty_like(into, memory_format=torch.contiguous_format)
+        return _Message(self._gloo.recv([staged], src, _P2P + tag), lambda: void(into.copy_(staged)))
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def register() -> None:
+    """Makes the backend known to torch; `init_process_group` takes it where no other one is asked for."""
+    dist.Backend.register_backend(NAME, SimGroup, devices=[DEVICE])
+
+
+def take_over_world() -> None:
+    """Collective: gives the ranks of the world a group that carries tensors of the device and of the CPU."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store = dist.PrefixStore("world of sim", store)
+    dist.init_process_group(f"cpu:gloo,{DEVICE}:{NAME}", store=store, rank=rank, world_size=size)

@@ -1,0 +1,174 @@
+"""Makes the simulated accelerator a device of torch."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tests.support.sim import collectives
+from tests.support.sim.machine import DEVICE, Event, Stream, machine
+from tests.support.sim.memory import memory
+from tests.support.sim.operators import pinned_like_empty, register, rules
+
+_registered: list[Any] = []
+
+
+class Personality(enum.Enum):
+    """Which device it is like."""
+
+    #: Has all dtypes and graphs, as CUDA.
+    FULL = "full"
+    #: Has neither float64 nor fp16 nor graphs, as HPU, NPU and MPS.
+    SMALL = "small"
+
+
+class Graph:
+    """What is queued while it is recorded, for being queued again."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._operations: list[Any] = []
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        machine.recording = []
+
+    def capture_end(self) -> None:
+        self._operations, machine.recording = machine.recording or [], None
+
+    def replay(self) -> None:
+        machine.counts.launches.append("graph")
+        for each in self._operations:
+            machine.launch(each.name, each.run, each.after, on=machine.current)
+
+    def __enter__(self) -> Graph:
+        self.capture_begin()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.capture_end()
+
+
+class _Module(types.ModuleType):
+    """torch.sim"""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self) -> None:
+        super().__init__(f"torch.{DEVICE}")
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return machine.current
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return machine.default
+
+    def set_stream(self, stream: Stream) -> None:
+        machine.current = stream
+
+    def stream(self, stream: Stream) -> Stream:
+        return stream
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        yield
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in machine.streams:
+            machine.synchronise("synchronize", stream.now)
+
+    def empty_cache(self) -> None:
+        memory.collect()
+
+    def memory_allocated(self, device: Any = None) -> int:
+        memory.collect()
+        return memory.held
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return memory.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        memory.reset_peak()
+
+    def get_rng_state(self, *_: Any) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, *_: Any) -> None:
+        pass
+
+
+def install(personality: Personality = Personality.FULL, *, backward_stream: bool = False) -> None:
+    """Adds the device `sim` to torch in this process, for good.
+
+    Args:
+        personality: see `Personality`.
+        backward_stream: whether backward has a stream that is not the default one, as it has where the forward pass ran
+            on another one than the step does.
+    """
+    rules.missing = frozenset() if personality is Personality.FULL else frozenset((torch.float64, torch.float16))
+    if not _registered:
+        module = _Module()
+        _setup_privateuseone_for_python_backend(DEVICE, module)
+        _registered.extend(register())
+        machine.start()
+        _replace_accelerator(module)
+        _order_backward()
+        collectives.register()
+    machine.of_backward = Stream(name="stream of backward") if backward_stream else machine.default
+
+
+def _replace_accelerator(module: _Module) -> None:
+    """torch.accelerator asks C++, which knows one stream."""
+    torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
+    torch.accelerator.set_stream = module.set_stream  # type: ignore[assignment]
+    torch.accelerator.synchronize = module.synchronize  # type: ignore[assignment]
+    torch.accelerator.Graph = Graph  # type: ignore[misc,assignment]
+    usual = torch.empty
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return pinned_like_empty(*args, **kwargs) if pin_memory else usual(*args, **kwargs)
+
+    torch.empty = empty
+
+
+def _order_backward() -> None:
+    """Backward begins behind what the calling stream has queued, and that stream goes on behind it."""
+    from torch.autograd import graph
+
+    usual = graph._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        machine.of_backward.wait_stream(machine.current)
+        try:
+            return usual(*args, **kwargs)
+        finally:
+            machine.current.wait_stream(machine.of_backward)
+
+    for name in ("torch.autograd.graph", "torch.autograd"):
+        sys.modules[name]._engine_run_backward = run  # type: ignore[attr-defined]

@@ -1,0 +1,166 @@
+"""The memory of the simulated device: it is the CPU's, and torch takes it for the device's.
+
+A block that is freed goes back to the stream that allocated it, which overwrites it: behind what is queued there, and
+behind what was queued on streams of which `record_stream` told the allocator. So a read of freed memory, or of memory
+that was never written, gives NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tests.support.sim.machine import Point, SimError, Stream, machine
+
+#: NaN in every floating dtype, -1 in integers.
+_GARBAGE = 0xFF
+#: What DLPack calls a device that it does not know, and dtypes.
+_EXTENSION = 12
+_KINDS = {torch.bool: 6, torch.bfloat16: 4, torch.uint8: 1}
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
+
+
+class _Dtype(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int),
+        ("dtype", _Dtype),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
+_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of one allocation.
+
+    Args:
+        memory: uint8, of the CPU.
+        stream: that allocated it.
+        readers: other streams that the allocator was told of.
+        kept: what torch's tensor points at.
+    """
+
+    memory: Tensor
+    stream: Stream
+    readers: set[Stream] = field(default_factory=set)
+    kept: tuple[object, ...] = ()
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+class Memory:
+    """All blocks, and how much they are."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, Block] = {}
+        self._addresses: list[int] = []
+        self._by_managed: dict[int, Block] = {}
+        self._freed = deque[int]()
+        self._deleter = _Deleter(lambda managed: self._freed.append(ctypes.addressof(managed.contents)))
+        self.held, self.peak = 0, 0
+
+    def allocate(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of the device, full of garbage."""
+        self.collect()
+        numel = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        # One byte at least, so that addresses differ, and 64 so that they are aligned as those of a device are.
+        memory = torch.empty(max(numel * dtype.itemsize, 1) + 512, dtype=torch.uint8).fill_(_GARBAGE)
+        memory = memory[-memory.data_ptr() % 512 :]
+        block = Block(memory, machine.current)
+        managed = _Managed()
+        c_shape, c_strides = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
+        kind = _KINDS.get(dtype, 2 if dtype.is_floating_point else 5 if dtype.is_complex else 0)
+        managed.tensor = _Tensor(
+            block.address,
+            _Device(_EXTENSION, 0),
+            len(shape),
+            _Dtype(kind, dtype.itemsize * 8, 1),
+            c_shape,
+            c_strides,
+            0,
+        )
+        managed.deleter = self._deleter
+        block.kept = (managed, c_shape, c_strides, numel * dtype.itemsize)
+        self._by_managed[ctypes.addressof(managed)] = self._by_address[block.address] = block
+        insort(self._addresses, block.address)
+        self.held += numel * dtype.itemsize
+        self.peak = max(self.peak, self.held)
+        return torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+
+    def collect(self) -> None:
+        """Gives what torch has freed back to its streams."""
+        while self._freed:
+            block = self._by_managed.pop(self._freed.popleft())
+            del self._by_address[block.address]
+            self._addresses.remove(block.address)
+            self.held -= int(block.kept[-1])  # type: ignore[call-overload]
+            after = [Point(stream, stream.num_issued) for stream in block.readers if stream is not block.stream]
+            machine.launch("reuse", lambda memory=block.memory: void(memory.fill_(_GARBAGE)), after, on=block.stream)
+
+    def block_of(self, tensor: Tensor) -> Block:
+        address = tensor.untyped_storage().data_ptr()
+        at = bisect_right(self._addresses, address) - 1
+        block = self._by_address.get(self._addresses[at]) if at >= 0 else None
+        if block is None or address >= block.address + max(block.memory.numel(), 1):
+            raise SimError(f"a tensor of {tuple(tensor.shape)} lies outside of the device's memory")
+        return block
+
+    def on_cpu(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor of the CPU; it may be read and written when the device does."""
+        like = torch.empty(0, dtype=tensor.dtype)
+        if not tensor.untyped_storage().nbytes():
+            return like.new_empty(tensor.shape)
+        block = self.block_of(tensor)
+        in_block = tensor.untyped_storage().data_ptr() - block.address
+        storage = block.memory.untyped_storage()
+        in_storage = block.memory.storage_offset() + in_block
+        offset = in_storage // tensor.dtype.itemsize + tensor.storage_offset()
+        return like.set_(storage, offset, tensor.shape, tensor.stride())
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        self.block_of(tensor).readers.add(stream)
+
+    def reset_peak(self) -> None:
+        self.collect()
+        self.peak = self.held
+
+
+def void(_: object) -> None:
+    """Makes a statement of an expression."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[at + 1 :]) for at in range(len(shape))]
+
+
+memory = Memory()
