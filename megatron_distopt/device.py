@@ -6,7 +6,7 @@ the device's module in torch, which have the same methods. On the CPU everything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -19,10 +19,12 @@ __all__ = [
     "current",
     "current_stream",
     "empty_cache",
+    "fence",
     "keep_for_current_stream",
     "mark",
     "pinned",
     "record",
+    "wait_for_streams",
 ]
 
 T = TypeVar("T")
@@ -68,6 +70,32 @@ def mark(device: torch.device) -> Callable[[], None]:
         return lambda: None
     wait: Callable[[], None] = current_stream(device).record_event().synchronize
     return wait
+
+
+def fence(device: torch.device) -> Callable[[], None]:
+    """Remembers what is queued on the current stream of a device by now.
+
+    Returns:
+        A function that makes the stream which is current when it is called wait until all of it is done, and not the
+        CPU.
+    """
+    if device.type == CPU:
+        return lambda: None
+    event = current_stream(device).record_event()
+    return lambda: current_stream(device).wait_event(event)
+
+
+def wait_for_streams(streams: Iterable[Any], device: torch.device) -> None:
+    """Makes the current stream wait until all that other streams of the device have queued by now is done.
+
+    Args:
+        streams: that `current_stream` returned.
+        device: whose they are.
+    """
+    here = current_stream(device)  # None on the CPU, as are all the others
+    for stream in streams:
+        if stream != here:
+            here.wait_stream(stream)
 
 
 def keep_for_current_stream(tensor: Tensor) -> None:

@@ -6,14 +6,16 @@ computes others, and params are gathered until forward reads them. launches.py d
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import RLock
 from time import perf_counter
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Pending,
@@ -27,6 +29,7 @@ from megatron_distopt.comm.collectives import (
 from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
 from megatron_distopt.comm.timing import CommTime, profiled, waited_since
+from megatron_distopt.device import current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError, refusal
 
 __all__ = ["Communicator", "gather_params", "reduce_grads"]
@@ -101,11 +104,16 @@ class Communicator:
         self._grads = Launches("reduce-scatter", partial(begin_reduce_scatter, group=group, how=how), group)
         self._params = Launches("all-gather", partial(begin_all_gather, group=group), group)
         self._arrivals = Arrivals(num_microbatches or (lambda: 1))
+        #: By bucket, the streams on which its gradients were added up: branches of a model may have streams.
+        self._streams: defaultdict[int, set[Any]] = defaultdict(set)
         #: Held by announcements: a gradient that is added up outside of autograd may be announced by another thread.
         self._lock = RLock()
         #: Numbers of this step's gathers, in the order of their first wait, and whether any wait was for a read.
         self._met: list[int] = []
         self._is_met_by_reads = False
+        #: By identity of a buffer, what makes a stream wait until another one has copied this step's params to their
+        #: places.
+        self._published: dict[int, Callable[[], None]] = {}
         self._param_time = CommTime(0.0, 0.0)
         if overlap_grads and group.size > 1:
             # One that was abandoned in the middle of a step must not block this one; the same on all ranks.
@@ -176,7 +184,9 @@ class Communicator:
             return
         with self._lock:
             self.check_open(name)
-            if not self.is_paused and self._arrivals.count(name, self._grads.number_of[name]):
+            bucket = self._grads.number_of[name]
+            self._streams[bucket].add(current_stream(self._grads.transfers[bucket].whole.device))
+            if not self.is_paused and self._arrivals.count(name, bucket):
                 self._launch_complete()
 
     def _launch_complete(self) -> None:
@@ -190,6 +200,7 @@ class Communicator:
         if self.group.size > 1:
             self._check_alone()
             _last_launcher[self.group.own_handle] = ref(self)
+        wait_for_streams(self._streams.pop(number, ()), self._grads.transfers[number].whole.device)
         self._grads.launch(number)
 
     def _check_alone(self) -> None:
@@ -255,6 +266,7 @@ class Communicator:
         self.finish_params()
         self._params.agree(self._met if self._met and self._is_met_by_reads else None)
         self._met, self._is_met_by_reads, self._param_time = [], False, CommTime(0.0, 0.0)
+        self._published.clear()
         for number in self._params.order:
             self._params.launch(number)
 
@@ -284,6 +296,7 @@ class Communicator:
             if number not in self._met:
                 self._met.append(number)
                 self._publish(number)
+            self._published.get(id(self._params.transfers[number].buffer), _nothing)()
             if _has_ended(pending):
                 # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
@@ -294,6 +307,8 @@ class Communicator:
         buffer = transfers[number].buffer
         if all(other in self._met for other in self._params.under_way if transfers[other].buffer is buffer):
             buffer.publish()
+            if isinstance(buffer, CompactBuffer):
+                self._published[id(buffer)] = fence(buffer.param.device)
 
     def finish_params(self) -> CommTime:
         """Waits until all params are gathered; on a device the current stream waits.
@@ -304,6 +319,10 @@ class Communicator:
         self._wait_for(tuple(self._params.under_way))
         self._params.under_way.clear()
         return self._param_time
+
+
+def _nothing() -> None:
+    """Where a buffer has nothing to copy, or was not copied yet."""
 
 
 def _has_ended(pending: Pending) -> bool:

@@ -180,18 +180,21 @@ class RoundedSum:
 
     Args:
         work: the exchange of the parts.
+        sent: [ranks, elements], this rank's parts of all shards.
         received: [ranks, elements], where the parts arrive.
         shard: this rank's own part, to which they are added.
         group: of the ranks.
     """
 
-    def __init__(self, work: dist.Work, received: Tensor, shard: Tensor, group: Group) -> None:
-        self._work, self._received, self._shard, self._group = work, received, shard, group
+    def __init__(self, work: dist.Work, sent: Tensor, received: Tensor, shard: Tensor, group: Group) -> None:
+        self._work, self._sent, self._received, self._shard, self._group = work, sent, received, shard, group
 
     @torch.no_grad()
     def wait(self) -> None:
         """Waits until the sum is in the shard."""
         self._work.wait()
+        # Both were allocated on the stream that began, which does not wait for the exchange.
+        keep_for_current_stream(self._sent)
         keep_for_current_stream(self._received)
         _add_up([self._received[rank] for rank in others(self._group)], self._shard)
 
@@ -204,7 +207,7 @@ def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.
     sent = bucket.view(group.size, -1).to(dtype)
     received = torch.empty_like(sent)
     work: dist.Work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-    return RoundedSum(work, received, shard, group)
+    return RoundedSum(work, sent, received, shard, group)
 
 
 def _add_up(parts: Sequence[Tensor], own: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -33,7 +34,7 @@ __all__ = [
 
 CUDA = "cuda"
 
-#: Devices that have no float64, or whose collectives have none.
+#: Devices whose collectives have no float64, whether or not their kernels have it.
 _WITHOUT_FLOAT64 = ("mps", "hpu", "npu")
 
 
@@ -113,7 +114,20 @@ def usable_device(device_type: str) -> torch.device:
 
 def stats_dtype(device: torch.device) -> torch.dtype:
     """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
-    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+    return torch.float64 if _has_float64(device.type) else torch.float32
+
+
+@cache
+def _has_float64(device_type: str) -> bool:
+    if device_type in _WITHOUT_FLOAT64:
+        return False
+    if device_type != _torch_device_type():
+        return True  # nothing can be tried here
+    try:
+        torch.zeros((), dtype=torch.float64, device=device_type)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,20 +53,6 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     found["described"] = ways
     found["trained"] = [_train(rank, dtype, overlap) for dtype in (None, "bfloat16") for overlap in (False, True)]
     return found
-
-
-def test_sum_when_waited_for_on_another_stream_then_what_arrived_is_kept_for_that_stream_before_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A device of which nothing exists but its current stream."""
-    events: list[object] = []
-    device = SimpleNamespace(type="imaginary", index=0)
-    monkeypatch.setattr(torch, "imaginary", SimpleNamespace(current_stream=lambda of: (of, "stream")), raising=False)
-    monkeypatch.setattr(pairwise, "_add_up", lambda parts, own: events.append("added up"))
-    work: Any = SimpleNamespace(wait=lambda: events.append("arrived"))
-    received: Any = SimpleNamespace(device=device, record_stream=events.append)
-    pairwise.RoundedSum(work, received, torch.zeros(1), Group(None, 0, 1)).wait()
-    assert events == ["arrived", (device, "stream"), "added up"]
 
 
 def _train(rank: int, dtype: str | None, overlap: bool) -> list[Tensor]:

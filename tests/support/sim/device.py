@@ -123,14 +123,8 @@ class _Module(types.ModuleType):
         pass
 
 
-def install(personality: Personality = Personality.FULL, *, backward_stream: bool = False) -> None:
-    """Adds the device `sim` to torch in this process, for good.
-
-    Args:
-        personality: see `Personality`.
-        backward_stream: whether backward has a stream that is not the default one, as it has where the forward pass ran
-            on another one than the step does.
-    """
+def install(personality: Personality = Personality.FULL) -> None:
+    """Adds the device `sim` to torch in this process, for good."""
     rules.missing = frozenset() if personality is Personality.FULL else frozenset((torch.float64, torch.float16))
     if not _registered:
         module = _Module()
@@ -138,9 +132,8 @@ def install(personality: Personality = Personality.FULL, *, backward_stream: boo
         _registered.extend(register())
         machine.start()
         _replace_accelerator(module)
-        _order_backward()
+        _lead_backward()
         collectives.register()
-    machine.of_backward = Stream(name="stream of backward") if backward_stream else machine.default
 
 
 def _replace_accelerator(module: _Module) -> None:
@@ -148,6 +141,7 @@ def _replace_accelerator(module: _Module) -> None:
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     torch.accelerator.set_stream = module.set_stream  # type: ignore[assignment]
     torch.accelerator.synchronize = module.synchronize  # type: ignore[assignment]
+    torch.Stream, torch.Event = Stream, Event  # type: ignore[misc,assignment]
     torch.accelerator.Graph = Graph  # type: ignore[misc,assignment]
     usual = torch.empty
 
@@ -157,18 +151,15 @@ def _replace_accelerator(module: _Module) -> None:
     torch.empty = empty
 
 
-def _order_backward() -> None:
-    """Backward begins behind what the calling stream has queued, and that stream goes on behind it."""
+def _lead_backward() -> None:
+    """torch's thread of backward uses the stream on which the forward pass ran, taken to be that of the caller."""
     from torch.autograd import graph
 
     usual = graph._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        machine.of_backward.wait_stream(machine.current)
-        try:
-            return usual(*args, **kwargs)
-        finally:
-            machine.current.wait_stream(machine.of_backward)
+        machine.of_backward = machine.current
+        return usual(*args, **kwargs)
 
     for name in ("torch.autograd.graph", "torch.autograd"):
         sys.modules[name]._engine_run_backward = run  # type: ignore[attr-defined]

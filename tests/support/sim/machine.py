@@ -172,7 +172,7 @@ class Machine:
     def start(self) -> None:
         """Makes the default stream; the device goes on by itself where the host is idle."""
         self.default = Stream(name="default stream")
-        #: That of backward, which has a thread of its own.
+        #: That of the backward pass that runs, in a thread of its own.
         self.of_backward = self.default
         threading.Thread(target=self._go_on, name="sim device", daemon=True).start()
 

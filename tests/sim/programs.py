@@ -1,0 +1,238 @@
+"""Training programs that run on the CPU and on the simulated accelerator alike, and what they leave.
+
+Gradients are those of tests/support/models.py, whose sums are exact, so that both leave the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_distopt import TorchDistributedOptimizer, distribute
+from megatron_distopt.errors import DistOptError
+from tests.support.models import Params, exact_grads
+
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a user's script does.
+
+    Args:
+        options: of `distribute`.
+        dtype: of the params.
+        dtypes: of some of them.
+        steps: how many.
+        bad: the step in which a gradient is not finite.
+        variant: what is done beside plain training.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    steps: int = 4
+    bad: int | None = None
+    variant: str = "plain"
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+#: Several buckets, so that collectives of some run while others are computed.
+_OVERLAP: Mapping[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 128}
+_MIXED = {"wide.bias": torch.float32, "norm.weight": torch.float32}
+
+PROGRAMS: dict[str, Program] = {
+    "fp32": Program({"clip_grad": 1.0}),
+    "fp32 overlap": Program({"clip_grad": 1.0, "count_zeros": True, **_OVERLAP}),
+    "bf16 overlap": Program({"clip_grad": 1.0, **_OVERLAP}, BF16),
+    "bf16 overlap, grads in bf16": Program({"grads_in_fp32": False, **_OVERLAP}, BF16),
+    "mixed overlap": Program({"clip_grad": 0.5, **_OVERLAP}, BF16, _MIXED),
+    "mixed overlap, two streams": Program({**_OVERLAP}, BF16, _MIXED, variant="two streams"),
+    "reduced in bf16": Program({"reduce_dtype": "bfloat16"}, BF16),
+    "reduced in bf16, overlap": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16),
+    "reduced in bf16, forward on a stream": Program(
+        {"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="forward stream"
+    ),
+    "reduced in bf16, step on a stream": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="step stream"),
+    "fp16 dynamic": Program({"loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2),
+    "nan raise": Program({"nonfinite": "raise", **_OVERLAP}, bad=2),
+    "nan skip": Program({"nonfinite": "skip", "clip_grad": 1.0, **_OVERLAP}, bad=2),
+    "nan log": Program({"nonfinite": "log", **_OVERLAP}, bad=3),
+    "captured": Program({"nonfinite": "skip", **_OVERLAP}, BF16, steps=6, bad=4, variant="captured"),
+    "captured clipped": Program({"nonfinite": "skip", "clip_grad": 0.5}, BF16, steps=5, variant="captured"),
+    "clipped by the user": Program(_OVERLAP, BF16, variant="clip_grad_norm_"),
+    "whole gradient read": Program(_OVERLAP, BF16, variant="full_grad"),
+    "weights changed": Program(_OVERLAP, BF16, variant="weights"),
+    "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
+    "forward on a stream": Program(_OVERLAP, BF16, variant="forward stream"),
+    "gradients kept": Program(_OVERLAP, BF16, variant="kept"),
+    "a module's buffers": Program(_OVERLAP, variant="buffers"),
+    "step on a stream": Program(_OVERLAP, BF16, variant="step stream"),
+}
+#: Those that a device without float64, fp16 and graphs can run.
+SMALL = tuple(name for name, each in PROGRAMS.items() if each.dtype is not FP16 and each.variant != "captured")
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a program leaves: numbers that it logged, errors, and tensors."""
+
+    logged: list[float]
+    errors: list[str]
+    tensors: list[Tensor]
+
+    def differs_from(self, other: Left) -> str | None:
+        """What is not the same, to the bit."""
+        if self.errors != other.errors:
+            return f"errors {self.errors} where the CPU has {other.errors}"
+        pairs = list(zip(self.tensors, other.tensors, strict=True))
+        wrong = [number for number, (one, two) in enumerate(pairs) if not _same_bits(one, two)]
+        if wrong:
+            return f"tensors {wrong} of {len(pairs)}"
+        if list(map(repr, self.logged)) != list(map(repr, other.logged)):
+            return f"logged {self.logged} where the CPU has {other.logged}"
+        return None
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    return one.dtype is two.dtype and torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+
+
+class _Norm(nn.Module):
+    """A buffer on the device, and one on the CPU, that training changes."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, device=device))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[str]:
+    """Collective: a new folder that all ranks see."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
+
+
+class Run:
+    """One program on one device."""
+
+    def __init__(self, program: Program, device: str, rank: int) -> None:
+        self.program, self.device, self.rank = program, torch.device(device), rank
+        options = {"accelerator": "torch", **program.options}
+        self.model = Params(program.dtypes, default=program.dtype).to(device)
+        if program.variant == "buffers":
+            self.model.norm = _Norm(device)
+        given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
+        self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **options)
+        if program.variant == "captured" and device != "cpu":
+            self.optimizer.capture_step()
+        self.losses: list[Tensor] = []
+        self.norms: list[Any] = []
+        self.errors: list[str] = []
+        self.others: list[Tensor] = []
+
+    def train(self) -> Left:
+        with _shared_folder() as folder:
+            for number in range(self.program.steps):
+                try:
+                    self._step(number, folder)
+                except DistOptError as error:  # one step later where the check is deferred
+                    self.errors.append(type(error).__name__)
+                    del self.losses[MICROBATCHES * (self.program.bad or 0) :], self.norms[self.program.bad :]
+                    break
+            if self.program.variant == "save":
+                self._load(folder)
+        logged = [float(loss) for loss in self.losses] + [float(norm or 0.0) for norm in self.norms]
+        tensors = [param.detach().cpu() for param in self.model.parameters()]
+        tensors += [buffer.cpu() for buffer in self.model.buffers()] + [each.cpu() for each in self.others]
+        self.optimizer.release()
+        return Left(logged, self.errors, tensors)
+
+    def _step(self, number: int, folder: str) -> None:
+        for microbatch in range(MICROBATCHES):
+            is_last = microbatch == MICROBATCHES - 1
+            with contextlib.nullcontext() if is_last else self.optimizer.no_sync():
+                self._backward(number, microbatch)
+        getattr(self, "_before_" + self.program.variant.replace(" ", "_"), lambda: None)()
+        with self._stream(self.program.variant == "step stream"):
+            self.optimizer.step()
+            if self.program.variant != "kept" or number % 2:
+                self.optimizer.zero_grad()
+        assert self.optimizer.last_step is not None
+        self.norms.append(self.optimizer.last_step.norm_to_log)
+        if self.program.variant == "save" and number == 2:
+            self.optimizer.save(folder)
+
+    def _backward(self, step: int, microbatch: int) -> None:
+        grads = {name: grad.to(self.device) for name, grad in exact_grads(step, microbatch, self.rank).items()}
+        if step == self.program.bad and self.rank == 0:
+            grads["scale"][0] = float("inf")
+        with self._stream(self.program.variant == "forward stream"):
+            loss = self._forward(grads)
+            self.optimizer.scale_loss(loss).backward()
+        self.losses.append(loss.detach())
+        if self.program.variant == "buffers":
+            self.model.norm.seen += self.rank + step
+            self.model.norm.count += self.rank + 1
+
+    def _forward(self, grads: Mapping[str, Tensor]) -> Tensor:
+        if self.program.variant != "two streams":
+            return self.model(grads)
+        if self.device.type == "cpu":
+            return self.model(grads) + self.model(grads)
+        here, other = torch.accelerator.current_stream(self.device), torch.Stream(self.device)
+        other.wait_stream(here)
+        with other:
+            ahead = self.model(grads)
+        behind = self.model(grads)
+        here.wait_stream(other)
+        ahead.record_stream(here)
+        return ahead + behind
+
+    @contextlib.contextmanager
+    def _stream(self, is_another: bool) -> Iterator[None]:
+        """Another stream, ordered with the current one as a user has to."""
+        if not is_another or self.device.type == "cpu":
+            yield
+            return
+        here, other = torch.accelerator.current_stream(self.device), torch.Stream(self.device)
+        other.wait_stream(here)
+        with other:
+            yield
+        here.wait_stream(other)
+
+    def _before_clip_grad_norm_(self) -> None:
+        self.norms.append(self.optimizer.clip_grad_norm_(0.5))
+
+    def _before_full_grad(self) -> None:
+        self.others += [self.optimizer.full_grad(param).clone() for param in self.model.parameters()]
+
+    @torch.no_grad()
+    def _before_weights(self) -> None:
+        for param in self.model.parameters():
+            param.mul_(0.5)
+
+    def _load(self, folder: str) -> None:
+        """Goes back to the third step, and trains the fourth anew."""
+        self.optimizer.finish_saving()
+        self.optimizer.load(folder)
+        self._step(3, folder)
+
+
+def train(name: str, device: str, rank: int) -> Left:
+    """Collective."""
+    return Run(PROGRAMS[name], device, rank).train()
+
+
+Trained = Callable[[str, str, int], Left]

@@ -1,0 +1,46 @@
+"""Training with plain torch on the simulated accelerator leaves the bits that it leaves on the CPU, under every seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.programs import PROGRAMS, SMALL
+from tests.sim.trial import try_programs
+from tests.support.sim import Personality
+from tests.support.spawn import run_ranks
+
+Found = list[dict[str, list[str]]]
+#: In every run of the tests, and in long ones.
+FEW, MANY = range(5), range(200)
+#: Long ones are cut into parts, so that a rank need not live for an hour.
+PARTS = [sorted(PROGRAMS)[start::6] for start in range(6)]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run_ranks(try_programs, 2, sorted(PROGRAMS), FEW, seconds=300)
+
+
+@pytest.fixture(scope="module")
+def found_on_small_device() -> Found:
+    return run_ranks(try_programs, 2, SMALL[::3], range(2), Personality.SMALL, seconds=300)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_cpu(found: Found, name: str) -> None:
+    assert [of_rank[name] for of_rank in found] == [[], []]
+
+
+@pytest.mark.parametrize("name", SMALL[::3])
+def test_training_when_the_device_lacks_float64_fp16_and_graphs_then_the_bits_are_those_of_the_cpu(
+    found_on_small_device: Found, name: str
+) -> None:
+    assert [of_rank[name] for of_rank in found_on_small_device] == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("names", PARTS, ids=lambda names: names[0])
+def test_training_when_on_an_asynchronous_device_then_no_seed_finds_anything(names: list[str], size: int) -> None:
+    found = run_ranks(try_programs, size, names, MANY, seconds=3000)
+    assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}] * size
