@@ -1,4 +1,4 @@
-"""Training with plain torch on the simulated accelerator leaves the bits that it leaves on the CPU, under every seed."""
+"""Training with plain torch on the simulated accelerator leaves the bits that it leaves on the CPU."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from tests.sim import programs
+from tests.sim import host_programs, programs
 from tests.support.sim import Personality, install, machine
 from tests.support.sim.collectives import take_over_world
 
@@ -13,19 +14,28 @@ from tests.support.sim.collectives import take_over_world
 def try_programs(
     rank: int, size: int, names: Sequence[str], seeds: Sequence[int], personality: Personality = Personality.FULL
 ) -> dict[str, list[str]]:
-    """What was wrong, by program; each entry names the seed."""
+    """What was wrong with plain torch, by program; each entry names the seed."""
     install(personality)
     take_over_world()
-    found: dict[str, list[str]] = {}
-    for name in names:
-        expected = programs.train(name, "cpu", rank)
-        found[name] = [f"seed {seed}: {what}" for seed in seeds if (what := _try(name, rank, seed, expected))]
-    return found
+    return {name: _try(lambda device, name=name: programs.train(name, device, rank), seeds) for name in names}
 
 
-def _try(name: str, rank: int, seed: int, expected: programs.Left) -> str | None:
+def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """The same with a Megatron, "fork" or "core"."""
+    install()
+    take_over_world()
+    return {name: _try(lambda device, name=name: host_programs.train(host, name, device), seeds) for name in names}
+
+
+def _try(train: Callable[[str], Any], seeds: Sequence[int]) -> list[str]:
+    expected = train("cpu")
+    return [f"seed {seed}: {what}" for seed in seeds if (what := _differs(train, seed, expected))]
+
+
+def _differs(train: Callable[[str], Any], seed: int, expected: Any) -> str | None:
     machine.seed(seed)
     try:
-        return programs.train(name, "sim", rank).differs_from(expected)
+        found: str | None = train("sim").differs_from(expected)
     except Exception:  # noqa: BLE001 - becomes what was wrong
         return traceback.format_exc()
+    return found

@@ -53,6 +53,8 @@ MICRO_BATCH = 2
 DISTINCT_BATCHES = 4  # the steps go around them, so that there is something to learn
 SEED = 1234
 
+#: Where models and batches are.
+DEVICE = torch.device("cpu")
 #: The groups of the layout that was entered last.
 _entered: list[tuple[int | None, ...]] = []
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -279,6 +281,7 @@ def build_chunk(case: Case, config: TransformerConfig, stage: int) -> Distribute
     if case.precision != "fp32":
         model = Float16Module(config, model)
     prepare_params(case, model)
+    model.to(DEVICE)
     disable_bucketing = stage > 0 or case.overlap_param_gather_with_step  # as the host's training loop has it
     return DistributedDataParallel(config, ddp_config(case), model, disable_bucketing=disable_bucketing)
 
@@ -419,7 +422,7 @@ def microbatches(case: Case, step: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(SEED + step % DISTINCT_BATCHES)
     shape = (case.num_microbatches, case.dp, MICRO_BATCH, SEQUENCE + 1)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
-    return iter(tokens[:, parallel_state.get_data_parallel_rank()])
+    return iter(tokens[:, parallel_state.get_data_parallel_rank()].to(DEVICE))
 
 
 def forward_step(iterator: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -428,8 +431,8 @@ def forward_step(iterator: Iterator[Tensor], model: torch.nn.Module) -> tuple[Te
     parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     length = SEQUENCE // parts
     seen, labels = (each.chunk(parts, dim=1)[part].contiguous() for each in (tokens[:, :-1], tokens[:, 1:]))
-    positions = torch.arange(part * length, (part + 1) * length).expand(MICRO_BATCH, -1)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)  # True: may not be seen
+    positions = torch.arange(part * length, (part + 1) * length, device=DEVICE).expand(MICRO_BATCH, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).triu(1)  # True: may not be seen
     output = model(seen, positions, mask, labels=labels)
     return output, partial(mean_loss)
 

@@ -7,6 +7,7 @@ from megatron import get_args, get_num_microbatches
 from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.model import GPTModel
+from megatron.switches import DEVICE
 from megatron.training import pretrain
 
 
@@ -38,9 +39,9 @@ def train_data(iteration):
 
 def get_batch(data_iterator):
     """Tokens, positions and labels, [batch, sequence] each; a sequence-parallel rank has its part of the sequence."""
-    whole = next(data_iterator)
+    whole = next(data_iterator).to(DEVICE)
     tokens, labels = whole[:, :-1], whole[:, 1:]
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
     if hasattr(mpu, "get_sequence_parallel_rank"):
         ranks, rank = mpu.get_sequence_parallel_world_size(), mpu.get_sequence_parallel_rank()
         return (part.chunk(ranks, dim=1)[rank].contiguous() for part in (tokens, positions, labels))

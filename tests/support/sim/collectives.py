@@ -8,6 +8,7 @@ carries the bytes, and tensors of the CPU.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,17 +103,25 @@ class _Exchange:
 
 
 class _Message:
-    """A message between two ranks."""
+    """A message between two ranks. gloo cannot be asked whether it is done, so a thread waits for it."""
 
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
+        self._finish = finish
+        self._thread = threading.Thread(target=work.wait, daemon=True)
+        self._thread.start()
 
     def is_done(self) -> bool:
-        if not self._work.is_completed():
+        if self._thread.is_alive():
             return False
-        self._work.wait()
         self._finish()
         return True
+
+
+def _last(works: list[Any]) -> Any:
+    """Of collectives that run one after the other, the one that stands for all."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
 
 
 def _kind(op: Any) -> dist.ReduceOp.RedOpType:
@@ -148,12 +157,21 @@ class SimGroup(dist.ProcessGroup):
         self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
         self._stream = Stream(name=f"communicator of {size}")
         self._store = store
+        #: By kind and rank at the other end: torch begins those of a batch one after the other on a group of Python.
+        self._lanes: dict[tuple[str, int], Stream] = {}
 
     def size(self) -> int:
         return self._size
 
     def rank(self) -> int:
         return self._rank
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def getBackendName(self) -> str:
         return NAME
@@ -171,13 +189,21 @@ class SimGroup(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def _queue(self, name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> SimWork:
+    def _lane(self, kind: str, peer: int) -> Stream:
+        if (kind, peer) not in self._lanes:
+            self._lanes[kind, peer] = Stream(name=f"{kind} with rank {peer}")
+        return self._lanes[kind, peer]
+
+    def _queue(
+        self, name: str, run: Callable[[], Any], tensors: Sequence[Tensor], stream: Stream | None = None
+    ) -> SimWork:
+        stream = stream or self._stream
         for each in tensors:
             if each.dtype in rules.missing:
                 raise TypeError(f"{name}: the device's collectives have no {each.dtype}")
         machine.counts.collectives.append(name)
-        machine.launch(f"{name} of {self._size} ranks", run, [machine.current.now], on=self._stream)
-        return SimWork(self._stream.now, tensors)
+        machine.launch(f"{name} of {self._size} ranks", run, [machine.current.now], on=stream)
+        return SimWork(stream.now, tensors)
 
     def _collective(
         self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: _Combine, extra: object = ""
@@ -241,6 +267,8 @@ class SimGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        if inputs[0].device.type != DEVICE:
+            return _last([self._cpu._allgather_base(*each) for each in zip(outputs, inputs, strict=True)])
         return self._collective("all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
@@ -254,6 +282,9 @@ class SimGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        if inputs[0].device.type != DEVICE:
+            pairs = zip(outputs, inputs, strict=True)
+            return _last([self._cpu._reduce_scatter_base(*each, opts) for each in pairs])
         op, rank = opts.reduceOp, self._rank
 
         def combine(all_: list[Tensor]) -> list[Tensor]:
@@ -297,7 +328,7 @@ class SimGroup(dist.ProcessGroup):
         if tensors[0].device.type != DEVICE:
             return self._cpu.send(tensors, dst, tag)
         data = memory.on_cpu(tensors[0].detach())
-        return self._queue("send", lambda: self._sent(data, dst, tag), tensors)
+        return self._queue("send", lambda: self._sent(data, dst, tag), tensors, self._lane("send", dst))
 
     def _sent(self, data: Tensor, dst: int, tag: int) -> _Message:
         staged = data.contiguous().clone()
@@ -307,7 +338,7 @@ class SimGroup(dist.ProcessGroup):
         if tensors[0].device.type != DEVICE:
             return self._cpu.recv(tensors, src, tag)
         into = memory.on_cpu(tensors[0].detach())
-        return self._queue("receive", lambda: self._received(into, src, tag), tensors)
+        return self._queue("receive", lambda: self._received(into, src, tag), tensors, self._lane("receive", src))
 
     def _received(self, into: Tensor, src: int, tag: int) -> _Message:
         staged = torch.empty_like(into, memory_format=torch.contiguous_format)

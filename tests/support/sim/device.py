@@ -133,6 +133,7 @@ def install(personality: Personality = Personality.FULL) -> None:
         machine.start()
         _replace_accelerator(module)
         _lead_backward()
+        _keep_params()
         collectives.register()
 
 
@@ -149,6 +150,21 @@ def _replace_accelerator(module: _Module) -> None:
         return pinned_like_empty(*args, **kwargs) if pin_memory else usual(*args, **kwargs)
 
     torch.empty = empty
+
+
+def _keep_params() -> None:
+    """A param that is moved to the device stays the same object with its attributes, as one that is moved to a GPU."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    usual = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        kept = {param: dict(vars(param)) for param in self.parameters()}
+        moved = usual(self, *args, **kwargs)
+        for param, attributes in kept.items():
+            vars(param).update(attributes)
+        return moved
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _lead_backward() -> None:

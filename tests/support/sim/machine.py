@@ -276,6 +276,7 @@ class Machine:
                 else:
                     is_done = head.under_way.is_done()
         except Exception as error:  # noqa: BLE001 - raised where the program calls the device next
+            error.add_note(f"in {head.name}, queued on {stream.name}")
             self._failure, is_done = error, True
         if is_done:
             stream.queue.popleft()

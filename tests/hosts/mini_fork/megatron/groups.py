@@ -9,13 +9,13 @@ from megatron.core import utils as core_utils
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import layers, mappings
 
-from .switches import FILE_LAYOUT
+from .switches import DEVICE, FILE_LAYOUT
 
 
 class _TorchOnCpu(types.ModuleType):
     """The torch of those modules only: `torch.cuda` of the process stays as it is, so nobody else is helped."""
 
-    cuda = types.SimpleNamespace(current_device=lambda: "cpu", synchronize=lambda: None)
+    cuda = types.SimpleNamespace(current_device=lambda: DEVICE, synchronize=lambda: None)
 
     def __getattr__(self, name):
         return getattr(torch, name)

@@ -10,6 +10,9 @@ NATIVE = os.environ.get("MINI_FORK_NATIVE") == "1"
 # Gives experts and sequence parallelism the groups that they need, for reference curves.
 REPAIRED = os.environ.get("MINI_FORK_REPAIRED") == "1"
 
+# Where the model, its buffers and its batches are.
+DEVICE = os.environ.get("MINI_FORK_DEVICE", "cpu")
+
 for _name, _value, _known in (
     ("FILE_LAYOUT", FILE_LAYOUT, ("per_rank", "gathered")),
     ("FLAGS", FLAGS, ("hyphen", "underscore")),

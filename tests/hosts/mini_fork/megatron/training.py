@@ -16,6 +16,7 @@ from megatron.model import DistributedDataParallel as LocalDDP
 from megatron.model import Float16Module
 from megatron.optimizer import get_megatron_optimizer
 from megatron.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.switches import DEVICE
 from megatron.utils import unwrap_model
 
 
@@ -71,6 +72,7 @@ def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap
     args = get_args()
     model = model_provider_func(pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage())
     model.model_type = model_type
+    model.to(DEVICE)
     for param in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     if args.deepspeed:
@@ -248,4 +250,4 @@ def write_curves(filename, records, model, optimizer):
 
 
 def _sha256(param):
-    return hashlib.sha256(param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()

@@ -7,7 +7,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.core import mpu
 
-from ..switches import REPAIRED
+from ..switches import DEVICE, REPAIRED
 from .module import MegatronModule
 
 
@@ -16,7 +16,7 @@ class MemoryBuffer:
 
     def __init__(self, numel, numel_padded, dtype):
         self.numel, self.numel_padded, self.dtype = numel, numel_padded, dtype
-        self.data = torch.zeros(numel_padded, dtype=dtype)
+        self.data = torch.zeros(numel_padded, dtype=dtype, device=DEVICE)
 
     def zero(self):
         self.data.zero_()

@@ -77,7 +77,7 @@ class Attention(MegatronModule):
     def forward(self, x):
         q, k, v = (part.permute(1, 2, 0, 3).float() for part in self._project(x))  # [batch, heads, sequence, width]
         scores = q @ k.transpose(-1, -2) / self.width**0.5
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = F.dropout(scores.masked_fill(later, -1e4).softmax(-1), self.dropout, self.training)
         context = (weights @ v).permute(2, 0, 1, 3).flatten(2).to(x)
         return self.dense(context)[0]

@@ -2,15 +2,16 @@
 
 import torch
 
-from ..switches import FILE_LAYOUT, NATIVE
+from ..switches import DEVICE, FILE_LAYOUT, NATIVE
 
-_WHERE = "torch" if NATIVE else "torch.cuda"
+_WHERE = "torch" if DEVICE == "cpu" else f"torch.{DEVICE}"
+_WHERE = _WHERE if NATIVE else "torch.cuda"
 FLOAT = f"{_WHERE}.FloatTensor"
 HALVES = (f"{_WHERE}.HalfTensor", f"{_WHERE}.BFloat16Tensor")
 
 
 def current_device():
-    return "cpu" if NATIVE else torch.cuda.current_device()
+    return DEVICE if NATIVE else torch.cuda.current_device()
 
 
 def untyped_storage(tensor):

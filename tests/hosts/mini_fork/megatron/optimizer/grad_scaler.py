@@ -2,11 +2,13 @@
 
 import torch
 
+from ..switches import DEVICE
+
 
 class MegatronGradScaler:
     def __init__(self, initial_scale):
         assert initial_scale > 0.0, f"initial scale {initial_scale} must be positive"
-        self._scale = torch.tensor([initial_scale], dtype=torch.float)
+        self._scale = torch.tensor([initial_scale], dtype=torch.float, device=DEVICE)
 
     @property
     def scale(self):
@@ -36,9 +38,9 @@ class DynamicGradScaler(MegatronGradScaler):
         assert 0.0 < min_scale <= initial_scale, f"min scale {min_scale} must be in (0, {initial_scale}]"
         assert growth_factor > 1.0 > backoff_factor > 0.0, f"grows by {growth_factor}, backs off by {backoff_factor}"
         assert growth_interval > 0 and hysteresis > 0, "growth interval and hysteresis must be positive"
-        self.min_scale = torch.tensor([min_scale], dtype=torch.float)
-        self.growth_factor = torch.tensor([growth_factor], dtype=torch.float)
-        self.backoff_factor = torch.tensor([backoff_factor], dtype=torch.float)
+        self.min_scale = torch.tensor([min_scale], dtype=torch.float, device=DEVICE)
+        self.growth_factor = torch.tensor([growth_factor], dtype=torch.float, device=DEVICE)
+        self.backoff_factor = torch.tensor([backoff_factor], dtype=torch.float, device=DEVICE)
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self._growth_tracker, self._hysteresis_tracker = 0, hysteresis
 

@@ -10,6 +10,7 @@ from megatron.core import mpu, tensor_parallel
 from megatron.model.module import param_is_not_shared
 from megatron.utils import print_rank_0, unwrap_model
 
+from ..switches import DEVICE
 from .clip_grads import clip_grad_norm_fp32, count_zeros_fp32
 from .device import FLOAT, HALVES
 
@@ -226,7 +227,7 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
         )
         assert grad_scaler is not None or not fp16, "fp16 does not go without a loss scale"
         self.fp16, self.bf16, self.params_dtype, self.grad_scaler = fp16, bf16, params_dtype, grad_scaler
-        self.found_inf, self._scale_one = torch.zeros(1), torch.ones(1)
+        self.found_inf, self._scale_one = torch.zeros(1, device=DEVICE), torch.ones(1, device=DEVICE)
 
     def get_loss_scale(self):
         return self._scale_one if self.grad_scaler is None else self.grad_scaler.scale
@@ -342,7 +343,7 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
 class FP32Optimizer(MegatronOptimizer):
     def __init__(self, *args):
         super().__init__(*args)
-        self._scale = torch.ones(1)
+        self._scale = torch.ones(1, device=DEVICE)
 
     def zero_grad(self, set_to_none=True):
         for group in self.optimizer.param_groups:

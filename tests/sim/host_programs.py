@@ -1,0 +1,110 @@
+"""Trainings of the small fork of 2023 and of megatron-core, on the CPU and on the simulated accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.support.cases import Case
+from tests.support.mini_fork import MiniFork
+from tests.support.sim.machine import Event, Stream
+
+_FORK = "--use-distributed-optimizer --distopt-adam torch_fused --lr 0.01 --train-iters 3 --distopt-bucket-size 700"
+_BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather"
+_CORE = Case("distopt", steps=3, precision="bf16", clip_grad=0.0)
+_OVERLAP = _CORE.of(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=4000)
+
+#: On two ranks: flags of the fork, and cases of megatron-core. Nothing is clipped, because the norm is added up in
+#: float64 on a device and in pieces of fp32 on the CPU.
+FORK = {
+    "bf16": f"{_FORK} --clip-grad 0 --bf16",
+    "bf16 overlap, fp32 norms": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms {_BOTH}",
+    "fp16 overlap": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 {_BOTH}",
+    "fp16 that overflows": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 1e30 {_BOTH}",
+    "tp2": f"{_FORK} --clip-grad 0 --bf16 --tensor-model-parallel-size 2 {_BOTH}",
+    "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 {_BOTH}",
+    "reduced in bf16": f"{_FORK} --clip-grad 0 --bf16 --distopt-reduce-dtype bfloat16 {_BOTH}",
+}
+CORE = {
+    "bf16": _CORE.of(dp=2),
+    "bf16 overlap": _OVERLAP.of(dp=2),
+    "fp32 overlap": _OVERLAP.of(dp=2, precision="fp32"),
+    "fp16 overlap": _OVERLAP.of(dp=2, precision="fp16"),
+    "average in the collective": _OVERLAP.of(dp=2, average_in_collective=True),
+    "tp2": _OVERLAP.of(tp=2),
+    "pp2": _OVERLAP.of(pp=2, tied=False),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves: losses, norms of the gradient, and this rank's params."""
+
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, Tensor]
+
+    def differs_from(self, other: Trained) -> str | None:
+        """What is not as it has to be: losses and params to the bit, norms as far as fp32 pieces hold."""
+        wrong = [name for name, param in self.params.items() if not torch.equal(param, other.params[name])]
+        if wrong or self.losses != other.losses:
+            return f"losses {self.losses} where the CPU has {other.losses}; params {wrong}"
+        # `_sum_of_squares` on the CPU: 2e-8 of the sum for 2**16 elements that are added up in fp32.
+        pairs = zip(self.norms, other.norms, strict=True)
+        return None if all(abs(a - b) <= 1e-6 * b for a, b in pairs) else f"norms {self.norms}, {other.norms}"
+
+
+def train_fork(name: str, device: str) -> Trained:
+    """Collective."""
+    fork = MiniFork.imported()
+    for module in [each for key, each in sys.modules.items() if key.split(".")[0] in ("megatron", "pretrain")]:
+        if hasattr(module, "DEVICE"):
+            module.DEVICE = device  # type: ignore[attr-defined]
+    run = fork.train(*FORK[name].split())
+    norms = [float(each.grad_norm) for each in run.iterations if each.grad_norm is not None]
+    return Trained(run.losses, norms, {key: param.cpu() for key, param in run.params.items()})
+
+
+def train_core(name: str, device: str) -> Trained:
+    """Collective."""
+    import megatron_on_cpu
+    from megatron.core import parallel_state
+
+    from tests.support import gpt
+
+    gpt.DEVICE = megatron_on_cpu._CPU = torch.device(device)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
+        parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()
+    with _streams_of(device):
+        curve = gpt.train(CORE[name])
+    norms = [float(step.grad_norm) for step in curve.steps if step.grad_norm is not None]
+    losses = [float(step.loss) for step in curve.steps]
+    return Trained(losses, norms, {key: param.cpu() for key, param in curve.params.items()})
+
+
+@contextlib.contextmanager
+def _streams_of(device: str) -> Iterator[None]:
+    """megatron-core's streams are those of the device, not the stand-ins of a CPU."""
+    if device == "cpu":
+        yield
+        return
+    own = {name: getattr(torch.sim, name) for name in ("current_stream", "default_stream", "stream", "synchronize")}
+    own |= {"Stream": Stream, "Event": Event}
+    before = {name: getattr(torch.cuda, name) for name in own}
+    vars(torch.cuda).update(own)
+    try:
+        yield
+    finally:
+        vars(torch.cuda).update(before)
+
+
+def train(host: str, name: str, device: str) -> Trained:
+    """Collective."""
+    os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
+    return train_fork(name, device) if host == "fork" else train_core(name, device)
