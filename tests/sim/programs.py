@@ -6,6 +6,7 @@ Gradients are those of tests/support/models.py, whose sums are exact, so that bo
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import DistOptError
@@ -71,6 +73,13 @@ PROGRAMS: dict[str, Program] = {
     "whole gradient read": Program(_OVERLAP, BF16, variant="full_grad"),
     "weights changed": Program(_OVERLAP, BF16, variant="weights"),
     "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
+    "state read": Program(_OVERLAP, BF16, variant="state"),
+    "local state read": Program(_OVERLAP, BF16, variant="local state"),
+    "model copied": Program(_OVERLAP, BF16, variant="copied"),
+    "params read behind torch": Program(_OVERLAP, BF16, variant="behind"),
+    "weights written behind torch": Program(_OVERLAP, BF16, variant="reloaded"),
+    "a param begins to train": Program(_OVERLAP, BF16, variant="unfrozen"),
+    "a round dropped": Program(_OVERLAP, BF16, variant="dropped"),
     "forward on a stream": Program(_OVERLAP, BF16, variant="forward stream"),
     "gradients kept": Program(_OVERLAP, BF16, variant="kept"),
     "a module's buffers": Program(_OVERLAP, variant="buffers"),
@@ -134,9 +143,11 @@ class Run:
         if program.variant == "buffers":
             self.model.norm = _Norm(device)
         given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
+        self._late = dict(self.model.named())["deep.weight"].requires_grad_(program.variant != "unfrozen")
         self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **options)
         if program.variant == "captured" and device != "cpu":
             self.optimizer.capture_step()
+        self._aliases = [param.data for param in self.model.parameters()]
         self.losses: list[Tensor] = []
         self.norms: list[Any] = []
         self.errors: list[str] = []
@@ -160,10 +171,7 @@ class Run:
         return Left(logged, self.errors, tensors)
 
     def _step(self, number: int, folder: str) -> None:
-        for microbatch in range(MICROBATCHES):
-            is_last = microbatch == MICROBATCHES - 1
-            with contextlib.nullcontext() if is_last else self.optimizer.no_sync():
-                self._backward(number, microbatch)
+        self._backwards(number)
         getattr(self, "_before_" + self.program.variant.replace(" ", "_"), lambda: None)()
         with self._stream(self.program.variant == "step stream"):
             self.optimizer.step()
@@ -171,8 +179,54 @@ class Run:
                 self.optimizer.zero_grad()
         assert self.optimizer.last_step is not None
         self.norms.append(self.optimizer.last_step.norm_to_log)
-        if self.program.variant == "save" and number == 2:
+        getattr(self, "_after_" + self.program.variant.replace(" ", "_"), lambda *_: None)(number, folder)
+
+    # --- what is done behind a step
+
+    def _after_save(self, number: int, folder: str) -> None:
+        if number == 2:
             self.optimizer.save(folder)
+
+    def _after_state(self, number: int, folder: str) -> None:
+        state = self.optimizer.full_state_dict().get("state", {})
+        self.others += [value.clone() for of_param in state.values() for value in of_param.values()]
+
+    def _after_local_state(self, number: int, folder: str) -> None:
+        values = tree_leaves(self.optimizer.local_state_dict())
+        self.others += [value.clone() for value in values if isinstance(value, Tensor)]
+
+    def _after_copied(self, number: int, folder: str) -> None:
+        self.others += [param.detach() for param in copy.deepcopy(self.model).parameters()]
+
+    @torch.no_grad()
+    def _after_behind(self, number: int, folder: str) -> None:
+        memory = [torch.Tensor.detach(param) for param in self._aliases]
+        self.optimizer.finish_param_gather()
+        self.others += [each.clone() for each in memory]
+
+    @torch.no_grad()
+    def _after_reloaded(self, number: int, folder: str) -> None:
+        if number == 1:
+            self.optimizer.finish_param_gather()
+            for alias in self._aliases:
+                alias.mul_(0.5)
+            self.optimizer.reload_model_params()
+
+    def _after_unfrozen(self, number: int, folder: str) -> None:
+        self._late.requires_grad_(number > 0)
+
+    def _after_dropped(self, number: int, folder: str) -> None:
+        if number == 1:
+            self._backwards(7)
+            self.optimizer.zero_grad()
+
+    # --- what is done in a step
+
+    def _backwards(self, number: int) -> None:
+        for microbatch in range(MICROBATCHES):
+            is_last = microbatch == MICROBATCHES - 1
+            with contextlib.nullcontext() if is_last else self.optimizer.no_sync():
+                self._backward(number, microbatch)
 
     def _backward(self, step: int, microbatch: int) -> None:
         grads = {name: grad.to(self.device) for name, grad in exact_grads(step, microbatch, self.rank).items()}
