@@ -57,6 +57,9 @@ PROGRAMS: dict[str, Program] = {
     "bf16 overlap, grads in bf16": Program({"grads_in_fp32": False, **_OVERLAP}, BF16),
     "mixed overlap": Program({"clip_grad": 0.5, **_OVERLAP}, BF16, _MIXED),
     "mixed overlap, two streams": Program({**_OVERLAP}, BF16, _MIXED, variant="two streams"),
+    "bf16 overlap, two streams": Program({**_OVERLAP}, BF16, variant="two streams"),
+    "a module without torch functions": Program(_OVERLAP, BF16, variant="direct"),
+    "params in a list": Program(_OVERLAP, BF16, variant="list"),
     "reduced in bf16": Program({"reduce_dtype": "bfloat16"}, BF16),
     "reduced in bf16, overlap": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16),
     "reduced in bf16, forward on a stream": Program(
@@ -133,6 +136,18 @@ def _shared_folder() -> Iterator[str]:
         dist.barrier()
 
 
+class _Direct(nn.Module):
+    """Reads its param as an operator in C++ does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(100, dtype=dtype))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return (self.weight * factor).sum()
+
+
 class Run:
     """One program on one device."""
 
@@ -142,7 +157,11 @@ class Run:
         self.model = Params(program.dtypes, default=program.dtype).to(device)
         if program.variant == "buffers":
             self.model.norm = _Norm(device)
+        if program.variant == "direct":
+            self.model.direct = _Direct(program.dtype).to(device)
         given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
+        if program.variant == "direct":
+            given.add_param_group({"params": [self.model.direct.weight], "wd_mult": 1.0})
         self._late = dict(self.model.named())["deep.weight"].requires_grad_(program.variant != "unfrozen")
         self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **options)
         if program.variant == "captured" and device != "cpu":
@@ -241,6 +260,13 @@ class Run:
             self.model.norm.count += self.rank + 1
 
     def _forward(self, grads: Mapping[str, Tensor]) -> Tensor:
+        if self.program.variant == "direct":
+            return self.model(grads) + self.model.direct(grads["scale"])
+        if self.program.variant == "list":
+            squares = torch._foreach_mul([param for _, param in self.model.named()], 1.0)
+            return torch.stack(
+                [(each.float() * grads[name]).sum() for each, name in zip(squares, grads, strict=True)]
+            ).sum()
         if self.program.variant != "two streams":
             return self.model(grads)
         if self.device.type == "cpu":

@@ -29,10 +29,11 @@ def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Seque
 
 def _try(train: Callable[[str], Any], seeds: Sequence[int]) -> list[str]:
     expected = train("cpu")
-    return [f"seed {seed}: {what}" for seed in seeds if (what := _differs(train, seed, expected))]
+    return [f"seed {seed}: {what}" for seed in seeds if (what := differs(train, seed, expected))]
 
 
-def _differs(train: Callable[[str], Any], seed: int, expected: Any) -> str | None:
+def differs(train: Callable[[str], Any], seed: int, expected: Any) -> str | None:
+    """What a training on the device leaves under a seed that it does not on the CPU."""
     machine.seed(seed)
     try:
         found: str | None = train("sim").differs_from(expected)

@@ -27,6 +27,20 @@ _HEAD_NBYTES = 256
 #: Of the messages between two ranks, in a communicator of gloo that collectives share.
 _P2P = 1 << 20
 
+
+@dataclass
+class _Backend:
+    """How the groups of this process are.
+
+    Args:
+        carries_cpu: whether they carry tensors of the CPU as well.
+    """
+
+    carries_cpu: bool = True
+
+
+_backend = _Backend()
+
 #: From every rank's input, bytes as tensors of the dtype, to what is written into the outputs.
 _Combine = Callable[[list[Tensor]], list[Tensor]]
 
@@ -154,11 +168,18 @@ class SimGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout=timeout)
-        self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
+        self._of_cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
         self._stream = Stream(name=f"communicator of {size}")
         self._store = store
         #: By kind and rank at the other end: torch begins those of a batch one after the other on a group of Python.
         self._lanes: dict[tuple[str, int], Stream] = {}
+
+    @property
+    def _cpu(self) -> Any:
+        """Carries tensors of the CPU, where the group was made for these as well."""
+        if not _backend.carries_cpu:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return self._of_cpu
 
     def size(self) -> int:
         return self._size
@@ -181,6 +202,10 @@ class SimGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._cpu if torch.device(device).type == "cpu" else self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(DEVICE), *([torch.device("cpu")] if _backend.carries_cpu else [])]
 
     @property
     def supports_coalescing(self) -> bool:
@@ -322,7 +347,7 @@ class SimGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         machine.synchronise("barrier", machine.current.now)
-        return self._cpu.barrier()
+        return self._of_cpu.barrier()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         if tensors[0].device.type != DEVICE:
@@ -356,9 +381,11 @@ def register() -> None:
     dist.Backend.register_backend(NAME, SimGroup, devices=[DEVICE])
 
 
-def take_over_world() -> None:
-    """Collective: gives the ranks of the world a group that carries tensors of the device and of the CPU."""
+def take_over_world(*, carries_cpu: bool = True) -> None:
+    """Collective: gives the ranks of the world a group that carries tensors of the device, and of the CPU or not."""
+    _backend.carries_cpu = carries_cpu
     rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     store = dist.PrefixStore("world of sim", store)
-    dist.init_process_group(f"cpu:gloo,{DEVICE}:{NAME}", store=store, rank=rank, world_size=size)
+    backend = f"cpu:gloo,{DEVICE}:{NAME}" if carries_cpu else NAME
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -172,6 +172,8 @@ class Machine:
     def start(self) -> None:
         """Makes the default stream; the device goes on by itself where the host is idle."""
         self.default = Stream(name="default stream")
+        #: On it, memory that was freed is used again some time later.
+        self.later = Stream(name="later use of memory")
         #: That of the backward pass that runs, in a thread of its own.
         self.of_backward = self.default
         threading.Thread(target=self._go_on, name="sim device", daemon=True).start()

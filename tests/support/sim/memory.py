@@ -1,23 +1,23 @@
 """The memory of the simulated device: it is the CPU's, and torch takes it for the device's.
 
-A block that is freed goes back to the stream that allocated it, which overwrites it: behind what is queued there, and
-behind what was queued on streams of which `record_stream` told the allocator. So a read of freed memory, or of memory
-that was never written, gives NaN.
+A block that is freed goes back to the stream that allocated it, which overwrites it, at once and once more later:
+behind what is queued there, and behind what was queued on streams of which `record_stream` told the allocator. So a
+read of freed memory, or of memory that was never written, gives NaN.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.sim.machine import Point, SimError, Stream, machine
+from tests.support.sim.machine import SimError, Stream, machine
 
 #: NaN in every floating dtype, -1 in integers.
 _GARBAGE = 0xFF
@@ -47,11 +47,14 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    pass
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+#: What torch calls with the address of a `_Managed` when it frees the tensor: a function of the C library that writes a
+#: number there, over the address of the data. Python cannot be called then: an exception may be on its way.
+_MARK_AS_FREED = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
+#: Most tensors that torch may hold at a time, and the 64-bit words of a `_Managed`.
+_NUM_SLOTS, _SLOT_WORDS = 1 << 16, ctypes.sizeof(_Managed) // 8
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -64,12 +67,14 @@ class Block:
     Args:
         memory: uint8, of the CPU.
         stream: that allocated it.
+        nbytes: of the tensor.
         readers: other streams that the allocator was told of.
         kept: what torch's tensor points at.
     """
 
     memory: Tensor
     stream: Stream
+    nbytes: int
     readers: set[Stream] = field(default_factory=set)
     kept: tuple[object, ...] = ()
 
@@ -84,9 +89,12 @@ class Memory:
     def __init__(self) -> None:
         self._by_address: dict[int, Block] = {}
         self._addresses: list[int] = []
-        self._by_managed: dict[int, Block] = {}
-        self._freed = deque[int]()
-        self._deleter = _Deleter(lambda managed: self._freed.append(ctypes.addressof(managed.contents)))
+        self._slots = np.zeros((_NUM_SLOTS, _SLOT_WORDS), dtype=np.uint64)
+        #: The address in every slot; another one is there once torch has freed the tensor.
+        self._lent = np.zeros(_NUM_SLOTS, dtype=np.uint64)
+        self._num_slots = 0
+        self._free_slots: list[int] = []
+        self._in_slot: dict[int, Block] = {}
         self.held, self.peak = 0, 0
 
     def allocate(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -96,36 +104,46 @@ class Memory:
         # One byte at least, so that addresses differ, and 64 so that they are aligned as those of a device are.
         memory = torch.empty(max(numel * dtype.itemsize, 1) + 512, dtype=torch.uint8).fill_(_GARBAGE)
         memory = memory[-memory.data_ptr() % 512 :]
-        block = Block(memory, machine.current)
-        managed = _Managed()
+        block = Block(memory, machine.current, numel * dtype.itemsize)
+        managed = self._lend(block)
         c_shape, c_strides = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
         kind = _KINDS.get(dtype, 2 if dtype.is_floating_point else 5 if dtype.is_complex else 0)
-        managed.tensor = _Tensor(
-            block.address,
-            _Device(_EXTENSION, 0),
-            len(shape),
-            _Dtype(kind, dtype.itemsize * 8, 1),
-            c_shape,
-            c_strides,
-            0,
-        )
-        managed.deleter = self._deleter
-        block.kept = (managed, c_shape, c_strides, numel * dtype.itemsize)
-        self._by_managed[ctypes.addressof(managed)] = self._by_address[block.address] = block
+        device, described = _Device(_EXTENSION, 0), _Dtype(kind, dtype.itemsize * 8, 1)
+        managed.tensor = _Tensor(block.address, device, len(shape), described, c_shape, c_strides, 0)
+        managed.deleter = _MARK_AS_FREED
+        block.kept = (c_shape, c_strides)
+        self._by_address[block.address] = block
         insort(self._addresses, block.address)
-        self.held += numel * dtype.itemsize
+        self.held += block.nbytes
         self.peak = max(self.peak, self.held)
-        return torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+        made: Tensor = torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+        return made
+
+    def _lend(self, block: Block) -> _Managed:
+        """A slot for what torch is told of a block."""
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._in_slot[slot], self._lent[slot] = block, block.address
+        self._slots[slot, 0] = block.address
+        return _Managed.from_address(self._slots.ctypes.data + slot * ctypes.sizeof(_Managed))
 
     def collect(self) -> None:
         """Gives what torch has freed back to its streams."""
-        while self._freed:
-            block = self._by_managed.pop(self._freed.popleft())
+        with machine.lock:
+            freed = np.flatnonzero(self._slots[: self._num_slots, 0] != self._lent[: self._num_slots])
+            blocks = [self._in_slot.pop(slot) for slot in freed.tolist()]
+            self._lent[freed] = self._slots[freed, 0] = 0
+            self._free_slots += freed.tolist()
+        for block in blocks:
             del self._by_address[block.address]
             self._addresses.remove(block.address)
-            self.held -= int(block.kept[-1])  # type: ignore[call-overload]
-            after = [Point(stream, stream.num_issued) for stream in block.readers if stream is not block.stream]
-            machine.launch("reuse", lambda memory=block.memory: void(memory.fill_(_GARBAGE)), after, on=block.stream)
+            self.held -= block.nbytes
+            after = [stream.now for stream in block.readers if stream is not block.stream]
+            fill = lambda memory=block.memory: void(memory.fill_(_GARBAGE))  # noqa: E731
+            machine.launch("reuse", fill, after, on=block.stream)
+            machine.launch("reuse later", fill, [block.stream.now], on=machine.later)
 
     def block_of(self, tensor: Tensor) -> Block:
         address = tensor.untyped_storage().data_ptr()

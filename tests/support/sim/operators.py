@@ -262,6 +262,9 @@ def _resize(op: Any, tensor: Tensor, size: Sequence[int], **_: Any) -> Tensor:
     if list(tensor.shape) == list(size):
         return tensor
     made = memory.allocate(size, contiguous_strides(size), tensor.dtype)
+    numel = min(tensor.numel(), made.numel())
+    old, new = memory.on_cpu(tensor).view(-1)[:numel], memory.on_cpu(made).view(-1)[:numel]
+    queue("resize_", lambda: void(new.copy_(old)), reads=old, writes=new)
     return torch.ops.aten.set_.source_Tensor(tensor, made)
 
 

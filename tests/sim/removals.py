@@ -1,0 +1,230 @@
+"""Removes every wait of the package once, on a copy, to see that the simulated accelerator finds what is missing.
+
+python -m tests.sim.removals              # all of them, writes docs/simulator.md
+python -m tests.sim.removals pairwise     # those of files with that in their name, prints what is found
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.sim import host_programs, programs
+from tests.sim.test_streams import streams_are_right
+from tests.sim.trial import differs
+from tests.support.sim import install
+from tests.support.sim.collectives import take_over_world
+from tests.support.spawn import RankError, run_ranks
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "megatron_distopt"
+PAGE = ROOT / "docs" / "simulator.md"
+#: A removal is looked for under so many seeds.
+SEEDS = 30
+#: Calls that make a stream or the host wait, or tell the allocator of a stream.
+WAITS = {
+    *("wait", "finish", "finish_params", "finish_gather", "finish_param_gather", "finish_grads", "mark", "fence"),
+    *("keep_for_current_stream", "wait_for_streams", "param_needed", "wait_for", "_wait_for", "record_stream"),
+    *("record_event", "wait_stream", "wait_event", "synchronize", "_wait", "_has_ended"),
+}
+#: Files with waits for threads, processes and other ranks, and none for a device.
+HOST_ONLY = (
+    *("comm/pending.py", "comm/shared_memory.py", "comm/meeting.py", "comm/groups.py", "hosts/saver.py"),
+    *("hosts/handshake.py", "plugin/", "cli/", "formats/", "checkpoint/save.py", "checkpoint/load.py"),
+    *("hosts/megatron_core/checkpoint.py", "checkpoint/disk.py", "checkpoint/tensor_file.py", "hosts/fixes.py"),
+)
+_NO_TIME = "CommTime(0.0, 0.0)"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One wait that is taken away.
+
+    Args:
+        path: of the file in the package.
+        code: what is there; the only one, or the first one behind `behind`.
+        instead: what is put in its place.
+        programs: of tests/sim/programs.py, or "fork: ..." and "core: ..." of host_programs.py, or "streams".
+        behind: text before it.
+        why: no program can see it; None where one has to.
+    """
+
+    path: str
+    code: str
+    instead: str
+    programs: tuple[str, ...]
+    behind: str = ""
+    why: str | None = None
+
+    def apply(self, package: Path) -> None:
+        file = package / self.path
+        text = file.read_text()
+        start = text.index(self.behind) if self.behind else 0
+        at = text.index(self.code, start)
+        file.write_text(text[:at] + self.instead + text[at + len(self.code) :])
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: `{self.code.strip()}`" + (f" behind `{self.behind.strip()}`" if self.behind else "")
+
+
+_PLAIN = ("bf16 overlap", "fp32 overlap", "step on a stream")
+_REDUCED = ("reduced in bf16, step on a stream", "reduced in bf16, forward on a stream", "reduced in bf16")
+_COMM, _GATHER, _TORCH = "comm/communicator.py", "hosts/torch/gather.py", "hosts/torch/checkpoint.py"
+_GRADS = "hosts/torch/grads.py"
+_FORK = ("fork: bf16 overlap, fp32 norms",)
+_SAME_STREAM = "the gather that it would wait for was waited for by the step, which begins every other call"
+_TWICE = "the call behind it waits as well; it stands there for the CPU, where params would be read half gathered"
+
+REMOVALS = (
+    Removal("comm/pairwise.py", "self._work.wait()", "pass", _REDUCED),
+    Removal("comm/pairwise.py", "keep_for_current_stream(self._sent)", "pass", _REDUCED),
+    Removal("comm/pairwise.py", "keep_for_current_stream(self._received)", "pass", _REDUCED),
+    Removal("comm/collectives.py", "how.reduce_dtype).wait()", "how.reduce_dtype)", _REDUCED[2:]),
+    Removal("comm/timing.py", "seconds = each.wait()", "seconds = 0.0", _PLAIN),
+    Removal(_COMM, "wait_for_streams(self._streams", "(lambda *_: 0)(self._streams", ("streams",)),
+    Removal(_COMM, "self._grads.wait(list(self._grads.under_way))", _NO_TIME, _PLAIN),
+    Removal(_COMM, "self._params.wait([number])", _NO_TIME, _PLAIN),
+    Removal(_COMM, "if _has_ended(pending):", "if True:", ("bf16 overlap, two streams",)),
+    Removal(_COMM, "self._published.get(", "{}.get(", ("streams",)),
+    Removal(_COMM, "self._published[id(buffer)] = fence(buffer.param.device)", "pass", ("streams",)),
+    Removal(_COMM, "self._wait_for([self._params.number_of[name]])", "pass", _PLAIN),
+    Removal(_COMM, "self._wait_for(tuple(self._params.under_way))", "pass", _PLAIN),
+    Removal("device.py", "here.wait_stream(stream)", "pass", ("streams",)),
+    Removal("device.py", "current_stream(device).wait_event(event)", "None", ("streams",)),
+    Removal("device.py", "tensor.record_stream(current_stream(tensor.device))", "pass", _REDUCED),
+    Removal(
+        "device.py",
+        "current_stream(device).record_event().synchronize",
+        "bool",
+        ("nan raise", "saved in the background"),
+    ),
+    Removal("optimizer/deferred.py", "self._wait()", "pass", ("nan raise", "nan skip")),
+    Removal("checkpoint/background.py", "mark(self._device)()", "pass", ("saved in the background",)),
+    Removal("hosts/torch/step.py", "gathered = model.gather.finish()", f"gathered = {_NO_TIME}", _PLAIN),
+    Removal(_GATHER, "_wait_for(args)", "pass", (*_PLAIN, "weights changed")),
+    Removal(_GATHER, "_wait_for(value)", "pass", ("params in a list",), behind="(list, tuple)"),
+    Removal(_GATHER, "self._communicator.param_needed(self._names[param])", "pass", _PLAIN),
+    Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _PLAIN),
+    Removal(_GATHER, "gather.finish()", "pass", ("model copied",), behind="def _settled"),
+    Removal(_GATHER, "_wait_for(self._params)", "pass", ("a module without torch functions",)),
+    Removal(_GRADS, "self._communicator.finish_grads()", _NO_TIME, _PLAIN),
+    Removal(
+        "hosts/torch/grads.py", "self._communicator.finish_grads()", "pass", ("a round dropped",), "def _drop_round"
+    ),
+    Removal("hosts/torch/optimizer.py", "self._model.gather.finish()", "pass", ("params read behind torch",)),
+    Removal("hosts/torch/optimizer.py", "self.finish_param_gather()", "pass", ("weights written behind torch",)),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), behind="def full_state_dict"),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("local state read",), behind="def local_state_dict"),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), behind="def state_dict"),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("saved in the background",), behind="def _before_state"),
+    Removal("hosts/megatron_2023/communication.py", "self._communicator.finish_grads()", _NO_TIME, _FORK),
+    Removal("hosts/megatron_2023/communication.py", "self._params.finish())", f"{_NO_TIME})", _FORK),
+    Removal("hosts/megatron_2023/communication.py", "self._params.finish()", _NO_TIME, _FORK, "def finish_gather"),
+    Removal("hosts/megatron_2023/optimizer.py", "self.finish_param_gather()", "pass", _FORK, "phases(args, timers)"),
+)
+
+
+def waits_of(package: Path) -> Iterator[str]:
+    """Every line of the package that waits, as "path: line"."""
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package).as_posix()
+        if path.startswith(HOST_ONLY):
+            continue
+        lines = file.read_text().splitlines()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and _name_of(node.func) in WAITS:
+                yield f"{path}: {lines[node.lineno - 1].strip()}"
+
+
+def _name_of(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def find(removal: Removal) -> str | None:
+    """The program and the seed that show that a wait is missing, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(
+            ROOT / "megatron_distopt", copy / "megatron_distopt", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        for name in ("tests", "examples", "benchmarks"):
+            (copy / name).symlink_to(ROOT / name)
+        removal.apply(copy / "megatron_distopt")
+        path = os.pathsep.join((folder, str(copy / "examples")))
+        for program in removal.programs:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.sim.removals", "--try", program]
+            done = subprocess.run(
+                command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+            )
+            found = [line for line in done.stdout.splitlines() if line.startswith("found: ")]
+            if found:
+                return f"{program}, {found[0].removeprefix('found: ')}"
+    return None
+
+
+def _first_found(rank: int, size: int, program: str, seeds: int) -> str | None:
+    """Collective: what the first seed finds under which any rank finds something."""
+    install()
+    take_over_world()
+    host, _, name = program.rpartition(": ")
+
+    def train(device: str) -> Any:
+        return host_programs.train(host, name, device) if host else programs.train(name, device, rank)
+
+    expected = train("cpu")
+    for seed in range(seeds):
+        everyones: list[str | None] = [None] * size
+        dist.all_gather_object(everyones, differs(train, seed, expected))
+        if any(everyones):
+            return f"seed {seed}"
+    return None
+
+
+def _try(program: str) -> None:
+    """Of a process with the copy of the package: prints what is found."""
+    if program == "streams":
+        wrong = [name for name, is_right in streams_are_right().items() if not is_right]
+        sys.stdout.write(f"found: {wrong[0]}\n" if wrong else "")
+        return
+    try:
+        found = run_ranks(_first_found, 2, program, SEEDS, seconds=100)[0]
+    except RankError:
+        found = "an error, or ranks that wait for each other"
+    sys.stdout.write(f"found: {found}\n" if found else "")
+
+
+def _rows(removals: Sequence[Removal]) -> Iterator[str]:
+    for removal in removals:
+        found = find(removal)
+        sys.stderr.write(f"{removal.name}: {found or removal.why or 'NOT FOUND'}\n")
+        yield f"| {removal.name} | {found or removal.why or '**not found**'} |"
+
+
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["--try"]:
+        _try(words[1])
+        return
+    chosen = [each for each in REMOVALS if not words or any(word in each.name for word in words)]
+    rows = list(_rows(chosen))
+    if not words:
+        text = PAGE.read_text()
+        begin, end = (text.index(mark) for mark in (_BEGIN, _END))
+        PAGE.write_text(text[: begin + len(_BEGIN)] + "\n" + "\n".join((_HEAD, *rows)) + "\n" + text[end:])
+
+
+_BEGIN, _END = "<!-- removals: begin -->", "<!-- removals: end -->"
+_HEAD = "| removed | found by |\n| --- | --- |"
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
