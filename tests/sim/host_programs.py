@@ -71,17 +71,25 @@ def train_fork(name: str, device: str) -> Trained:
     return Trained(run.losses, norms, {key: param.cpu() for key, param in run.params.items()})
 
 
-def train_core(name: str, device: str) -> Trained:
-    """Collective."""
+def prepare_core(device: str) -> None:
+    """Makes a device the one where megatron-core's models and batches are."""
     import megatron_on_cpu
     from megatron.core import parallel_state
 
     from tests.support import gpt
 
+    os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     gpt.DEVICE = megatron_on_cpu._CPU = torch.device(device)
     if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
         parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()
-    with _streams_of(device):
+
+
+def train_core(name: str, device: str) -> Trained:
+    """Collective."""
+    from tests.support import gpt
+
+    prepare_core(device)
+    with streams_of(device):
         curve = gpt.train(CORE[name])
     norms = [float(step.grad_norm) for step in curve.steps if step.grad_norm is not None]
     losses = [float(step.loss) for step in curve.steps]
@@ -89,7 +97,7 @@ def train_core(name: str, device: str) -> Trained:
 
 
 @contextlib.contextmanager
-def _streams_of(device: str) -> Iterator[None]:
+def streams_of(device: str) -> Iterator[None]:
     """megatron-core's streams are those of the device, not the stand-ins of a CPU."""
     if device == "cpu":
         yield

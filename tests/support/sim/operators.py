@@ -212,7 +212,7 @@ def to_device(tensor: Tensor) -> Tensor:
     """A copy of what the host has."""
     made = memory.allocate(tensor.shape, contiguous_strides(tensor.shape), tensor.dtype)
     into = memory.on_cpu(made)
-    queue("copy_", lambda: void(into.copy_(tensor)), reads=(), writes=into)
+    queue("copy_", lambda: void(into.copy_(tensor)), reads=into, writes=into)
     return made
 
 
@@ -236,7 +236,7 @@ def _copy(op: Any, into: Tensor, source: Tensor, non_blocking: bool = False) -> 
     name = "copy_"
     if into.device.type == DEVICE and source.device.type == DEVICE:
         target, data = _captured(name, (into, source))
-        queue(name, lambda: void(target.copy_(data)), reads=data, writes=target)
+        queue(name, lambda: void(target.copy_(data)), reads=(data, target), writes=target)
         return into
     host = source if into.device.type == DEVICE else into
     is_waiting = not (non_blocking and is_pinned(host))
@@ -244,7 +244,7 @@ def _copy(op: Any, into: Tensor, source: Tensor, non_blocking: bool = False) -> 
     if is_waiting and host is source:
         data = data.clone()  # staged
     _check(into if host is source else source, name)
-    queue(name, lambda: void(target.copy_(data)), reads=data, writes=target)
+    queue(name, lambda: void(target.copy_(data)), reads=(data, target), writes=target)
     if is_waiting and (host is into or not non_blocking):
         machine.synchronise("copy to the host" if host is into else "copy from the host", machine.current.now)
     return into
