@@ -290,7 +290,7 @@ def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[st
 
 
 def _fitting(known: Tensor | None, flat: FlatParam, dtype: torch.dtype) -> Tensor:
-    return known if known is not None and known.dtype == dtype else torch.zeros_like(flat.main, dtype=dtype)
+    return known if known is not None and known.dtype == dtype else flat.zeros(dtype)
 
 
 def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:

@@ -2,6 +2,11 @@
 
 A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its own main param: the
 view of the param buffer is updated in place, so it is never rounded and nothing is copied.
+
+[Note: in phase] A flat param begins wherever a host's layout puts it, and a GPU reads 128 bits at a time only from
+addresses that are divisible by 16. If main param, moments, gradient and model param all begin the same number of
+elements behind such an address, then a few elements further all of them are aligned, and one kernel can move all in
+full vectors. Model param and gradient have the same place in their buffers; what is allocated for them follows.
 """
 
 from __future__ import annotations
@@ -18,7 +23,18 @@ from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 
-__all__ = ["FlatParam", "FlatParamKey", "ParamGroup", "build_flat_params", "split_flat_param"]
+__all__ = [
+    "FlatParam",
+    "FlatParamKey",
+    "ParamGroup",
+    "attach_grads",
+    "build_flat_params",
+    "split_flat_param",
+    "zeros_beside",
+]
+
+#: Elements of a vector of 16-bit params. See [Note: in phase].
+_IN_PHASE = 8
 
 
 @dataclass(frozen=True)
@@ -82,9 +98,12 @@ class FlatParam:
         return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def attach_grad(self) -> None:
-        """Gives `main` its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one."""
-        if self.main.grad is None:
-            self.main.grad = self.grad.float()
+        """Gives `main` its gradient, see `attach_grads`."""
+        attach_grads((self,))
+
+    def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
+        """What is kept for every element begins as this; in phase with `main`, and of its dtype where none is given."""
+        return zeros_beside(self.main, dtype)
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""
@@ -127,7 +146,7 @@ def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], FlatParamKey | Non
         owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
     )
     models = [buffer.param_of(flat.in_buffer) for flat in flat_params]
-    mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models)
+    mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models, models)
     grads = [view_of(buffer.grad, flat.in_buffer) for flat in flat_params]
     return [FlatParam(*parts) for parts in zip(flat_params, mains, models, grads, strict=True)]
 
@@ -150,13 +169,58 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     return FlatParam(plan, flat.main.detach()[part], flat.model[part], flat.grad[part])
 
 
-def _copy_flat(models: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 copies that lie one after the other in one allocation."""
-    numels = [model.numel() for model in models]
-    if not numels:
+def attach_grads(flat_params: Sequence[FlatParam]) -> None:
+    """Gives every main param its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one.
+
+    The copies lie in one allocation, so that their places in it are the same in every step.
+
+    Args:
+        flat_params: those that have a gradient already keep it.
+    """
+    waiting = [flat for flat in flat_params if flat.main.grad is None]
+    narrow = [flat for flat in waiting if flat.grad.dtype != torch.float32]
+    for flat, copied in zip(
+        narrow, _copy_flat([flat.grad for flat in narrow], [flat.main for flat in narrow]), strict=True
+    ):
+        flat.main.grad = copied
+    for flat in waiting:
+        if flat.main.grad is None:
+            flat.main.grad = flat.grad
+
+
+def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+    """fp32 copies of tensors of one device, in one allocation.
+
+    Args:
+        tensors: 1-D.
+        beside: each copy is in phase with one of these, see [Note: in phase].
+    """
+    spans, stop = [], 0
+    for tensor, other in zip(tensors, beside, strict=True):
+        start = stop + (_phase(other) - stop) % _IN_PHASE
+        stop = start + tensor.numel()
+        spans.append(Span(start, stop))
+    if not spans:
         return []
-    flat = torch.empty(sum(numels), dtype=torch.float32, device=models[0].device)
-    mains = [main.detach() for main in torch.split(flat, numels)]
-    for main, model in zip(mains, models, strict=True):
-        main.copy_(model)
-    return mains
+    flat = torch.empty(stop, dtype=torch.float32, device=tensors[0].device)
+    copies = [flat[span.as_slice()].detach() for span in spans]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies
+
+
+def _phase(tensor: Tensor) -> int:
+    """How many elements behind the beginning of a vector of `_IN_PHASE` elements its first one lies."""
+    return tensor.data_ptr() // tensor.element_size() % _IN_PHASE
+
+
+def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros of the shape of a flat param, in phase with it; see [Note: in phase].
+
+    Args:
+        main: 1-D.
+        dtype: that of `main` where None.
+    """
+    phase = _phase(main)
+    if phase == 0:
+        return torch.zeros_like(main, dtype=dtype)
+    return torch.zeros(phase + main.numel(), dtype=dtype or main.dtype, device=main.device)[phase:]

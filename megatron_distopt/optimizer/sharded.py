@@ -43,6 +43,7 @@ from megatron_distopt.optimizer.main_params import (
     FlatParam,
     FlatParamKey,
     ParamGroup,
+    attach_grads,
     build_flat_params,
     split_flat_param,
 )
@@ -171,8 +172,7 @@ class ShardedOptimizer:
 
     def attach_grads(self) -> None:
         """Gives every main param its gradient, from the grad buffers."""
-        for flat in self.flat_params:
-            flat.attach_grad()
+        attach_grads(self.flat_params)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Excludes params from this step, after `attach_grads`: they are not updated and keep their state."""
@@ -180,9 +180,7 @@ class ShardedOptimizer:
             return
         self.release_grads()
         self.separate(lambda name: name in names)
-        for flat in self.flat_params:
-            if flat.plan.shards[0].name not in names:
-                flat.attach_grad()
+        attach_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
         """Takes over further params, between two steps.

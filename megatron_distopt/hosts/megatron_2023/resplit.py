@@ -263,7 +263,7 @@ def _take(
 def _whole(taken: Mapping[FlatParam, dict[str, Tensor]], flat: FlatParam, key: str) -> Tensor:
     """The tensor that takes a key of a flat param; zeros at first, where the flat param lacks the key."""
     if key not in taken[flat]:
-        taken[flat][key] = torch.zeros_like(flat.main)
+        taken[flat][key] = flat.zeros()
     return taken[flat][key]
 
 

@@ -271,7 +271,7 @@ def load_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
         if saved.name in owned:
             flat, shard = owned[saved.name]
             for key, tensor in saved.tensors.items():
-                whole = flat.main if key == MAIN else moments[flat].setdefault(key, torch.zeros_like(flat.main))
+                whole = flat.main if key == MAIN else moments[flat].setdefault(key, flat.zeros())
                 flat.cut(whole, shard).copy_(tensor.reshape(-1)[shard.in_param.as_slice()])
     install_state(optimizer, moments, _step_in(optimizer, state))
 

@@ -154,10 +154,7 @@ def _scatter(
         whole = None if tensors is None else _padded(tensors[key], buffer).to(carrier.device)
         part = torch.zeros(files.shard_numel, dtype=torch.float32, device=carrier.device)
         scatter_from_first(whole, part, carrier.group)
-        into = {
-            flat: flat.main if key == MAIN else moments[flat].setdefault(key, torch.zeros_like(flat.main))
-            for flat in flats
-        }
+        into = {flat: flat.main if key == MAIN else moments[flat].setdefault(key, flat.zeros()) for flat in flats}
         take_part(optimizer, buffer, part, into)
 
 
