@@ -37,8 +37,12 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero"), "the CPU reads a number"
-        self._noted.append((func, args, kwargs or {}, out))
+        self.note(func, args, kwargs or {}, out)
         return out
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Notes an operation that was carried out."""
+        self._noted.append((func, args, kwargs, out))
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -59,13 +63,17 @@ class StandIn:
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self.sharded = sharded
         self.times = 0
+        #: What is noted now; None where nothing is recorded.
+        self.tape: Tape | None = None
 
     def __call__(self, work: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
         self.times += 1
         tensors = _tensors(self.sharded)
         before = [tensor.clone() for tensor in tensors]
         with Tape() as tape:
+            self.tape = tape
             output = work()
+            self.tape = None
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
         return tape.replay, output

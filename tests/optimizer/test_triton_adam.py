@@ -1,6 +1,7 @@
 """adam="triton": the kernel against torch's fused AdamW, and what is said where it cannot run.
 
-The kernel itself runs where triton is installed, on a GPU or by its interpreter:
+The kernel itself runs where triton is installed, on a GPU or by its interpreter; test_triton_interpreted.py runs these
+tests so:
 TRITON_INTERPRET=1 python -m pytest tests/optimizer/test_triton_adam.py
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import choose_inner, count_updates, moments_of, restore
+from megatron_distopt.optimizer import (
+    choose_inner,
+    count_updates,
+    moments_of,
+    restore,
+    triton_adam,
+    triton_stats,
+    triton_table,
+)
 from megatron_distopt.optimizer.inner import RoundsItself, skips_by_itself, step_divided
 from megatron_distopt.optimizer.triton_adam import TritonAdamW
+from megatron_distopt.optimizer.triton_table import GradPlace, SweepRow, SweepTable, launch
+from tests.optimizer.test_graph import StandIn
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 
@@ -178,9 +191,187 @@ def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on(sav
     assert saved != loaded or all(map(torch.equal, _held(moved), _held(whole)))
 
 
-def _distributed(adam: str, *, deferred: bool) -> tuple[Params, Any]:
+#: (first, stop) of flat params in one buffer: shorter than a vector, off every alignment, longer than a block.
+SPANS = ((0, 3), (3, 1030), (1030, 1031), (1031, 2300), (2301, 2311), (2312, 4500))
+
+
+@dataclass
+class Flat:
+    """Tensors of one flat param, and what the formula makes of them."""
+
+    main: Tensor
+    model: Tensor | None
+    grad: Tensor
+    expected: tuple[Tensor, Tensor, Tensor]
+
+
+def _flats(shift: int = 0) -> list[Flat]:
+    """Views of common buffers; `shift` elements lie between the gradients' places and those of the others."""
+    generator = torch.Generator().manual_seed(3)
+    mains, grads = (torch.randn(6000, generator=generator).to(DEVICE) for _ in range(2))
+    models = {dtype: torch.zeros(6000, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.float16)}
+    kinds = (None, torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float16)
+    found = []
+    for (start, stop), kind in zip(SPANS, kinds, strict=True):
+        main = mains[start:stop]
+        model = None if kind is None else models[kind][start:stop]
+        zeros = torch.zeros_like(main), torch.zeros_like(main)
+        found.append(Flat(main, model, grads[start + shift : stop + shift], (main.clone(), *zeros)))
+    return found
+
+
+def _formula(flat: Flat, group: dict[str, Any], count: int, divisor: float, *, decoupled: bool) -> None:
+    """One step as torch's operators make it: each rounds once, as each operation of the kernel does."""
+    x, m, v = flat.expected
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    g = flat.grad / divisor
+    if decoupled:
+        x = x * torch.tensor(1 - lr * decay, dtype=torch.float64).float()
+    else:
+        g = g + x * decay
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    square_root = v.double().sqrt().float()  # torch's in fp32 is not always the nearest
+    root = torch.tensor((1 - beta2**count) ** 0.5, dtype=torch.float64).float()
+    x = x - torch.tensor(lr / (1 - beta1**count), dtype=torch.float64).float() * (
+        m / (square_root / root + group["eps"])
+    )
+    flat.expected = x, m, v
+
+
+def _check(inner: Optimizer, flats: list[Flat]) -> None:
+    for flat in flats:
+        state = inner.state[flat.main]
+        for mine, other in zip((flat.main, state["exp_avg"], state["exp_avg_sq"]), flat.expected, strict=True):
+            assert torch.equal(mine, other)
+        assert flat.model is None or torch.equal(flat.model, flat.main.to(flat.model.dtype))
+
+
+@needs_kernel
+@pytest.mark.parametrize(("shift", "decoupled"), [(0, True), (8, False), (3, True)])
+def test_step_when_flat_params_lie_anywhere_then_every_bit_is_that_of_the_formula(shift: int, decoupled: bool) -> None:
+    flats = _flats(shift)
+    groups = [
+        {"params": [flat.main for flat in flats[:4]]},
+        {
+            "params": [flat.main for flat in flats[4:]],
+            "lr": 3e-3,
+            "betas": (0.8, 0.95),
+            "eps": 1e-6,
+            "weight_decay": 0.0,
+        },
+    ]
+    inner = TritonAdamW(groups, lr=1.7e-3, weight_decay=0.1, decoupled=decoupled)
+    inner.round_into({flat.main: flat.model for flat in flats if flat.model is not None})
+    counts = dict.fromkeys(range(len(flats)), 0)
+    for step in range(4):
+        for group in inner.param_groups:
+            group["lr"] *= 0.9
+        for number, flat in enumerate(flats):
+            flat.main.grad = None if number == 2 and step == 1 else flat.grad
+            if flat.main.grad is not None:
+                counts[number] += 1
+                _formula(flat, inner.param_groups[number >= 4], counts[number], 3.5, decoupled=decoupled)
+        step_divided(inner, [flat.main.grad for flat in flats if flat.main.grad is not None], 3.5)
+        _check(inner, flats)
+    assert [int(inner.state[flat.main]["step"]) for flat in flats] == [4, 4, 3, 4, 4, 4]
+
+
+@needs_kernel
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.98, 0.999, 0.9999])
+def test_prepare_when_there_were_many_updates_then_the_scalars_are_those_of_float64(beta: float) -> None:
+    counts = torch.tensor([*range(1, 5_000), 10**5, 10**6 + 7, 2**24 - 1], dtype=torch.float64)
+    held = (counts - 1).float().to(DEVICE)
+    place = GradPlace(0, 0, 0)
+    steps = range(held.data_ptr(), held.data_ptr() + 4 * len(counts), 4)
+    table = SweepTable.of([SweepRow(0, 0, 0, step, 0, 0, place, 1, 0) for step in steps], DEVICE)
+    wide = [torch.tensor(row, dtype=torch.float64, device=DEVICE) for row in ([1e-3, 1e-4], [beta, beta, 1e-8, 0.1])]
+    blocks = -(-len(counts) // 128)
+    scalars = table.scalars
+    launch(
+        "prepare", blocks, table.columns.tensor, *wide, torch.zeros((), device=DEVICE), scalars, len(counts), BLOCK=128
+    )
+    power = 1 - torch.pow(beta, counts)
+    assert torch.equal(scalars[:, 1:3].cpu(), torch.stack([1e-3 / power, power.sqrt()], dim=1).float())
+    assert torch.equal(held.cpu().double(), counts)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _launches(num: int, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """Kernels, torch's operators and uploads of a third step."""
+    kernels: list[str] = []
+    uploads: list[int] = []
+    mains = [torch.ones(20, device=DEVICE) for _ in range(num)]
+    inner = TritonAdamW([{"params": mains[number::num_groups]} for number in range(num_groups)])
+    inner.round_into({main: main.bfloat16() for main in mains[::2]})
+    real, upload = triton_adam.launch, triton_table.upload
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_adam, "launch", lambda name, *args, **kw: (kernels.append(name), real(name, *args, **kw)))
+        patch.setattr(triton_table, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
+        for _ in range(3):
+            kernels.clear(), uploads.clear()
+            grads = torch.ones(20 * num, device=DEVICE)
+            for main, grad in zip(mains, grads.split(20), strict=True):
+                main.grad = grad
+            with _Counter() as operators:
+                step_divided(inner, [main.grad for main in mains if main.grad is not None], 2.0)
+    return len(kernels), operators.count, len(uploads)
+
+
+@needs_kernel
+def test_step_when_there_are_many_flat_params_and_groups_then_launches_are_as_many_as_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = _launches(1, 1, monkeypatch), _launches(60, 5, monkeypatch)
+    assert few == many
+    assert (few[0], few[2]) == (2, 0)
+
+
+def _launch_noted(stand_in: StandIn, *args: Any, **constants: Any) -> None:
+    """Launches, and notes it where a step is being recorded: no dispatch mode sees our kernels."""
+    with _disable_current_modes():  # Triton's interpreter uses torch's operators
+        triton_table.launch(*args, **constants)
+    if stand_in.tape is not None:
+        stand_in.tape.note(triton_table.launch, args, constants, None)
+
+
+@needs_kernel
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in for the device's graphs")
+@pytest.mark.parametrize("options", [{}, {"clip_grad": 0.25, "grads_in_fp32": False}], ids=["fp32", "16-bit grads"])
+def test_captured_step_when_triton_updates_then_every_bit_is_as_without(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_captured in (False, True):
+        model, optimizer = _distributed("triton", deferred=True, lr=2.0**-7, **options)  # exact in fp32
+        stand_in = StandIn(optimizer.sharded)
+        if is_captured:
+            for module in (triton_adam, triton_stats):
+                monkeypatch.setattr(module, "launch", partial(_launch_noted, stand_in))
+            optimizer.capture_step(stand_in)
+        _iterate(model, optimizer, range(STEPS), bad=3)
+        assert stand_in.times == int(is_captured)
+        found.append([each for flat in optimizer.sharded.flat_params for each in (flat.main, flat.model)])
+    assert all(map(torch.equal, *found))
+
+
+def _distributed(adam: str, *, deferred: bool, **options: Any) -> tuple[Params, Any]:
     model = Params(default=torch.bfloat16)
-    config = DistOptConfig(accelerator="torch", adam=adam, lr=0.01, clip_grad=1.0, nonfinite="skip")
+    config = DistOptConfig(
+        accelerator="torch", adam=adam, nonfinite="skip", **{"lr": 0.01, "clip_grad": 1.0, **options}
+    )
     optimizer = distribute(model, config)
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     return model, optimizer
