@@ -40,7 +40,7 @@ _REST_LANES = tl.constexpr(8)
 #: Elements of one program of `sweep` outside of bodies: few, because their addresses take registers.
 _REST_BLOCK = tl.constexpr(REST_BLOCK)
 #: Programs whose sums the last program of `statistics` adds at a time.
-_LAST_BLOCK = tl.constexpr(512)
+_LAST_BLOCK = tl.constexpr(256)
 #: More than the bits of an update count, which fp32 holds exactly up to 2**24.
 _COUNT_BITS = tl.constexpr(25)
 

@@ -333,7 +333,7 @@ def _launches(num: int, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> tup
 def test_step_when_there_are_many_flat_params_and_groups_then_launches_are_as_many_as_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few, many = _launches(1, 1, monkeypatch), _launches(60, 5, monkeypatch)
+    few, many = _launches(1, 1, monkeypatch), _launches(15, 4, monkeypatch)
     assert few == many
     assert (few[0], few[2]) == (2, 0)
 
