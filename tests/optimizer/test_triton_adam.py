@@ -278,22 +278,22 @@ def test_step_when_flat_params_lie_anywhere_then_every_bit_is_that_of_the_formul
 
 
 @needs_kernel
-@pytest.mark.parametrize("beta", [0.9, 0.95, 0.98, 0.999, 0.9999])
-def test_prepare_when_there_were_many_updates_then_the_scalars_are_those_of_float64(beta: float) -> None:
-    counts = torch.tensor([*range(1, 5_000), 10**5, 10**6 + 7, 2**24 - 1], dtype=torch.float64)
-    held = (counts - 1).float().to(DEVICE)
-    place = GradPlace(0, 0, 0)
-    steps = range(held.data_ptr(), held.data_ptr() + 4 * len(counts), 4)
-    table = SweepTable.of([SweepRow(0, 0, 0, step, 0, 0, place, 1, 0) for step in steps], DEVICE)
-    wide = [torch.tensor(row, dtype=torch.float64, device=DEVICE) for row in ([1e-3, 1e-4], [beta, beta, 1e-8, 0.1])]
-    blocks = -(-len(counts) // 128)
-    scalars = table.scalars
-    launch(
-        "prepare", blocks, table.columns.tensor, *wide, torch.zeros((), device=DEVICE), scalars, len(counts), BLOCK=128
-    )
-    power = 1 - torch.pow(beta, counts)
+def test_prepare_when_there_were_many_updates_then_the_scalars_are_those_of_float64() -> None:
+    betas = (0.9, 0.95, 0.98, 0.999, 0.9999)
+    counts = torch.tensor([*range(1, 1500), 10**5, 10**6 + 7, 2**24 - 1], dtype=torch.float64)
+    held = (counts - 1).float().repeat(len(betas)).to(DEVICE)
+    rows = [
+        SweepRow(0, 0, 0, held.data_ptr() + 4 * number, 0, 0, GradPlace(0, 0, 0), 1, number // len(counts))
+        for number in range(len(held))
+    ]
+    columns, scalars = SweepTable.of(rows, DEVICE).columns.tensor, torch.zeros(len(rows), 8, device=DEVICE)
+    rates = torch.tensor([[1e-3, 1e-4]] * len(betas), dtype=torch.float64, device=DEVICE)
+    options = torch.tensor([[beta, beta, 1e-8, 0.1] for beta in betas], dtype=torch.float64, device=DEVICE)
+    found_inf = torch.zeros((), device=DEVICE)
+    launch("prepare", -(-len(rows) // 128), columns, rates, options, found_inf, scalars, len(rows), BLOCK=128)
+    power = torch.cat([1 - torch.pow(beta, counts) for beta in betas])
     assert torch.equal(scalars[:, 1:3].cpu(), torch.stack([1e-3 / power, power.sqrt()], dim=1).float())
-    assert torch.equal(held.cpu().double(), counts)
+    assert torch.equal(held.cpu().double(), counts.repeat(len(betas)))
 
 
 class _Counter(TorchDispatchMode):
