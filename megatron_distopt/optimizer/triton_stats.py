@@ -15,7 +15,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.accelerator import CUDA, current, stats_dtype
+from megatron_distopt.device import current
+from megatron_distopt.optimizer.accelerator import CUDA, stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.triton_table import STATS_BLOCK, StatsRow, StatsTable, Tables, launch, place_grads
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.accelerator import CPU
+from megatron_distopt.device import CPU, pinned
 
 __all__ = [
     "REST_BLOCK",
@@ -155,7 +155,7 @@ def upload(values: Tensor, device: torch.device) -> Uploaded:
         values: in the host's memory.
         device: which.
     """
-    staged = values if device.type == CPU else values.pin_memory()
+    staged = pinned(values.shape, values.dtype, device).copy_(values)
     return Uploaded(staged, staged.to(device, non_blocking=True))
 
 
