@@ -27,6 +27,7 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Groups, RoundsItself
 from megatron_distopt.optimizer.main_params import zeros_beside
 from megatron_distopt.optimizer.triton_table import (
+    REST_BLOCK,
     SWEEP_BLOCK,
     SWEEP_WARPS,
     GradPlace,
@@ -149,6 +150,7 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
             *sources,
             DECOUPLED=self.decoupled,
             BLOCK=SWEEP_BLOCK,
+            REST_BLOCK=REST_BLOCK,
             num_warps=SWEEP_WARPS,
         )
 

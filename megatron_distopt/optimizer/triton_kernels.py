@@ -15,8 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megatron_distopt.optimizer.triton_table import REST_BLOCK
-
 # Triton is not installed everywhere, and mypy reads no types of it.
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
@@ -37,8 +35,6 @@ _NO_MODEL, _BF16 = tl.constexpr(0), tl.constexpr(1)
 _SCALARS = tl.constexpr(8)
 #: Lanes for the at most 3 + 3 elements that `statistics` finds around a body.
 _REST_LANES = tl.constexpr(8)
-#: Elements of one program of `sweep` outside of bodies: few, because their addresses take registers.
-_REST_BLOCK = tl.constexpr(REST_BLOCK)
 #: Programs whose sums the last program of `statistics` adds at a time.
 _LAST_BLOCK = tl.constexpr(256)
 #: More than the bits of an update count, which fp32 holds exactly up to 2**24.
@@ -133,6 +129,7 @@ def sweep(
     grads3,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
 ):
     """One block of one flat param: the first `num_bodies` programs update bodies, the others what lies around them.
 
@@ -144,6 +141,7 @@ def sweep(
         num: of flat params.
         num_bodies: of programs.
         grads0, ...: addresses that the places of gradients count from.
+        BLOCK, REST_BLOCK: elements of a program, inside bodies and around them, where addresses take more registers.
     """
     if tl.load(found_inf) == 0:
         program = tl.program_id(0)
@@ -154,7 +152,7 @@ def sweep(
             at = (program - _cell(table, _FIRST_PROGRAM, num, row)) * BLOCK + tl.arange(0, BLOCK)
             _update(table, scalars, divisor, num, row, at, at < body, source, DECOUPLED, True)
         else:
-            place = (program - _cell(table, _FIRST_REST, num, row)) * _REST_BLOCK + tl.arange(0, _REST_BLOCK)
+            place = (program - _cell(table, _FIRST_REST, num, row)) * REST_BLOCK + tl.arange(0, REST_BLOCK)
             is_rest = place < _cell(table, _NUMEL, num, row) - body
             place += tl.where(place < _cell(table, _HEAD, num, row), 0, body)
             _update(table, scalars, divisor, num, row, place, is_rest, source, DECOUPLED, False)
