@@ -50,7 +50,7 @@ __all__ = [
     "with_options",
 ]
 
-#: Names that `adam` accepts, apart from "auto"; in order of preference on a CUDA device (see optimizer/adam.py).
+#: Names that `adam` accepts, apart from "auto"; optimizer/adam.py says which of them "auto" is.
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.

@@ -1,6 +1,8 @@
 """Which implementation of Adam: the best that is there, or the one that was asked for by name.
 
-The choice is by device and by a probe of the real symbol, and says why. All sources compute the same: weight decay is
+The choice is by device and by a probe of the real symbol, and says why. On CUDA it is torch's own fused kernel, which is
+given divisor and non-finite flag as tensors, so that the CPU never waits for a step ([Note: deferred check] in
+deferred.py); those of apex, TransformerEngine and DeepSpeed are taken by name. All compute the same: weight decay is
 decoupled on every device (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), as apex's FusedAdam does
 by default; the Megatron forks of 2023 silently use L2 decay off CUDA.
 """
@@ -212,7 +214,4 @@ _ADAMS = {
 }
 
 _PREFERENCE_ELSEWHERE = ("deepspeed", "torch_fused", "torch_foreach")
-_PREFERENCES: dict[str, tuple[str, ...]] = {
-    CUDA: ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach"),
-    CPU: ("torch_fused", "torch_foreach"),
-}
+_PREFERENCES: dict[str, tuple[str, ...]] = dict.fromkeys((CUDA, CPU), ("torch_fused", "torch_foreach"))
