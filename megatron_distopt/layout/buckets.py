@@ -21,6 +21,8 @@ __all__ = ["Bucket", "BufferLayout", "ParamSlot", "ParamSpec", "adopt", "default
 _USUAL_BUCKETS = 8
 #: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
+#: Elements of 16 bits that a device loads or stores at a time.
+_VECTOR_NUMEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,8 @@ def lay_out(
         num_shards: size of the data-parallel group.
         bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
         alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, enough for
-            the vectorised kernels of every accelerator; the forks of 2023 use 1.
+            the vectorised kernels of every accelerator; the forks of 2023 use 1. Where it is a multiple of 8, buckets
+            and shards begin at multiples of 8 as well, which are 16 bytes of a 16-bit param.
         last: params that come after the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -182,6 +185,7 @@ def lay_out(
     _check_numbers(num_shards=num_shards, alignment_numel=alignment_numel, bucket_size=bucket_size)
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
+    shard_unit = 1 if alignment_numel % _VECTOR_NUMEL else _VECTOR_NUMEL
     bucket_start = cursor = 0
     ends = (len(params), len(params) + len(last))
     for number, param in enumerate([*params, *last], start=1):
@@ -190,7 +194,7 @@ def lay_out(
         cursor = in_buffer.stop
         is_full = bucket_size is not None and cursor - bucket_start >= bucket_size
         if is_full or number in ends:
-            stop = bucket_start + _round_up(cursor - bucket_start, num_shards)
+            stop = bucket_start + _round_up(cursor - bucket_start, num_shards * shard_unit)
             buckets.append(Bucket(len(buckets), Span(bucket_start, stop), cursor - bucket_start))
             bucket_start = cursor = stop
     return BufferLayout(tuple(slots), tuple(buckets), num_shards)

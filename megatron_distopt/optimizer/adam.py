@@ -1,6 +1,6 @@
 """Which implementation of Adam: the best that is there, or the one that was asked for by name.
 
-The choice is by device and by a probe of the real symbol, and says why. On CUDA it is torch's own fused kernel, which is
+The choice is by device and by a probe of the real symbol, and says why. On CUDA it is torch's fused kernel, which is
 given divisor and non-finite flag as tensors, so that the CPU never waits for a step ([Note: deferred check] in
 deferred.py); those of apex, TransformerEngine and DeepSpeed are taken by name. All compute the same: weight decay is
 decoupled on every device (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), as apex's FusedAdam does

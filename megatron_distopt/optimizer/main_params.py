@@ -28,6 +28,7 @@ __all__ = [
     "FlatParamKey",
     "ParamGroup",
     "attach_grads",
+    "beside",
     "build_flat_params",
     "split_flat_param",
     "zeros_beside",
@@ -211,6 +212,18 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
 def _phase(tensor: Tensor) -> int:
     """How many elements behind the beginning of a vector of `_IN_PHASE` elements its first one lies."""
     return tensor.data_ptr() // tensor.element_size() % _IN_PHASE
+
+
+def beside(main: Tensor, kept: Tensor) -> Tensor:
+    """What is kept for every element of a flat param: itself, or a copy that is in phase with the param.
+
+    Args:
+        main: fp32 1-D.
+        kept: of the same shape and dtype.
+    """
+    if (kept.data_ptr() - main.data_ptr()) % (_IN_PHASE // 2 * main.element_size()) == 0:
+        return kept
+    return zeros_beside(main, kept.dtype).copy_(kept)
 
 
 def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_distopt.device import current
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Groups, RoundsItself
-from megatron_distopt.optimizer.main_params import zeros_beside
+from megatron_distopt.optimizer.main_params import beside, zeros_beside
 from megatron_distopt.optimizer.triton_table import (
     REST_BLOCK,
     SWEEP_BLOCK,
@@ -35,6 +35,7 @@ from megatron_distopt.optimizer.triton_table import (
     SweepTable,
     Tables,
     Uploaded,
+    is_recording,
     launch,
     place_grads,
     upload,
@@ -115,6 +116,9 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"], state["exp_avg_sq"] = zeros_beside(param), zeros_beside(param)
+        elif not is_recording(param.device):  # a graph would copy again at every replay
+            for key in ("exp_avg", "exp_avg_sq"):  # others may have moved them, or loaded them
+                state[key] = beside(param, state[key])
         return state
 
     def _update(self, members: Sequence[_Member]) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Tables",
     "Uploaded",
     "cut",
+    "is_recording",
     "launch",
     "place_grads",
     "upload",
@@ -314,19 +315,20 @@ class Tables(Generic[Table]):
     def get(self, key: Hashable, device: torch.device, build: Callable[[], Table]) -> Table:
         """The table of that key, which is built where it is not held."""
         table = self._held.get(key)
-        is_recording = _is_recording(device)
+        is_recorded = is_recording(device)
         if table is None:
             table = build()
-            if not is_recording:  # what is built into a graph is there only when the graph has run
+            if not is_recorded:  # what is built into a graph is there only when the graph has run
                 self._held[key] = table
-        if is_recording and not any(each is table for each in self._recorded):
+        if is_recorded and not any(each is table for each in self._recorded):
             self._recorded.append(table)  # a graph reads it at every replay
         while len(self._held) > self._most:
             del self._held[next(iter(self._held))]
         return table
 
 
-def _is_recording(device: torch.device) -> bool:
+def is_recording(device: torch.device) -> bool:
+    """Whether what is queued on a device goes into a graph and is not carried out now."""
     library: Any = getattr(torch, device.type, None)
     ask: Callable[[], bool] | None = getattr(library, "is_current_stream_capturing", None)
     return ask is not None and device.type != CPU and ask()

@@ -50,8 +50,8 @@ PARAMS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(params_of)
             [3, 4],
             {"num_shards": 2, "alignment_numel": 64},
             [(0, 3), (64, 68)],
-            [(0, 68, 68)],
-            id="params are aligned",
+            [(0, 80, 68)],
+            id="params and shards are aligned",
         ),
         pytest.param(
             [3, 2],
@@ -132,7 +132,9 @@ def test_buckets_when_laid_out_then_each_is_closed_by_the_first_param_that_fills
     for bucket in layout.buckets:
         stops = [slot.in_buffer.stop - bucket.in_buffer.start for slot in layout.slots if slot.bucket == bucket.index]
         assert bucket.numel_unpadded == stops[-1]
-        assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards
+        unit = 1 if alignment_numel % 8 else 8
+        assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards * unit
+        assert all(bucket.shard(rank, num_shards).start % unit == 0 for rank in range(num_shards))
         if bucket_size is not None:
             assert all(stop < bucket_size for stop in stops[:-1])
             assert stops[-1] >= bucket_size or bucket is layout.buckets[-1]
