@@ -74,7 +74,7 @@ class ForkStep:
         self._params = list(reversed(list(model.parameters())))
         self._ends = list(accumulate(param.numel() for param in self._params))
         numel = -(-self._ends[-1] // size) * size
-        self._grads = torch.zeros(numel, dtype=torch.float32)
+        self._grads = torch.zeros(numel, dtype=torch.float32, device=self._params[0].device)
         self._values = self._grads.view(self._params[0].dtype)[:numel]
         shard_numel = numel // size
         self._shard = slice(rank * shard_numel, (rank + 1) * shard_numel)
@@ -139,13 +139,14 @@ class ForkStep:
         return norm
 
     def _unscale(self, grads: list[Any], loss_scale: float) -> bool:
-        found_inf = torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(1.0 / loss_scale))
+        found_inf = self._grads.new_zeros(1)
+        inverse = found_inf.new_tensor(1.0 / loss_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
         self._over_ranks(found_inf, dist.ReduceOp.MAX)
         return bool(found_inf.item() > 0)
 
     def _clip(self, grads: list[Any]) -> float:
-        square = torch.zeros(1)
+        square = self._grads.new_zeros(1)
         if grads:
             square += torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])) ** 2
         self._over_ranks(square, dist.ReduceOp.SUM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from peers.ratios import failure
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 
-__all__ = ["MemoryReading", "read"]
+__all__ = ["MemoryReading", "covered", "read"]
 
 #: Steps before the one that is measured: moments and what a first step leaves behind are there then.
 _WARM_UP = 2
@@ -62,7 +63,7 @@ def _measure(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
             trainer.train(batch(setting, step))
         build_peak = _status("VmHWM") - before
         step_peak = _peak_of_step(trainer, setting) - before
-        held = sum(nbytes for address, nbytes in _storages().items() if address not in storages)
+        held = covered((address, nbytes) for address, nbytes in _storages().items() if address not in storages)
     finally:
         trainer.close()
     most = (max(exchange(nbytes)) for nbytes in (held, step_peak, build_peak))
@@ -74,6 +75,22 @@ def _peak_of_step(trainer: Trainer, setting: TrainSetting) -> int:
     trainer.train(batch(setting, _WARM_UP))
     trainer.finish()
     return _status("VmHWM")
+
+
+def covered(storages: Iterable[tuple[int, int]]) -> int:
+    """Bytes that lie in at least one storage: one of a param may be a part of that of its buffer.
+
+    Args:
+        storages: first address and bytes of each.
+
+    >>> covered([(100, 50), (120, 10), (140, 20), (300, 5)])
+    65
+    """
+    total, end = 0, 0
+    for address, nbytes in sorted(storages):
+        total += max(address + nbytes - max(address, end), 0)
+        end = max(end, address + nbytes)
+    return total
 
 
 def _storages() -> dict[int, int]:

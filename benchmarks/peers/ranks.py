@@ -70,6 +70,8 @@ def exchange(value: Any) -> list[Any]:
 
 
 def now() -> float:
-    """Collective: the time once all ranks are here."""
+    """Collective: the time once all ranks are here, with what they queued on a device done."""
+    if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     dist.barrier()
     return time.perf_counter()

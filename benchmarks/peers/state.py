@@ -90,17 +90,20 @@ def groups_of(module: Module) -> list[dict[str, object]]:
     return [{"params": [param for param in params if param.ndim > 1]}, {"params": small, "weight_decay": 0.0}]
 
 
-_block: list[Tensor] = []
+#: By device.
+_blocks: dict[torch.device, Tensor] = {}
 
 
 def fill(tensor: Tensor) -> Tensor:
     """Values that do not compress, at the speed of memory; returns the tensor."""
-    if not _block:
-        _block.append(torch.randn(_BLOCK_NUMEL, generator=torch.Generator().manual_seed(1)))
+    block = _blocks.get(tensor.device)
+    if block is None:
+        drawn = torch.randn(_BLOCK_NUMEL, generator=torch.Generator().manual_seed(1))
+        block = _blocks[tensor.device] = drawn.to(tensor.device)
     flat = tensor.detach().view(-1)
     for start in range(0, flat.numel(), _BLOCK_NUMEL):
         piece = flat[start : start + _BLOCK_NUMEL]
-        piece.copy_(_block[0][: piece.numel()])
+        piece.copy_(block[: piece.numel()])
     return tensor
 
 

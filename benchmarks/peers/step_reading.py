@@ -14,12 +14,12 @@ from peers.ratios import failure
 from peers.step_contestants import StepEntry
 from peers.steppers import Stepper, StepSetting, set_grads, weights
 
-__all__ = ["TOLERANCE", "StepReading", "read"]
+__all__ = ["FIRST_NORMS", "TOLERANCE", "StepReading", "deviation", "read"]
 
 #: Of any contestant: 18 of state; and the params that it is compared with, before and after.
 _NEEDED_NBYTES = 24
 #: Norms of the gradients of the first steps, after which params are compared. Clipping shows if only some are clipped.
-_FIRST_NORMS = (0.5, 4.0)
+FIRST_NORMS = (0.5, 4.0)
 #: Of the change of the params. They are the same but for elements that were at the edge between two bf16 numbers, which
 #: is about 1e-4. Without clipping it is 0.1; without weight decay, above 1e-3.
 TOLERANCE = 1e-3
@@ -70,10 +70,10 @@ def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, refe
 
 def _timed(stepper: Stepper, name: str, number: int, repeats: int, reference: list[Tensor]) -> StepReading:
     try:
-        for norm in _FIRST_NORMS:
+        for norm in FIRST_NORMS:
             set_grads(stepper, norm)
             stepper.step()
-        off = _deviation(stepper, name, reference) if number == 0 else None
+        off = deviation(stepper, name, reference) if number == 0 else None
         seconds = tuple(_one_step(stepper) for _ in range(repeats))
         return StepReading(name, stepper.setting.numel, number, seconds, off)
     finally:
@@ -81,14 +81,14 @@ def _timed(stepper: Stepper, name: str, number: int, repeats: int, reference: li
 
 
 def _one_step(stepper: Stepper) -> float:
-    set_grads(stepper, _FIRST_NORMS[-1])
+    set_grads(stepper, FIRST_NORMS[-1])
     start = time.perf_counter()
     stepper.step()
     return time.perf_counter() - start
 
 
 @torch.no_grad()
-def _deviation(stepper: Stepper, name: str, reference: list[Tensor]) -> float | None:
+def deviation(stepper: Stepper, name: str, reference: list[Tensor]) -> float | None:
     """From ours, which comes first and whose params are kept; None where it failed."""
     params = [param.detach() for param in stepper.params]
     if not reference and name != "ours":

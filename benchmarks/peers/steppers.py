@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ class StepSetting(Setting):
 
     Args:
         loss_scale: that gradients were multiplied with; None for none.
+        device: of model and optimizer.
     """
 
     loss_scale: float | None = None
+    device: str = "cpu"
 
 
 class Stepper:
@@ -58,9 +61,9 @@ class Stepper:
         """Lets go of all memory, and of what was changed elsewhere."""
 
 
-def weights(setting: Setting) -> Module:
+def weights(setting: StepSetting) -> Module:
     """The same values for all."""
-    module = Weights(setting)
+    module = Weights(setting).to(setting.device)
     with torch.no_grad():
         for param in module.parameters():
             fill(param).mul_(_PARAM_SIZE)
@@ -75,13 +78,19 @@ def set_grads(stepper: Stepper, norm: float) -> None:
 
 
 class Ours(Stepper):
-    """This package through its documented calls; reduce and gather do nothing on one rank."""
+    """This package through its documented calls; reduce and gather do nothing on one rank.
 
-    def __init__(self, setting: StepSetting) -> None:
+    Args:
+        setting: of the model.
+        options: more fields of its config.
+    """
+
+    def __init__(self, setting: StepSetting, **options: Any) -> None:
         from megatron_distopt import DistOptConfig, distribute
 
         super().__init__(setting)
-        config = DistOptConfig(accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **ADAM)
+        more = {**ADAM, **options}
+        config = DistOptConfig(accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **more)
         self._optimizer = distribute(self.model, config, param_groups=groups_of(self.model))
 
     def grads(self) -> Sequence[Tensor]:
@@ -151,6 +160,7 @@ class Undistributed(Stepper):
         self._copy(self.params, self._mains)
 
     def _unscale(self, loss_scale: float) -> bool:
-        found_inf = torch.zeros(1)
-        torch._amp_foreach_non_finite_check_and_unscale_(self._grads, found_inf, torch.tensor(1.0 / loss_scale))
+        found_inf = self._grads[0].new_zeros(1)
+        inverse = found_inf.new_tensor(1.0 / loss_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(self._grads, found_inf, inverse)
         return bool(found_inf.item() > 0)

@@ -37,7 +37,7 @@ class ZeroRedundancy(Trainer):
 
     def train(self, tokens: Tensor) -> Tensor:
         self._optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
             loss = self._model(tokens)
         loss.backward()
         clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
@@ -53,7 +53,7 @@ class FullyShard(Trainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self._model = transformer(setting, torch.float32)
-        mesh = init_device_mesh("cpu", (setting.size,))
+        mesh = init_device_mesh(setting.device.partition(":")[0], (setting.size,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*self._model.blocks, self._model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -23,6 +23,7 @@ class TrainSetting:
         sequence, sequences: tokens of one sequence, and sequences of one rank's microbatch.
         bucket_size: elements of a bucket, for those that take it.
         rank, size: of the data-parallel group, which is all ranks.
+        device: of this rank.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class TrainSetting:
     bucket_size: int
     rank: int
     size: int
+    device: str = "cpu"
 
     @property
     def numel(self) -> int:
@@ -77,7 +79,7 @@ class Transformer(Module):
             tokens: [sequences, sequence + 1]
         """
         given, wanted = tokens[:, :-1], tokens[:, 1:]
-        x = self.embedding(given) + self.position(torch.arange(given.shape[1]))
+        x = self.embedding(given) + self.position(torch.arange(given.shape[1], device=given.device))
         for block in self.blocks:
             x = block(x)
         return cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), wanted.flatten())
@@ -90,7 +92,7 @@ def transformer(setting: TrainSetting, dtype: torch.dtype = torch.bfloat16) -> T
         model = Transformer(setting)
         for embedding in (model.embedding, model.position):
             torch.nn.init.normal_(embedding.weight, std=0.02)
-    return model.bfloat16().to(dtype)
+    return model.bfloat16().to(dtype).to(setting.device)
 
 
 def batch(setting: TrainSetting, step: int) -> Tensor:
@@ -101,4 +103,5 @@ def batch(setting: TrainSetting, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step * setting.size + setting.rank)
     start = torch.randint(setting.vocabulary, (setting.sequences, 1), generator=generator)
     stride = torch.randint(1, 5, (setting.sequences, 1), generator=generator)
-    return (start + stride * torch.arange(setting.sequence + 1)) % setting.vocabulary
+    tokens = (start + stride * torch.arange(setting.sequence + 1)) % setting.vocabulary
+    return tokens.to(setting.device)

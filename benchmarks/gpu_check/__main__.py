@@ -1,0 +1,138 @@
+"""The command: python -m gpu_check [--device auto|cpu|NAME] [--minutes N] [--only SUBJECT] [--out FOLDER]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from gpu_check import ROOT
+from gpu_check.checks import SUBJECTS, Outcome, Status
+from gpu_check.machine import Machine
+from gpu_check.plots import draw_all
+from gpu_check.progress import make_progress
+from gpu_check.registry import Batch, batches_of, impossible
+from gpu_check.report import ARCHIVE, Report, write_report
+from gpu_check.runner import Runner
+
+__all__ = ["main", "parse_args"]
+
+#: A device that does not answer by then will not.
+_LOOK_SECONDS = 180
+#: Of the time that is left for a check, what goes into measurements; the rest is starting and warming up.
+_MEASURED_PART = 0.5
+_LEAST_SECONDS = 2.0
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors say what was found, what is required and what to type."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"gpu_check: {message}. Run scripts/gpu_check.sh --help for the options.\n")
+
+
+def parse_args(words: Sequence[str]) -> argparse.Namespace:
+    """
+    Raises:
+        SystemExit: with status 2 and what to type, for an option that there is not or a value that it does not take.
+    """
+    parser = Parser(prog="scripts/gpu_check.sh", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, auto, or a type of torch's such as xpu")
+    parser.add_argument("--minutes", type=_minutes, default=10.0, metavar="N", help="how long it may take (10)")
+    parser.add_argument(
+        "--only", choices=SUBJECTS, metavar="SUBJECT", help=f"one of {', '.join(SUBJECTS)}; all without"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_check", metavar="FOLDER", help="of the report")
+    return parser.parse_args(words)
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 600:
+        raise argparse.ArgumentTypeError(f"{text} minutes. Must be from 0.1 to 600. Write --minutes 10")
+    return value
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    begin = time.time()
+    machine = look(args.device)
+    print(f"{machine.name}: {machine.count} rank(s) over {machine.backend}, {args.minutes:g} minutes", flush=True)
+    logs = args.out / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    note = ""
+    try:
+        for outcome in run(machine, logs, args.only, begin + 60 * args.minutes):
+            outcomes.append(outcome)
+    except KeyboardInterrupt:
+        note = "The run was interrupted; what is missing was not run."
+    command = " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    report = Report(machine, tuple(outcomes), date, time.time() - begin, command, note=note)
+    report = replace(report, pictures=tuple(draw_all(outcomes, args.out)))
+    write_report(report, args.out, logs)
+    sys.exit(_close(report, args.out))
+
+
+def _close(report: Report, folder: Path) -> int:
+    """Says where everything is; the status is 1 where something failed."""
+    print(f"{report.counts}: {folder / 'report.md'}")
+    if not report.having(Status.FAILS):
+        return 0
+    print(f"please send {folder / ARCHIVE}")
+    return 1
+
+
+def look(device: str) -> Machine:
+    """Asks for the machine in a process of its own.
+
+    Raises:
+        SystemExit: the device is not there, or does not answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
+        path = Path(folder) / "machine.json"
+        command = [sys.executable, "-m", "gpu_check.machine", device, str(path)]
+        try:
+            done = subprocess.run(command, timeout=_LOOK_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"gpu_check: the device {device!r} did not answer within {_LOOK_SECONDS} s. Try --device cpu.")
+        found = json.loads(path.read_text()) if path.exists() else {"error": f"torch ended with {done.returncode}"}
+    if "error" in found:
+        print(f"gpu_check: {found['error']}", file=sys.stderr)
+        sys.exit(2)
+    return Machine(**{**found["machine"], "names": tuple(found["machine"]["names"])})
+
+
+def run(machine: Machine, logs: Path, only: str | None, deadline: float) -> Iterator[Outcome]:
+    """Every check that there is time for, and those that this machine cannot run as skipped."""
+    subjects = (only,) if only else SUBJECTS
+    batches = list(batches_of(machine.count, subjects))
+    cannot = impossible(machine.count, subjects)
+    with make_progress(sum(len(batch.checks) for batch in batches) + len(cannot)) as progress:
+        runner = Runner(machine, logs, progress.events)
+        for outcome in cannot:
+            progress.ends(outcome)
+            yield outcome
+        for number, batch in enumerate(batches):
+            yield from runner.run(batch, deadline, seconds_for(batches[number:], deadline - time.time()))
+
+
+def seconds_for(batches: Sequence[Batch], left: float) -> float:
+    """For the measurements of each check that is left."""
+    checks = sum(len(batch.checks) for batch in batches if batch.subject == "speed")
+    return max(_MEASURED_PART * left / max(checks, 1), _LEAST_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

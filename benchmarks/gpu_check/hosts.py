@@ -1,0 +1,3 @@
+from gpu_check.checks import Check
+
+CHECKS: tuple[Check, ...] = ()

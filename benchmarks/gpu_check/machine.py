@@ -1,0 +1,193 @@
+"""What is there: the devices of this machine, and the software that matters.
+
+python -m gpu_check.machine DEVICE FILE     in a process of its own, because asking a device starts it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpu_check.device import CPU, import_backend
+
+__all__ = ["DeviceError", "Machine", "device_type_of", "look", "rank_counts"]
+
+_PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "numpy": "numpy",
+    "apex": "apex",
+    "transformer_engine": "transformer_engine",
+    "deepspeed": "deepspeed",
+    "megatron.core": "megatron-core",
+}
+#: Ranks on a CPU; one on each device of an accelerator.
+CPU_RANKS = 2
+
+
+class DeviceError(ValueError):
+    """The device that was asked for is not there; the message says what to type."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine.
+
+    Args:
+        device: its type, as in `torch.device(...).type`.
+        names: of the devices of that type; of the processor for a CPU.
+        count: ranks that can run at once.
+        memory_nbytes: of the smallest device.
+        backend: of torch.distributed, as torch chooses it for the device.
+        host: operating system, processor, cores.
+        versions: of packages, "not installed" where one is not there.
+        has_float64: whether the device computes in it.
+    """
+
+    device: str
+    names: tuple[str, ...]
+    count: int
+    memory_nbytes: int
+    backend: str
+    host: str
+    versions: Mapping[str, str]
+    has_float64: bool = True
+
+    @property
+    def name(self) -> str:
+        """Devices in a few words, such as "8 x NVIDIA H100"."""
+        kinds = dict.fromkeys(self.names)
+        return ", ".join(f"{self.names.count(kind)} x {kind}" for kind in kinds)
+
+
+def device_type_of(choice: str) -> str:
+    """The type of the device that `--device` means.
+
+    Raises:
+        DeviceError: it is not there.
+    """
+    if not hasattr(torch, "accelerator"):
+        raise DeviceError(f"Invalid torch: {torch.__version__}. Must be 2.6 or newer. Update it, or use another torch.")
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    there = [current.type] if current else []
+    if choice == "auto":
+        if not there:
+            raise DeviceError(
+                f"Invalid --device: auto, but torch {torch.__version__} finds no accelerator. Must find one. "
+                "Install the torch of your device's vendor, name its Python (PYTHON=... scripts/gpu_check.sh), or "
+                "write --device cpu."
+            )
+        return there[0]
+    if choice not in (CPU, *there):
+        known = " or ".join(["auto", CPU, *there] if there else [CPU])
+        found = there[0] if there else "no accelerator"
+        raise DeviceError(
+            f"Invalid --device: {choice!r}, and torch {torch.__version__} finds {found}. "
+            f"Must be a device that is there. Write --device {known}."
+        )
+    return choice
+
+
+def look(choice: str) -> Machine:
+    """Asks torch and the operating system.
+
+    Raises:
+        DeviceError: the device is not there.
+    """
+    device = device_type_of(choice)
+    count = CPU_RANKS if device == CPU else torch.accelerator.device_count()
+    backend = dist.get_default_backend_for_device(device) if dist.is_available() else "none"
+    names = (_processor(),) if device == CPU else tuple(_name(device, index) for index in range(count))
+    return Machine(device, names, count, _memory(device, count), backend, _host(), _versions(), _has_float64(device))
+
+
+def rank_counts(count: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and all.
+
+    >>> rank_counts(6)
+    (1, 2, 4, 6)
+    """
+    powers = [2**power for power in range(count.bit_length()) if 2**power < count]
+    return (*powers, count)
+
+
+def _name(device: str, index: int) -> str:
+    """As the vendor's module of torch calls it."""
+    ask = getattr(getattr(torch, device, None), "get_device_name", None)
+    return str(ask(index)) if ask else f"{device}:{index}"
+
+
+def _memory(device: str, count: int) -> int:
+    if device == CPU:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(int(torch.accelerator.get_memory_info(index)[1]) for index in range(count))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return _memory_by_properties(device, count)
+
+
+def _memory_by_properties(device: str, count: int) -> int:
+    """Before torch 2.9, which counts memory for all devices; 0 where nobody says."""
+    ask = getattr(getattr(torch, device, None), "get_device_properties", None)
+    return min((getattr(ask(index), "total_memory", 0) for index in range(count)), default=0) if ask else 0
+
+
+def _has_float64(device: str) -> bool:
+    try:
+        return bool(torch.ones(2, dtype=torch.float64, device=device).sum().item() == 2)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _host() -> str:
+    return f"{platform.system()} {platform.release()}, {_processor()}, {os.cpu_count()} cores, Python {_python()}"
+
+
+def _python() -> str:
+    return platform.python_version()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines: Iterable[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else ()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    return {name: _version(module, name) for module, name in _PACKAGES.items()}
+
+
+def _version(module: str, package: str) -> str:
+    try:
+        return torch.__version__ if package == "torch" else version(package)
+    except PackageNotFoundError:
+        pass
+    try:
+        return "installed" if find_spec(module) else "not installed"
+    except ModuleNotFoundError:
+        return "not installed"
+
+
+def main() -> None:
+    choice, path = sys.argv[1:]
+    import_backend()
+    try:
+        answer: dict[str, Any] = {"machine": asdict(look(choice))}
+    except DeviceError as error:
+        answer = {"error": str(error)}
+    Path(path).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

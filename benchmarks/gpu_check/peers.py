@@ -1,0 +1,98 @@
+"""Who is measured beside this package: those of the other benchmarks, on a device, and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from peers import steppers
+from peers.adam import CLIP_GRAD, torch_adam
+from peers.overlap_contestants import overlap_entries
+from peers.state import groups_of
+from peers.step_contestants import StepEntry, step_entries
+from peers.train_contestants import MESSAGES
+from peers.trainers import TrainEntry, Trainer
+from peers.transformer import TrainSetting, transformer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from gpu_check.checks import Place
+from gpu_check.device import CPU
+
+__all__ = ["OURS", "is_ours", "memory_peers", "step_peers", "train_peers"]
+
+OURS = "ours"
+#: Far slower than the others, and not what anybody compares with.
+_SLOW = ("fork of 2023", "torch for-loop", "megatron-core")
+_ON_CPU_ONLY = ("DeepSpeed CPUAdam", MESSAGES)
+#: Whose memory is compared.
+_FOR_MEMORY = ("ours", "ours, overlap", "ours, both overlaps", "megatron-core, fused Adam", "DeepSpeed ZeRO-1")
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is this package, with whatever options."""
+    return name == OURS or name.startswith(f"{OURS}, ")
+
+
+class Captured(steppers.Ours):
+    """This package with its step recorded as a graph of the device."""
+
+    def __init__(self, setting: steppers.StepSetting) -> None:
+        super().__init__(setting, adam="torch_fused")
+        self._optimizer.capture_step()
+
+
+class DataParallel(Trainer):
+    """DistributedDataParallel around fp32 params, under autocast to bf16, and torch's fused AdamW: nothing is sharded.
+
+    Args:
+        setting: of model and data.
+    """
+
+    def __init__(self, setting: TrainSetting) -> None:
+        model = transformer(setting, torch.float32)
+        nbytes = 4 * setting.bucket_size
+        self._model = DistributedDataParallel(model, bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True)
+        self._optimizer = torch_adam(fused=True)(groups_of(model))
+
+    def train(self, tokens: Tensor) -> Tensor:
+        self._optimizer.zero_grad()
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            loss: Tensor = self._model(tokens)
+        loss.backward()
+        clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
+        self._optimizer.step()
+        return loss.detach()
+
+
+def step_peers(place: Place) -> list[StepEntry]:
+    """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
+    ours = [
+        StepEntry("ours, triton", partial(steppers.Ours, adam="triton")),
+        StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")),
+        StepEntry("ours, captured", Captured),
+    ]
+    first, *others = step_entries(may_compile=False)
+    kept = [entry for entry in others if _is_wanted(entry.name, place)]
+    return [entry for entry in (first, *(ours if place.device.type != CPU else ()), *kept) if _stays(entry.name, place)]
+
+
+def train_peers(place: Place) -> list[TrainEntry]:
+    """For a training on all ranks; "ours" comes first."""
+    entries = [entry for entry in overlap_entries([]) if _is_wanted(entry.name, place)]
+    entries.append(TrainEntry("torch DDP + fused AdamW", DataParallel))
+    return [entry for entry in entries if _stays(entry.name, place)]
+
+
+def memory_peers(place: Place) -> list[TrainEntry]:
+    """Whose bytes are counted."""
+    return [entry for entry in train_peers(place) if entry.name in _FOR_MEMORY or "FSDP2" in entry.name]
+
+
+def _is_wanted(name: str, place: Place) -> bool:
+    return name not in _SLOW and (place.device.type == CPU or name not in _ON_CPU_ONLY)
+
+
+def _stays(name: str, place: Place) -> bool:
+    return name not in place.without
