@@ -111,7 +111,7 @@ def look(device: str) -> Machine:
     if "error" in found:
         print(f"gpu_check: {found['error']}", file=sys.stderr)
         sys.exit(2)
-    return Machine(**{**found["machine"], "names": tuple(found["machine"]["names"])})
+    return Machine.from_json(found["machine"])
 
 
 def run(machine: Machine, logs: Path, only: str | None, deadline: float) -> Iterator[Outcome]:

@@ -14,6 +14,8 @@ __all__ = ["SUBJECTS", "Check", "Found", "Outcome", "Place", "SkipError", "Statu
 
 #: What `--only` takes, in the order of the report.
 SUBJECTS = ("correctness", "memory", "speed")
+#: Modules that are no subject of their own.
+_SUBJECT_OF = {"hosts": "correctness"}
 
 
 class Status(Enum):
@@ -91,6 +93,7 @@ class Check:
         limit: seconds after which it counts as hanging.
         least_ranks: fewer than these make no sense.
         is_mute: whether its ranks are in a group that does not communicate.
+        is_separate: whether it needs processes of its own, because of what it imports.
     """
 
     name: str
@@ -100,11 +103,13 @@ class Check:
     limit: float = 60.0
     least_ranks: int = 1
     is_mute: bool = False
+    is_separate: bool = False
 
     @property
     def subject(self) -> str:
-        """The module that it lies in, one of `SUBJECTS`."""
-        return self.function.__module__.rpartition(".")[2]
+        """One of `SUBJECTS`, by the module that it lies in."""
+        module = self.function.__module__.rpartition(".")[2]
+        return _SUBJECT_OF.get(module, module)
 
 
 @dataclass(frozen=True)

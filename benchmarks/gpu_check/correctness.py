@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
 from gpu_check.device import CPU
@@ -331,7 +332,7 @@ def captured(place: Place) -> Found:
 
 
 def _can_record(device: torch.device) -> bool:
-    return device.type != CPU and bool(import_module("megatron_distopt.optimizer.accelerator").can_record(device))
+    return device.type != CPU and bool(import_module("megatron_distopt.device").can_record(device))
 
 
 def _with_rates(place: Place, is_captured: bool) -> list[list[Tensor]]:
@@ -493,7 +494,7 @@ def state_dict(place: Place) -> Found:
     optimizer = distribute(model, _config(), param_groups=groups_of(dict(model.held)))
     for step in range(STEPS):
         _train_given(optimizer, model, step, place)
-    kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    kept, weights = _copied(optimizer.state_dict()), _copied(model.state_dict())
     for step in range(STEPS, 2 * STEPS):
         _train_given(optimizer, model, step, place)
     wanted = values_of(model)
@@ -507,6 +508,11 @@ def state_dict(place: Place) -> Found:
     require_equal(values_of(model), wanted, list(model.held), "after load_state_dict")
     optimizer.release()
     return Found(f"{STEPS} steps after load_state_dict equal to the bit to a run without it")
+
+
+def _copied(state: Any) -> Any:
+    """All tensors in it as they are now."""
+    return tree_map(lambda each: each.detach().clone() if isinstance(each, Tensor) else copy.copy(each), state)
 
 
 CHECKS = (

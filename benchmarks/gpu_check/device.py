@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -23,14 +24,17 @@ __all__ = [
 ]
 
 CPU = "cpu"
-#: Names a module that registers a device with torch when it is imported; torch imports its vendors' own by itself.
+#: MODULE or MODULE:FUNCTION that registers a device with torch; those of vendors torch imports by itself.
 _BACKEND_VARIABLE = "GPU_CHECK_IMPORT"
 
 
 def import_backend() -> None:
-    """Imports the module that registers the device, where the environment names one."""
-    if os.environ.get(_BACKEND_VARIABLE):
-        importlib.import_module(os.environ[_BACKEND_VARIABLE])
+    """Registers the device with torch, where the environment names who does that."""
+    module, _, function = os.environ.get(_BACKEND_VARIABLE, "").partition(":")
+    if module:
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
 
 
 def use(device: torch.device) -> None:
@@ -83,40 +87,34 @@ def _events(device: torch.device) -> tuple[Any, Any] | None:
     return pair
 
 
-def _memory(name: str) -> Callable[..., Any] | None:
-    """A function of `torch.accelerator`, which has them from torch 2.9 on, or of the module of the device."""
-    accelerator = torch.accelerator.current_accelerator()
-    own = getattr(torch, accelerator.type, None) if accelerator else None
-    return getattr(torch.accelerator, name, None) or getattr(own, name, None)
-
-
-def _bytes_of(name: str, device: torch.device) -> int | None:
-    """What the function answers; None where the device does not count its memory."""
-    function = _memory(name)
-    try:
-        return None if function is None else int(function(device))
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
+def _asked(name: str, device: torch.device, *args: Any) -> Any:
+    """What a function about memory answers: of `torch.accelerator`, which has them from torch 2.9 on, or of the module
+    of the device. None where neither has it or can answer."""
+    for module in (torch.accelerator, getattr(torch, device.type, None)):
+        function = getattr(module, name, None)
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+            if function is not None:
+                return function(*args)
+    return None
 
 
 def memory_now(device: torch.device) -> int | None:
     """Bytes of tensors on the device; None where it does not say."""
-    return _bytes_of("memory_allocated", device)
+    nbytes: int | None = _asked("memory_allocated", device, device)
+    return nbytes
 
 
 def most_memory(device: torch.device) -> int | None:
     """The most bytes of tensors at any time since `reset_most_memory`; None where the device does not say."""
-    return _bytes_of("max_memory_allocated", device)
+    nbytes: int | None = _asked("max_memory_allocated", device, device)
+    return nbytes
 
 
 def reset_most_memory(device: torch.device) -> None:
-    function = _memory("reset_peak_memory_stats")
-    if function is not None:
-        function(device)
+    _asked("reset_peak_memory_stats", device, device)
 
 
 def empty_cache(device: torch.device) -> None:
     """Gives unused memory back to the device."""
-    function = _memory("empty_cache") if device.type != CPU else None
-    if function is not None:
-        function()
+    if device.type != CPU:
+        _asked("empty_cache", device)

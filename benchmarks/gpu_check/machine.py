@@ -51,6 +51,7 @@ class Machine:
         memory_nbytes: of the smallest device.
         backend: of torch.distributed, as torch chooses it for the device.
         host: operating system, processor, cores.
+        python: its version.
         versions: of packages, "not installed" where one is not there.
         has_float64: whether the device computes in it.
     """
@@ -61,14 +62,21 @@ class Machine:
     memory_nbytes: int
     backend: str
     host: str
+    python: str
     versions: Mapping[str, str]
     has_float64: bool = True
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Machine:
+        """From what `dataclasses.asdict` made of one."""
+        return cls(**{**found, "names": tuple(found["names"])})
 
     @property
     def name(self) -> str:
         """Devices in a few words, such as "8 x NVIDIA H100"."""
         kinds = dict.fromkeys(self.names)
-        return ", ".join(f"{self.names.count(kind)} x {kind}" for kind in kinds)
+        counts = {kind: self.names.count(kind) for kind in kinds}
+        return ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in counts.items())
 
 
 def device_type_of(choice: str) -> str:
@@ -109,7 +117,8 @@ def look(choice: str) -> Machine:
     count = CPU_RANKS if device == CPU else torch.accelerator.device_count()
     backend = dist.get_default_backend_for_device(device) if dist.is_available() else "none"
     names = (_processor(),) if device == CPU else tuple(_name(device, index) for index in range(count))
-    return Machine(device, names, count, _memory(device, count), backend, _host(), _versions(), _has_float64(device))
+    memory, python = _memory(device, count), platform.python_version()
+    return Machine(device, names, count, memory, backend, _host(), python, _versions(), _has_float64(device))
 
 
 def rank_counts(count: int) -> tuple[int, ...]:
@@ -151,11 +160,7 @@ def _has_float64(device: str) -> bool:
 
 
 def _host() -> str:
-    return f"{platform.system()} {platform.release()}, {_processor()}, {os.cpu_count()} cores, Python {_python()}"
-
-
-def _python() -> str:
-    return platform.python_version()
+    return f"{platform.system()} {platform.release()}, {_processor()}, {os.cpu_count()} cores"
 
 
 def _processor() -> str:

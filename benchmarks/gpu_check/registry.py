@@ -37,9 +37,10 @@ def batches_of(count: int, subjects: Sequence[str] = SUBJECTS, checks: Sequence[
         for ranks in rank_counts(count):
             here = [check for check in checks if subject in subjects and _runs(check, subject, ranks, count)]
             for is_mute in (False, True):
-                part = tuple(check for check in here if check.is_mute is is_mute)
-                if part:
-                    yield Batch(subject, ranks, part, is_mute)
+                part = [check for check in here if check.is_mute is is_mute]
+                together = [check for check in part if not check.is_separate]
+                apart = [[check] for check in part if check.is_separate]
+                yield from (Batch(subject, ranks, tuple(found), is_mute) for found in (together, *apart) if found)
 
 
 def _runs(check: Check, subject: str, ranks: int, count: int) -> bool:

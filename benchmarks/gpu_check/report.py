@@ -76,11 +76,9 @@ def write_report(report: Report, folder: Path, logs: Path) -> None:
 def read_report(path: Path) -> Report:
     """What `write_report` wrote as report.json."""
     found = json.loads(path.read_text())
-    machine = {**found["machine"], "names": tuple(found["machine"]["names"])}
+    machine = Machine.from_json(found["machine"])
     outcomes = tuple(map(Outcome.from_json, found["outcomes"]))
-    return Report(
-        **{**found, "machine": Machine(**machine), "outcomes": outcomes, "pictures": tuple(found["pictures"])}
-    )
+    return Report(**{**found, "machine": machine, "outcomes": outcomes, "pictures": tuple(found["pictures"])})
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -120,9 +118,10 @@ def _ranks(count: int) -> str:
 
 def _machine(machine: Machine) -> Iterator[str]:
     yield from ("", "## Machine", "", "| | |", "|---|---|")
-    yield f"| devices | {machine.name}, {machine.memory_nbytes / 2**30:.0f} GiB each, torch calls it `{machine.device}` |"
+    gib = f"{machine.memory_nbytes / 2**30:.0f} GiB"
+    yield f"| devices | {machine.name}, {gib} each, torch calls it `{machine.device}` |"
     yield f"| collectives | {machine.backend}, at most {_ranks(machine.count)} |"
-    yield f"| host | {machine.host} |"
+    yield f"| host | {machine.host}, Python {machine.python} |"
     there = [f"{name} {version}" for name, version in machine.versions.items() if version != "not installed"]
     absent = [name for name, version in machine.versions.items() if version == "not installed"]
     yield f"| software | {', '.join(there)} |"
@@ -148,9 +147,8 @@ def _speed(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def _times(outcome: Outcome) -> Iterator[str]:
     contestants = outcome.figures["contestants"]
-    ours = next(
-        (statistics.median(each["seconds"]) for each in contestants if each["name"] == "ours" and each["seconds"]), None
-    )
+    found = [statistics.median(each["seconds"]) for each in contestants if each["name"] == "ours" and each["seconds"]]
+    ours = found[0] if found else None
     yield f"{outcome.figures['numel'] / 1e6:.1f} million elements; medians of interleaved rounds."
     yield from ("", "| | ms | least to most | / ours | rounds | |", "|---|--:|--:|--:|--:|---|")
     for each in contestants:
@@ -227,16 +225,10 @@ def _tried(report: Report, host: str, version: str, outcomes: Sequence[Outcome])
     failed = [each for each in ran if each.status is Status.FAILS]
     ranks = ", ".join(map(str, sorted({each.ranks for each in ran})))
     names = ", ".join(dict.fromkeys(each.check for each in ran))
-    peers = [f"{name} {machine.versions[name]}" for name in ("torch", "megatron-core") if _is_there(machine, name)]
-    where = f"{machine.name}, {machine.backend}, {', '.join(peers)}"
-    result = (
-        "passes" if not failed else f"{len(failed)} of {len(ran)} fail: " + ", ".join(each.check for each in failed)
-    )
+    where = f"{machine.name}, {machine.backend}, torch {machine.versions['torch']}, Python {machine.python}"
+    wrong = ", ".join(dict.fromkeys(each.check for each in failed))
+    result = f"{len(failed)} of {len(ran)} checks fail: {wrong}" if failed else "passes"
     return Tried(host, version, f"`scripts/gpu_check.sh`: {names}; DP {ranks}", where, report.date, result)
-
-
-def _is_there(machine: Machine, package: str) -> bool:
-    return machine.versions.get(package, "not installed") != "not installed"
 
 
 def _for_the_docs(report: Report) -> Iterator[str]:
@@ -248,7 +240,7 @@ def _for_the_docs(report: Report) -> Iterator[str]:
     yield from ("", f"{_BACKTICKS}python")
     for row in rows:
         yield "    Tried("
-        yield from (f"        {value!r}," for value in asdict(row).values())
+        yield from (f"        {json.dumps(value)}," for value in asdict(row).values())
         yield "    ),"
     yield from (_BACKTICKS, "", as_markdown(rows))
 
@@ -258,8 +250,8 @@ def _to_send(report: Report) -> Iterator[str]:
     if report.having(Status.FAILS):
         yield "## What to send"
         yield ""
-        yield f"`{ARCHIVE}`, which lies beside this file: this report, `report.json` and what every rank printed (`logs/`)."
-        yield "It holds names and versions of hardware and software, paths and this machine's log lines, and no data of yours."
+        yield f"`{ARCHIVE}`, next to this file, which holds this report, `report.json` and what all ranks printed."
+        yield "It names hardware, software and paths of this machine, and has no data of yours. Open an issue with it."
         return
     yield "## What to send"
     yield ""

@@ -120,7 +120,8 @@ class Runner:
 
 
 def _label(batch: Batch) -> str:
-    return f"{batch.subject}_{batch.ranks}{'_mute' if batch.is_mute else ''}"
+    apart = "_mute" if batch.is_mute else f"_{batch.checks[0].name}" if batch.checks[0].is_separate else ""
+    return f"{batch.subject}_{batch.ranks}{apart}"
 
 
 class _Ranks:
@@ -265,8 +266,10 @@ def _ended(status: int) -> str:
 
 
 def _last_line(log: Path) -> str:
+    """What it printed last, or before the stacks that Python prints at a crash."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+    crash = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    return " ".join(lines[max(crash - 2, 0) : crash + 1])[-300:] if lines else "it printed nothing"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -295,5 +298,7 @@ def _environment(batch: Batch, device: str, rank: int) -> dict[str, str]:
     if device == CPU:
         more |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
         # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
+        # Shared memory is communication that torch's fake group does not replace.
+        more |= {"MEGATRON_DISTOPT_SHARED_MEMORY": "no"} if batch.is_mute else {}
         more |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if batch.subject == "memory" else {}
     return {**os.environ, **ranks, **more}

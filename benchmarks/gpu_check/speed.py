@@ -90,20 +90,22 @@ def step_setting(place: Place) -> StepSetting:
 def step(place: Place) -> Found:
     """An optimizer step without communication: clip by the norm, update fp32 main params, round to bf16."""
     setting = step_setting(place)
-    copied = bandwidth(place).figures["copy"]
+    rates: list[float] = []
     reference: list[Tensor] = []
     rounds = _Rounds(place, [entry.name for entry in step_peers(place)])
     for number in rounds:
+        rates.append(bandwidth(place).figures["copy"])
         for entry in step_peers(place):
             rounds.note(entry.name, lambda entry=entry, number=number: _one(place, entry, setting, reference, number))
     timed = rounds.timed()
     ours = _of(timed, OURS).median
     if ours is None:
         raise WrongError(f"ours did not run: {_of(timed, OURS).why_not}")
-    share = FLOOR_NBYTES * setting.numel / ours / copied
+    found = zip(_of(timed, OURS).seconds, rates, strict=True)
+    share = statistics.median(FLOOR_NBYTES * setting.numel / seconds / rate for seconds, rate in found)
     figures = {
         "numel": setting.numel,
-        "copy": copied,
+        "copy": statistics.median(rates),
         "share": share,
         "contestants": [asdict(each) for each in timed],
     }
@@ -185,11 +187,13 @@ def _of(timed: Iterable[Timed], name: str) -> Timed:
 
 
 def _ratios(timed: Sequence[Timed]) -> str:
-    """The median of each peer over that of ours."""
+    """Which of the others is the fastest."""
     ours = _of(timed, OURS).median
-    found = [(each.name, each.median) for each in timed if each.name != OURS]
-    said = [f"{name} {median / ours:.2f}" for name, median in found if median is not None and ours]
-    return f"peer / ours: {', '.join(said)}" if said else "no peer ran"
+    found = {each.name: each.median for each in timed if not is_ours(each.name) and each.median is not None}
+    if not found or ours is None:
+        return "no peer ran"
+    fastest = min(found, key=lambda name: found[name])
+    return f"the fastest peer, {fastest}, takes {found[fastest] / ours:.2f} of it"
 
 
 # Whole training steps

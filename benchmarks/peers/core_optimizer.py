@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from torch.nn import Module
 from torch.optim import Optimizer
 
+import megatron_distopt
 from peers.adam import ADAM, CLIP_GRAD
 
 __all__ = ["CoreOptimizer"]
@@ -27,22 +28,32 @@ class CoreOptimizer:
         bucket_size: elements of a bucket.
         loss_scale: constant; None for none.
         is_fused: see [Note: its Adam].
+        kind: "distributed" or "plain" for its own optimizers, "ours" for this package in the place of the first.
     """
 
     def __init__(
-        self, module: Module, *, bucket_size: int, loss_scale: float | None = None, is_fused: bool = False
+        self,
+        module: Module,
+        *,
+        bucket_size: int,
+        loss_scale: float | None = None,
+        is_fused: bool = False,
+        kind: str = "distributed",
     ) -> None:
         import megatron_on_cpu
 
         with ExitStack() as undo:
             undo.enter_context(megatron_on_cpu.install())
-            undo.enter_context(megatron_on_cpu.map_type_strings())
-            self._build(module, bucket_size, loss_scale)
+            if kind == "ours":
+                undo.callback(megatron_distopt.install().undo)
+            else:
+                undo.enter_context(megatron_on_cpu.map_type_strings())
+            self._build(module, bucket_size, loss_scale, is_distributed=kind != "plain")
             if is_fused:
                 _fuse(self.optimizer.optimizer)
             self._undo = undo.pop_all()
 
-    def _build(self, module: Module, bucket_size: int, loss_scale: float | None) -> None:
+    def _build(self, module: Module, bucket_size: int, loss_scale: float | None, *, is_distributed: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -52,10 +63,10 @@ class CoreOptimizer:
             parallel_state.initialize_model_parallel()
         shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=is_distributed,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=True,
-            overlap_param_gather=True,
+            overlap_param_gather=is_distributed,
             bucket_size=bucket_size,
         )
         self.model = DistributedDataParallel(TransformerConfig(**shape, bf16=True), ddp, module)
@@ -64,7 +75,7 @@ class CoreOptimizer:
         config = OptimizerConfig(
             optimizer="adam",
             bf16=True,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=is_distributed,
             clip_grad=CLIP_GRAD,
             loss_scale=loss_scale,
             **adam,
