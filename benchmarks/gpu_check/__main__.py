@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import shutil
 import subprocess
@@ -34,10 +35,12 @@ _LEAST_SECONDS = 2.0
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors say what was found, what is required and what to type."""
+    """One whose errors say where the options are."""
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"gpu_check: {message}. Run scripts/gpu_check.sh --help for the options.\n")
+        self.exit(
+            2, f"gpu_check: Invalid options: {message}. Run scripts/gpu_check.sh --help for those that there are.\n"
+        )
 
 
 def parse_args(words: Sequence[str]) -> argparse.Namespace:
@@ -45,20 +48,26 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: with status 2 and what to type, for an option that there is not or a value that it does not take.
     """
-    parser = Parser(prog="scripts/gpu_check.sh", description=__doc__, allow_abbrev=False)
+    about = "Checks whether megatron_distopt is right and fast on this machine's devices; see docs/gpu_check.md."
+    parser = Parser(prog="scripts/gpu_check.sh", description=about, allow_abbrev=False)
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, auto, or a type of torch's such as xpu")
     parser.add_argument("--minutes", type=_minutes, default=10.0, metavar="N", help="how long it may take (10)")
-    parser.add_argument(
-        "--only", choices=SUBJECTS, metavar="SUBJECT", help=f"one of {', '.join(SUBJECTS)}; all without"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_check", metavar="FOLDER", help="of the report")
-    return parser.parse_args(words)
+    subjects = ", ".join(SUBJECTS)
+    parser.add_argument("--only", choices=SUBJECTS, metavar="SUBJECT", help=f"one of {subjects}; all where left out")
+    folder = ROOT / "runs" / "gpu_check"
+    parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="of the report (runs/gpu_check)")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.0)[0]
+        parser.error(f"{unknown[0]!r}. Must be one of {', '.join(known)}. Write {nearest}")
+    return args
 
 
 def _minutes(text: str) -> float:
-    value = float(text)
+    value = float(text) if text.replace(".", "", 1).isdigit() else 0.0
     if not 0.1 <= value <= 600:
-        raise argparse.ArgumentTypeError(f"{text} minutes. Must be from 0.1 to 600. Write --minutes 10")
+        raise argparse.ArgumentTypeError(f"{text}. Must be minutes from 0.1 to 600. Write --minutes 10")
     return value
 
 

@@ -33,11 +33,14 @@ from gpu_check.models import (
     relative_change,
     samples,
 )
+from gpu_check.peers import is_compiled
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import DistOptError, NonFiniteGradError
 
 __all__ = ["CHECKS"]
 
+#: By implementation of Adam, the op of DeepSpeed's that it needs.
+_OPS = {"deepspeed": "fused_adam", "deepspeed_cpu": "cpu_adam"}
 STEPS = 6
 CLIP_GRAD = 0.5
 #: fp32 rounds the norm and the coefficient of clipping, on both sides in another order.
@@ -217,6 +220,9 @@ def kernels(place: Place) -> Found:
     absent: list[str] = []
     for name in ("auto", *_adam_sources()):
         model = Given(torch.float32).to(place.device)
+        if name in _OPS and not is_compiled(_OPS[name]):
+            absent.append(f"{name} (not compiled)")
+            continue
         try:
             optimizer = distribute(model, _config(adam=name), param_groups=groups_of(dict(model.held)))
         except DistOptError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import torch
-from peers import steppers
+from peers import adam, steppers
 from peers.adam import CLIP_GRAD, torch_adam
 from peers.overlap_contestants import overlap_entries
 from peers.state import groups_of
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from gpu_check.checks import Place
 from gpu_check.device import CPU
 
-__all__ = ["OURS", "is_ours", "memory_peers", "step_peers", "train_peers"]
+__all__ = ["OURS", "is_compiled", "is_ours", "memory_peers", "step_peers", "train_peers"]
 
 OURS = "ours"
 #: Far slower than the others, and not what anybody compares with.
@@ -33,6 +34,17 @@ _FOR_MEMORY = ("ours", "ours, overlap", "ours, both overlaps", "megatron-core, f
 def is_ours(name: str) -> bool:
     """Whether it is this package, with whatever options."""
     return name == OURS or name.startswith(f"{OURS}, ")
+
+
+def is_compiled(op: str) -> bool:
+    """Whether an op of DeepSpeed's was built when it was installed, or compiled earlier; compiling takes minutes."""
+    try:
+        if import_module("deepspeed.git_version_info").installed_ops.get(op):
+            return True
+        adam.check_compiled(op, may_compile=False)
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
 
 
 class Captured(steppers.Ours):

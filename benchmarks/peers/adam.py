@@ -15,6 +15,7 @@ __all__ = [
     "CLIP_GRAD",
     "AdamBuilder",
     "apex",
+    "check_compiled",
     "deepspeed_cpu",
     "deepspeed_fused",
     "torch_adam",
@@ -39,7 +40,7 @@ def deepspeed_cpu(groups: list[dict[str, Any]], *, may_compile: bool = True) -> 
     """DeepSpeed's Adam for the CPU."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    _check_compiled("cpu_adam", may_compile)
+    check_compiled("cpu_adam", may_compile)
     optimizer: Optimizer = DeepSpeedCPUAdam(groups, **ADAM)
     return optimizer
 
@@ -48,7 +49,7 @@ def deepspeed_fused(groups: list[dict[str, Any]], *, may_compile: bool = True) -
     """DeepSpeed's Adam for its accelerator, which here is the CPU."""
     from deepspeed.ops.adam import FusedAdam
 
-    _check_compiled("fused_adam", may_compile)
+    check_compiled("fused_adam", may_compile)
     optimizer: Optimizer = FusedAdam(groups, **ADAM)
     return optimizer
 
@@ -67,9 +68,22 @@ def transformer_engine(groups: list[dict[str, Any]]) -> Optimizer:
     return optimizer
 
 
-def _check_compiled(op: str, may_compile: bool) -> None:
-    """Compiling one op takes longer than all of a quick run."""
+def check_compiled(op: str, may_compile: bool) -> None:
+    """Compiling one op takes longer than all of a quick run.
+
+    Raises:
+        RuntimeError: it would have to be compiled, or compiled again for another torch or DeepSpeed, and may not.
+    """
     from torch.utils.cpp_extension import _get_build_directory
 
-    if not may_compile and not (Path(_get_build_directory(op, verbose=False)) / f"{op}.so").exists():
+    folder = Path(_get_build_directory(op, verbose=False))
+    if not may_compile and not ((folder / f"{op}.so").exists() and _is_of_these(folder / "build.ninja")):
         raise RuntimeError(f"DeepSpeed's op {op} is not compiled yet, which a run without --quick does")
+
+
+def _is_of_these(recipe: Path) -> bool:
+    """Whether an op was compiled with the torch and the DeepSpeed that are imported here."""
+    import deepspeed
+
+    text = recipe.read_text() if recipe.exists() else ""
+    return all(str(Path(str(module.__file__)).parent) in text for module in (torch, deepspeed))
