@@ -39,6 +39,11 @@ while read -r dependencies requirements; do
     pip_install "${flags[@]+"${flags[@]}"}" $requirements || echo "could not be installed, see $packages/pip.log; going on without"
 done <<<"$wanted"
 
+# What DeepSpeed compiles for itself stays here as well.
+if [ -d "$packages/deepspeed" ]; then
+    export TORCH_EXTENSIONS_DIR=$packages/torch_extensions
+fi
+
 # The small fork of 2023 in tests/hosts stands on a megatron-core of its own.
 if [ -z "${MINI_FORK_CORE:-}" ] && [ -d "$root/tests/hosts/mini_fork" ]; then
     fork_core=$packages/megatron-core-0.2.0

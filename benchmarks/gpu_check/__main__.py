@@ -38,9 +38,7 @@ class Parser(argparse.ArgumentParser):
     """One whose errors say where the options are."""
 
     def error(self, message: str) -> Any:
-        self.exit(
-            2, f"gpu_check: Invalid options: {message}. Run scripts/gpu_check.sh --help for those that there are.\n"
-        )
+        self.exit(2, f"gpu_check: Invalid option: {message}. scripts/gpu_check.sh --help says more.\n")
 
 
 def parse_args(words: Sequence[str]) -> argparse.Namespace:

@@ -111,7 +111,7 @@ class _Rank:
         for number, name in enumerate(self._order.checks):
             check = self._checks[name]
             if not self._has_time(number):
-                self._tell(outcome=_skipped(check, self._order.size, "no time was left").as_json())
+                self._tell(outcome=_skipped(check, self._order.size, "no time was left; more with --minutes").as_json())
                 continue
             self._tell(begin=name)
             outcome = self._carry_out(check)
