@@ -73,11 +73,13 @@ class Runner:
         machine: that they run on.
         logs: folder for what ranks print.
         events: who is told.
+        defined_in: MODULE:NAME of the checks to choose from.
     """
 
     machine: Machine
     logs: Path
     events: Events = field(default_factory=Events)
+    defined_in: str = "gpu_check.registry:CHECKS"
 
     def run(self, batch: Batch, deadline: float, seconds: float) -> Iterator[Outcome]:
         """
@@ -161,9 +163,17 @@ class _Ranks:
         machine, batch = self._runner.machine, self._batch
         backend = "fake" if batch.is_mute else machine.backend
         names = tuple(check.name for check in self._checks)
-        memory = machine.memory_nbytes
         order = Order(
-            names, batch.ranks, machine.device, backend, str(folder), deadline, seconds, memory, self._without
+            names,
+            batch.ranks,
+            machine.device,
+            backend,
+            str(folder),
+            deadline,
+            seconds,
+            machine.memory_nbytes,
+            self._without,
+            self._runner.defined_in,
         )
         order.write(folder / "order.json")
         self._runner.logs.mkdir(parents=True, exist_ok=True)
@@ -216,31 +226,30 @@ class _Ranks:
             elif "at" in line:
                 attempt.doing = self.doing = line["at"]
                 self._runner.events.doing(attempt.doing)
-            else:
+            elif "outcome" in line:
                 attempt.begun, self.doing, self.met = "", "", True
                 attempt.outcomes.append(Outcome.from_json(line["outcome"]))
                 yield attempt.outcomes[-1]
 
     def _lost(self, processes: list[subprocess.Popen[bytes]], folder: Path, attempt: _Attempt) -> Iterator[Outcome]:
-        """A rank ended: the check that had begun fails with what that rank wrote, or with how it ended."""
+        """A rank ended: the check that had begun fails with what the first one wrote, or with how it ended."""
         end = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < end and any(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
-        doing, begun = attempt.doing, attempt.begun
-        found = list(self._news(folder, attempt))
-        if found:
-            self.doing = doing
-            yield from found
-        elif begun or not self.met:
-            yield self._failed(begun, self._how(processes, folder))
+        yield from self._news(folder, attempt)
+        if attempt.begun or not self.met:
+            yield self._failed(attempt.begun, self._how(processes, folder))
 
     def _how(self, processes: list[subprocess.Popen[bytes]], folder: Path) -> str:
-        """The reason that a rank gave, or how it ended, with the last line that it printed."""
+        """The reason that a rank gave first, before its peers missed it, or how a rank ended and its last line."""
+        said: list[tuple[float, int, str]] = []
         for rank in range(len(processes)):
             path = lines_of(folder, rank)
             lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-            if lines and lines[-1].get("outcome", {}).get("status") == Status.FAILS.value:
-                return f"rank {rank}: {lines[-1]['outcome']['detail']}"
+            said += [(line["time"], rank, line["fatal"]["detail"]) for line in lines if "fatal" in line]
+        if said:
+            _, rank, detail = min(said)
+            return f"rank {rank}: {detail}"
         rank = next(rank for rank, process in enumerate(processes) if process.returncode not in (None, 0))
         return f"rank {rank} {_ended(processes[rank].returncode)}: {_last_line(self._log(rank))}"
 
@@ -251,7 +260,7 @@ class _Ranks:
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         doing = f" in {attempt.doing!r}" if attempt.doing else ""
-        yield self._failed(attempt.begun, f"no end after {self._limit(attempt):.0f} s{doing}; stacks are in the logs")
+        yield self._failed(attempt.begun, f"no end after {self._limit(attempt):g} s{doing}; stacks are in the logs")
 
     def _failed(self, begun: str, why: str) -> Outcome:
         check = self._by_name[begun] if begun else self._checks[0]

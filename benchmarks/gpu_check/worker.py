@@ -53,6 +53,7 @@ class Order:
         seconds: for the measurements of a check.
         memory_nbytes: see `Place`.
         without: by check, the contestants that are left out.
+        defined_in: MODULE:NAME of the checks to choose from.
     """
 
     checks: tuple[str, ...]
@@ -64,6 +65,7 @@ class Order:
     seconds: float
     memory_nbytes: int
     without: dict[str, list[str]]
+    defined_in: str
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -155,7 +157,7 @@ class _Rank:
             traceback.print_exc()
             said = (str(error).strip().splitlines() or [""])[0]
             outcome = Outcome(check.subject, check.name, check.title, place.size, Status.FAILS)
-            self._tell(outcome={**outcome.as_json(), "detail": f"{type(error).__name__}: {said}"[:400]})
+            self._tell(fatal={**outcome.as_json(), "detail": f"{type(error).__name__}: {said}"[:400]})
             _leave(FAILED)
 
     def _finish(self, number: int, outcome: Outcome) -> None:
@@ -166,7 +168,7 @@ class _Rank:
             self._store.wait([f"{key}{rank}" for rank in range(self._order.size)], _PATIENCE)
         except RuntimeError:
             late = f"the other ranks did not finish within {_PATIENCE.seconds} s: {outcome.detail}"
-            self._tell(outcome={**outcome.as_json(), "status": Status.FAILS.value, "detail": late})
+            self._tell(fatal={**outcome.as_json(), "status": Status.FAILS.value, "detail": late})
             _leave(FAILED)
         found = [Outcome.from_json(json.loads(self._store.get(f"{key}{r}"))) for r in range(self._order.size)]
         self._tell(outcome=_worst(found).as_json())
@@ -201,9 +203,9 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the parent asks for stacks before it ends a rank that hangs
     import_backend()
-    from gpu_check.registry import CHECKS
-
-    worker = _Rank(order, rank, {check.name: check for check in CHECKS})
+    module, _, name = order.defined_in.partition(":")
+    checks: tuple[Check, ...] = getattr(importlib.import_module(module), name)
+    worker = _Rank(order, rank, {check.name: check for check in checks})
     worker.meet()
     worker.work()
     _leave(0)
