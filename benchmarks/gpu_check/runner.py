@@ -276,9 +276,12 @@ def _ended(status: int) -> str:
 
 def _last_line(log: Path) -> str:
     """What it printed last, or before the stacks that Python prints at a crash."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    crash = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
-    return " ".join(lines[max(crash - 2, 0) : crash + 1])[-300:] if lines else "it printed nothing"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if not lines:
+        return "it printed nothing"
+    crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    last = " ".join(lines[max(crashes[0] - 1, 0) : crashes[0] + 1]) if crashes else lines[-1]
+    return last[-300:]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
