@@ -32,6 +32,8 @@ _PACKAGES = {
     "deepspeed": "deepspeed",
     "megatron.core": "megatron-core",
 }
+#: Of what torch says about its build.
+_NOT_OF_INTEREST = ("git_version", "debug")
 #: Ranks on a CPU; one on each device of an accelerator.
 CPU_RANKS = 2
 
@@ -53,6 +55,7 @@ class Machine:
         host: operating system, processor, cores.
         python: its version.
         versions: of packages, "not installed" where one is not there.
+        built_for: what torch was built for, such as the vendor's libraries, and the version of the collectives.
         has_float64: whether the device computes in it.
     """
 
@@ -64,6 +67,7 @@ class Machine:
     host: str
     python: str
     versions: Mapping[str, str]
+    built_for: str = ""
     has_float64: bool = True
 
     @classmethod
@@ -118,7 +122,8 @@ def look(choice: str) -> Machine:
     backend = dist.get_default_backend_for_device(device) if dist.is_available() else "none"
     names = (_processor(),) if device == CPU else tuple(_name(device, index) for index in range(count))
     memory, python = _memory(device, count), platform.python_version()
-    return Machine(device, names, count, memory, backend, _host(), python, _versions(), _has_float64(device))
+    versions, built_for = _versions(), _built_for(device)
+    return Machine(device, names, count, memory, backend, _host(), python, versions, built_for, _has_float64(device))
 
 
 def rank_counts(count: int) -> tuple[int, ...]:
@@ -167,6 +172,15 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines: Iterable[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else ()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _built_for(device: str) -> str:
+    said = {name: value for name, value in vars(torch.version).items() if isinstance(value, str)}
+    found = [f"{name} {value}" for name, value in said.items() if name not in _NOT_OF_INTEREST and name[0] != "_"]
+    library = getattr(getattr(torch, device, None), "nccl", None)
+    if library is not None:
+        found.append(f"nccl {'.'.join(map(str, library.version()))}")
+    return ", ".join(found)
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -9,6 +10,7 @@ import torch
 from peers import adam, steppers
 from peers.adam import CLIP_GRAD, torch_adam
 from peers.overlap_contestants import overlap_entries
+from peers.overlap_mute import given_back, muted
 from peers.state import groups_of
 from peers.step_contestants import StepEntry, step_entries
 from peers.train_contestants import MESSAGES
@@ -21,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from gpu_check.checks import Place
 from gpu_check.device import CPU
 
-__all__ = ["OURS", "is_compiled", "is_ours", "memory_peers", "step_peers", "train_peers"]
+__all__ = ["OURS", "is_compiled", "is_ours", "memory_peers", "mute_peers", "step_peers", "train_peers"]
 
 OURS = "ours"
 #: Far slower than the others, and not what anybody compares with.
@@ -78,6 +80,15 @@ class DataParallel(Trainer):
         return loss.detach()
 
 
+class MuteDataParallel(DataParallel):
+    """The same without communication: it wants the reduced bucket back, which torch's fake group does not give."""
+
+    def __init__(self, setting: TrainSetting) -> None:
+        super().__init__(setting)
+        # It looks at a function's annotations, and takes none that are text.
+        self._model.register_comm_hook(None, lambda state, bucket: given_back(bucket))
+
+
 def step_peers(place: Place) -> list[StepEntry]:
     """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
     ours = [
@@ -95,6 +106,12 @@ def train_peers(place: Place) -> list[TrainEntry]:
     entries = [entry for entry in overlap_entries([]) if _is_wanted(entry.name, place)]
     entries.append(TrainEntry("torch DDP + fused AdamW", DataParallel))
     return [entry for entry in entries if _stays(entry.name, place)]
+
+
+def mute_peers(place: Place) -> list[TrainEntry]:
+    """Those of `train_peers` as they are built where nothing is communicated."""
+    mute = {"torch DDP + fused AdamW": MuteDataParallel}
+    return [replace(muted(entry), build=mute.get(entry.name, muted(entry).build)) for entry in train_peers(place)]
 
 
 def memory_peers(place: Place) -> list[TrainEntry]:

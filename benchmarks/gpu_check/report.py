@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_check.checks import SUBJECTS, Outcome, Status
 from gpu_check.machine import Machine
-from gpu_check.speed import exposed_parts
+from gpu_check.speed import busier, exposed_parts
 from megatron_distopt.hosts.tried import Tried, as_markdown
 from megatron_distopt.version import VERSION
 
@@ -21,6 +21,8 @@ __all__ = ["ARCHIVE", "Report", "read_report", "tried_of", "write_report"]
 ARCHIVE = "gpu_check_to_send.tar.gz"
 _HOSTS = {"megatron_core": "megatron-core", "megatron_2023": "a small fork of 2023"}
 _BACKTICKS = "```"
+#: By how much two runs of the same may differ on a quiet machine.
+_BUSY = 0.1
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ def _machine(machine: Machine) -> Iterator[str]:
     there = [f"{name} {version}" for name, version in machine.versions.items() if version != "not installed"]
     absent = [name for name, version in machine.versions.items() if version == "not installed"]
     yield f"| software | {', '.join(there)} |"
+    if machine.built_for:
+        yield f"| torch is built for | {machine.built_for} |"
     yield f"| not installed | {', '.join(absent) or 'nothing that matters here'} |"
 
 
@@ -172,9 +176,17 @@ def _exposed(outcomes: Sequence[Outcome]) -> Iterator[str]:
             if train.ranks == alone.ranks:
                 yield from ("", f"### Exposed communication: {_ranks(train.ranks)}", "")
                 yield "The part of a step that it takes longer than the same step without any communication."
+                yield from _care(busier(train.figures, alone.figures))
                 yield from ("", "| | % of a step |", "|---|--:|")
                 for name, part in exposed_parts(train.figures, alone.figures).items():
                     yield f"| {name} | {100 * part:.0f} |"
+
+
+def _care(ratio: float | None) -> Iterator[str]:
+    """The two runs that are compared come one after the other; something else may have run during one of them."""
+    if ratio is not None and abs(ratio - 1) > _BUSY:
+        yield "The machine was not quiet: forward and backward alone, which do not communicate, took "
+        yield f"{ratio:.2f} times as long in the second run as in the first. Take these figures with care."
 
 
 def _memory(outcomes: Sequence[Outcome]) -> Iterator[str]:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peers.overlap_mute import muted
 from peers.ranks import exchange
 from peers.ratios import failure
 from peers.step_contestants import StepEntry
@@ -26,9 +25,9 @@ from torch import Tensor
 
 from gpu_check.checks import Check, Found, Place, Where, WrongError
 from gpu_check.device import CPU, empty_cache, seconds_of
-from gpu_check.peers import OURS, is_ours, step_peers, train_peers
+from gpu_check.peers import OURS, is_ours, mute_peers, step_peers, train_peers
 
-__all__ = ["CHECKS", "Timed", "exposed_parts", "train_setting"]
+__all__ = ["CHECKS", "Timed", "busier", "exposed_parts", "train_setting"]
 
 _GIB = 1 << 30
 _MOST_ROUNDS = 7
@@ -229,7 +228,7 @@ def train(place: Place) -> Found:
 
 def alone(place: Place) -> Found:
     """The same trainings where no collective does anything: what is left is forward, backward, packing and update."""
-    timed, _ = _trainings(place, [muted(entry) for entry in train_peers(place)])
+    timed, _ = _trainings(place, [FORWARD_BACKWARD, *mute_peers(place)])
     numel = train_setting(place).numel
     ran = [each for each in timed if each.seconds]
     if not ran:
@@ -282,14 +281,25 @@ def exposed_parts(train: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[st
     >>> exposed_parts(step, {"contestants": [{"name": "ours", "seconds": [0.008]}]})
     {'ours': 0.2}
     """
-    mute = {each["name"]: statistics.median(each["seconds"]) for each in alone["contestants"] if each["seconds"]}
-    steps = {each["name"]: statistics.median(each["seconds"]) for each in train["contestants"] if each["seconds"]}
-    return {name: round(1 - mute[name] / seconds, 6) for name, seconds in steps.items() if name in mute}
+    steps, mute = _medians(train), _medians(alone)
+    names = [name for name in steps if name in mute and name != FORWARD_BACKWARD.name]
+    return {name: round(1 - mute[name] / steps[name], 6) for name in names}
+
+
+def busier(train: Mapping[str, Any], alone: Mapping[str, Any]) -> float | None:
+    """How long forward and backward took in the second run, over the first: 1 where the machine was as busy."""
+    steps, mute = _medians(train), _medians(alone)
+    name = FORWARD_BACKWARD.name
+    return mute[name] / steps[name] if name in steps and name in mute else None
+
+
+def _medians(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {each["name"]: statistics.median(each["seconds"]) for each in figures["contestants"] if each["seconds"]}
 
 
 CHECKS = (
     Check("bandwidth", "how fast a copy is", bandwidth, Where.ONE),
     Check("step", "an optimizer step, beside its peers", step, Where.ONE, limit=240),
-    Check("train", "training steps, beside their peers", train, Where.ENDS, limit=300),
-    Check("alone", "the same without communication", alone, Where.ALL, limit=300, least_ranks=2, is_mute=True),
+    Check("train", "training steps, beside their peers", train, Where.ENDS, limit=180),
+    Check("alone", "the same without communication", alone, Where.ALL, limit=180, least_ranks=2, is_mute=True),
 )

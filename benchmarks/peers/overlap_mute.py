@@ -21,7 +21,7 @@ from peers.torch_trainers import ZeroRedundancy
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
 
-__all__ = ["mute", "muted"]
+__all__ = ["given_back", "mute", "muted"]
 
 _NAMES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single", "all_gather_into_tensor")
 #: Elements of a tensor of statistics, at most: gradients are longer.
@@ -74,10 +74,10 @@ class _MuteZeroRedundancy(ZeroRedundancy):
     def __init__(self, setting: TrainSetting) -> None:
         super().__init__(setting)
         # It looks at a function's annotations, and takes none that are text.
-        self._model.register_comm_hook(None, lambda state, bucket: _given_back(bucket))
+        self._model.register_comm_hook(None, lambda state, bucket: given_back(bucket))
 
 
-def _given_back(bucket: dist.GradBucket) -> Future[Tensor]:
+def given_back(bucket: dist.GradBucket) -> Future[Tensor]:
     """Divided, as it would be before it is sent."""
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer().div_(dist.get_world_size()))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
 from gpu_check import correctness
 from gpu_check.checks import Check, Found, Place, SkipError, WrongError
 
