@@ -1,6 +1,6 @@
 """One report on whether this package is right and fast on a machine: `scripts/gpu_check.sh`, see docs/gpu_check.md.
 
-Importing it makes the repository importable, and what the script installed beside the user's packages: at the end of
+Importing it makes the repository importable, and what the script installed next to the user's packages: at the end of
 the path, so that whatever the user has comes first.
 """
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from gpu_check import ROOT
@@ -71,6 +73,7 @@ def _minutes(text: str) -> float:
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
+    signal.signal(signal.SIGTERM, _interrupt)  # what a scheduler sends: ranks have to end, and the report is written
     begin = time.time()
     machine = look(args.device)
     print(f"{machine.name}: {machine.count} rank(s) over {machine.backend}, {args.minutes:g} minutes", flush=True)
@@ -90,6 +93,10 @@ def main() -> None:
     report = replace(report, pictures=tuple(draw_all(outcomes, args.out)))
     write_report(report, args.out, logs)
     sys.exit(_close(report, args.out))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _close(report: Report, folder: Path) -> int:

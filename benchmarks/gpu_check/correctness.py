@@ -45,6 +45,8 @@ STEPS = 6
 CLIP_GRAD = 0.5
 #: fp32 rounds the norm and the coefficient of clipping, on both sides in another order.
 _ROUNDED = 1e-5
+#: Some kernels compute 1 - beta2 in fp32, which is 6e-6 off where beta2 is 0.99; another formula is 1e-3 off.
+_ROUNDED_IN_KERNELS = 5e-5
 #: A bf16 param that lies between two numbers may be rounded to the other one.
 _ROUNDED_TO_16_BITS = 2e-3
 _HALF = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -233,8 +235,8 @@ def kernels(place: Place) -> Found:
             _train_given(optimizer, model, step, place)
         found[name] = relative_change(values_of(model), wanted, start)
         optimizer.release()
-    wrong = {name: apart for name, apart in found.items() if not apart <= _ROUNDED}
-    require(not wrong, f"{wrong} of the change from float64, at most {_ROUNDED:g} is rounding; fine: {found}")
+    wrong = {name: apart for name, apart in found.items() if not apart <= _ROUNDED_IN_KERNELS}
+    require(not wrong, f"{wrong} of the change from float64, at most {_ROUNDED_IN_KERNELS:g} is rounding; all: {found}")
     said = ", ".join(f"{name} {apart:.1e}" for name, apart in found.items())
     return Found(f"from float64: {said}; not here: {', '.join(absent) or 'none'}", {"apart": found, "absent": absent})
 

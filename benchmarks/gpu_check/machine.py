@@ -50,7 +50,7 @@ class Machine:
         device: its type, as in `torch.device(...).type`.
         names: of the devices of that type; of the processor for a CPU.
         count: ranks that can run at once.
-        memory_nbytes: of the smallest device.
+        memory_nbytes: free on the device that has least; all that it has where torch does not say more, 0 for unknown.
         backend: of torch.distributed, as torch chooses it for the device.
         host: operating system, processor, cores.
         python: its version.
@@ -144,9 +144,9 @@ def _name(device: str, index: int) -> str:
 
 def _memory(device: str, count: int) -> int:
     if device == CPU:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
-        return min(int(torch.accelerator.get_memory_info(index)[1]) for index in range(count))
+        return min(int(torch.accelerator.get_memory_info(index)[0]) for index in range(count))
     except (AttributeError, RuntimeError, NotImplementedError):
         return _memory_by_properties(device, count)
 

@@ -1,4 +1,4 @@
-"""How much memory does training need here? Beside 6 + 12/n bytes an element, and beside others."""
+"""How much memory does training need here, compared with 6 + 12/n bytes an element and with peers?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is measured beside this package: those of the other benchmarks, on a device, and DistributedDataParallel."""
+"""Whom this package is compared with: the peers of the other benchmarks, and DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _ranks(count: int) -> str:
 def _machine(machine: Machine) -> Iterator[str]:
     yield from ("", "## Machine", "", "| | |", "|---|---|")
     gib = f"{machine.memory_nbytes / 2**30:.0f} GiB"
-    yield f"| devices | {machine.name}, {gib} each, torch calls it `{machine.device}` |"
+    yield f"| devices | {machine.name}, {gib} free, torch calls it `{machine.device}` |"
     yield f"| collectives | {machine.backend}, at most {_ranks(machine.count)} |"
     yield f"| host | {machine.host}, Python {machine.python} |"
     there = [f"{name} {version}" for name, version in machine.versions.items() if version != "not installed"]

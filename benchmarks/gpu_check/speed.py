@@ -1,4 +1,4 @@
-"""How fast is a step here, beside what a user would use instead, and beside what the memory of the device allows?"""
+"""How fast is a step here, compared with what a user would use instead, and with what the device's memory allows?"""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def _medians(figures: Mapping[str, Any]) -> dict[str, float]:
 
 CHECKS = (
     Check("bandwidth", "how fast a copy is", bandwidth, Where.ONE),
-    Check("step", "an optimizer step, beside its peers", step, Where.ONE, limit=240),
-    Check("train", "training steps, beside their peers", train, Where.ENDS, limit=180),
+    Check("step", "an optimizer step, compared with peers", step, Where.ONE, limit=240),
+    Check("train", "training steps, compared with peers", train, Where.ENDS, limit=180),
     Check("alone", "the same without communication", alone, Where.ALL, limit=180, least_ranks=2, is_mute=True),
 )

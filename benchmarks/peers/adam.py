@@ -78,7 +78,7 @@ def check_compiled(op: str, may_compile: bool) -> None:
 
     folder = Path(_get_build_directory(op, verbose=False))
     if not may_compile and not ((folder / f"{op}.so").exists() and _is_of_these(folder / "build.ninja")):
-        raise RuntimeError(f"DeepSpeed's op {op} is not compiled yet, which a run without --quick does")
+        raise RuntimeError(f"DeepSpeed's op {op} is not compiled yet, and compiling it takes minutes")
 
 
 def _is_of_these(recipe: Path) -> bool:
