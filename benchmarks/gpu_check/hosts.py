@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peers.ranks import exchange
 from peers.transformer import TrainSetting, batch, transformer
 
 from gpu_check import ROOT
 from gpu_check.checks import Check, Found, Place, SkipError, WrongError
-from gpu_check.device import CPU
 
 __all__ = ["CHECKS"]
+
+T = TypeVar("T")
 
 STEPS = 8
 _KINDS = ("plain", "distributed", "ours")
@@ -56,7 +58,8 @@ def megatron_core(place: Place) -> Found:
     curves: dict[str, Curve] = {}
     for kind in _KINDS:
         place.say(kind)
-        curves[kind] = _theirs(kind, place) if kind != "ours" else _core_training(kind, place)
+        train = partial(_core_training, kind, place)
+        curves[kind] = train() if kind == "ours" else _theirs(f"megatron-core's own {kind} optimizer", train)
     version = import_module("megatron.core").__version__
     figures = {"version": version, "losses": {kind: curve.losses for kind, curve in curves.items()}}
     ours = curves.pop("ours")
@@ -67,15 +70,16 @@ def megatron_core(place: Place) -> Found:
     return Found(f"{version}, bf16, {STEPS} steps, both overlaps; {said}", figures)
 
 
-def _theirs(kind: str, place: Place) -> Curve:
-    """
+def _theirs(name: str, train: Callable[[], T]) -> T:
+    """Collective: a training with an optimizer of the host's.
+
     Raises:
-        SkipError: the host's own optimizer does not run on this device, so that there is nothing to compare with.
+        SkipError: it does not run on this device, so that there is nothing to compare with.
     """
-    found: list[Curve] = []
-    why_not = _first(exchange(_failure(lambda: found.append(_core_training(kind, place)))))
+    found: list[T] = []
+    why_not = _first(exchange(_failure(lambda: found.append(train()))))
     if why_not:
-        raise SkipError(f"megatron-core's own {kind} optimizer does not run here: {why_not}")
+        raise SkipError(f"{name} does not run here: {why_not}")
     return found[0]
 
 
@@ -117,7 +121,7 @@ def megatron_2023(place: Place) -> Found:
     """The small fork of the tests: its own distributed optimizer, and ours in its place."""
     fork = _fork(place)
     place.say("its own")
-    theirs = fork.train(*_FORK_WORDS, ours=False)
+    theirs = _theirs("its own distributed optimizer", lambda: fork.train(*_FORK_WORDS, ours=False))
     place.say("ours")
     ours = fork.train(*_FORK_WORDS, ours=True)
     # The fork writes its curves on the first rank.
@@ -134,7 +138,7 @@ def megatron_2023(place: Place) -> Found:
 def _fork(place: Place) -> Any:
     """
     Raises:
-        SkipError: it is not there, or does not run on this device.
+        SkipError: it is not there.
     """
     if not _FORK.exists():
         raise SkipError("the small fork of 2023 is part of a checkout of the repository only")
@@ -142,9 +146,7 @@ def _fork(place: Place) -> Any:
     folder = os.environ.get(_FORK_CORE_VARIABLE)
     if folder is None or not (Path(folder) / "megatron").exists():
         raise SkipError("megatron-core 0.2.0, on which the small fork of 2023 stands, could not be installed")
-    if place.device.type != CPU and "MINI_FORK_DEVICE" not in (_FORK / "megatron" / "switches.py").read_text():
-        raise SkipError(f"the small fork of 2023 computes on a CPU only, not on {place.device.type}")
-    os.environ["MINI_FORK_DEVICE"] = str(place.device)
+    os.environ["MINI_FORK_DEVICE"] = place.device.type
     support.core_folder = lambda: Path(folder)
     return support.MiniFork.imported()
 
