@@ -32,7 +32,7 @@ __all__ = ["main", "parse_args"]
 #: A device that does not answer by then will not.
 _LOOK_SECONDS = 180
 #: Of the time that is left for a check, what goes into measurements; the rest is starting and warming up.
-_MEASURED_PART = 0.5
+_MEASURED_PART = 0.6
 _LEAST_SECONDS = 2.0
 
 

@@ -133,12 +133,21 @@ def _machine(machine: Machine) -> Iterator[str]:
 
 
 def _table_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A line a check; what differs between numbers of ranks is said for each of them."""
-    yield from ("| what is checked | ranks | result | s | |", "|---|--:|---|--:|---|")
-    for each in outcomes:
-        result = f"**{each.status.value}**" if each.status is Status.FAILS else each.status.value
-        detail = each.detail.replace("|", r"\|")
-        yield f"| {each.title} | {each.ranks} | {result} | {each.seconds:.1f} | {detail} |"
+    """A line a check and a column a number of ranks; what a check says is that of most ranks."""
+    counts = sorted({each.ranks for each in outcomes})
+    yield f"| what is checked | {' | '.join(map(_ranks, counts))} | |"
+    yield f"|---|{'---|' * len(counts)}---|"
+    for check in dict.fromkeys(each.check for each in outcomes):
+        found = {each.ranks: each for each in outcomes if each.check == check}
+        last = found[max(found)]
+        cells = [_result(found[count]) if count in found else "" for count in counts]
+        detail = last.detail.replace("|", r"\|")
+        yield f"| {last.title} | {' | '.join(cells)} | {detail} |"
+
+
+def _result(outcome: Outcome) -> str:
+    status = outcome.status.value
+    return f"**{status}**" if outcome.status is Status.FAILS else status
 
 
 def _speed(outcomes: Sequence[Outcome]) -> Iterator[str]:

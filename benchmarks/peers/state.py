@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -114,6 +113,8 @@ def untouched_zeros() -> Iterator[None]:
     `torch.zeros` writes its zeros. Grad buffers are 4 bytes an element on every rank and take no part in a save, so
     the memory that they do not take is there for more of the state.
     """
+    import numpy as np
+
     plain = torch.zeros
 
     def zeros(*shape: Any, **options: Any) -> Tensor:
