@@ -34,6 +34,8 @@ _LOOK_SECONDS = 180
 #: Of the time that is left for a check, what goes into measurements; the rest is starting and warming up.
 _MEASURED_PART = 0.6
 _LEAST_SECONDS = 2.0
+#: Of all the time, what is kept for the subjects that come after one: its checks do not begin then.
+_KEPT_FOR_OTHERS = {"correctness": 0.3, "memory": 0.4, "speed": 0.0}
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,8 +140,11 @@ def run(machine: Machine, logs: Path, only: str | None, deadline: float) -> Iter
         for outcome in cannot:
             progress.ends(outcome)
             yield outcome
+        total = deadline - time.time()
         for number, batch in enumerate(batches):
-            yield from runner.run(batch, deadline, seconds_for(batches[number:], deadline - time.time()))
+            left = deadline - time.time()
+            last = deadline - (0.0 if only else _KEPT_FOR_OTHERS[batch.subject] * total)
+            yield from runner.run(batch, last, seconds_for(batches[number:], left))
 
 
 def seconds_for(batches: Sequence[Batch], left: float) -> float:

@@ -10,17 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gpu_check import ROOT
 from gpu_check.checks import Check, Outcome, Status
 from gpu_check.device import CPU
 from gpu_check.machine import Machine
 from gpu_check.registry import Batch
-from gpu_check.worker import FAILED, Order, lines_of
+from gpu_check.worker import FAILED, NO_TIME, Order, lines_of
 
 __all__ = ["Events", "Runner"]
 
@@ -88,6 +87,9 @@ class Runner:
             deadline: by `time.time()`; checks that have not begun by then are skipped.
             seconds: for the measurements of each check.
         """
+        if time.time() > deadline:
+            yield from self._left_out(batch.checks, batch.ranks, NO_TIME)
+            return
         waiting = {check.name: check for check in batch.checks}
         without: dict[str, list[str]] = {}
         number = 0
@@ -102,7 +104,7 @@ class Runner:
                     yield outcome
             if not ranks.met:
                 break
-        yield from self._never_started(waiting.values(), batch.ranks)
+        yield from self._left_out(waiting.values(), batch.ranks, "its ranks did not start, see above")
 
     def _again(self, outcome: Outcome, doing: str, without: dict[str, list[str]]) -> bool:
         """Whether a check that measures contestants is run once more, without the one that ended the process."""
@@ -113,9 +115,8 @@ class Runner:
         left_out.append(doing)
         return True
 
-    def _never_started(self, checks: Any, ranks: int) -> Iterator[Outcome]:
+    def _left_out(self, checks: Iterable[Check], ranks: int, why: str) -> Iterator[Outcome]:
         for check in checks:
-            why = "its ranks did not start, see above"
             outcome = Outcome(check.subject, check.name, check.title, ranks, Status.SKIPPED, detail=why)
             self.events.ends(outcome)
             yield outcome

@@ -29,10 +29,12 @@ import torch.distributed as dist
 from gpu_check.checks import Check, Found, Outcome, Place, SkipError, Status, WrongError
 from gpu_check.device import CPU, import_backend, use
 
-__all__ = ["FAILED", "Order", "lines_of"]
+__all__ = ["FAILED", "NO_TIME", "Order", "lines_of"]
 
 #: Status with which a rank leaves after a failure that others cannot go on from.
 FAILED = 3
+#: Why a check was skipped.
+NO_TIME = "no time was left; more with --minutes"
 #: How long ranks that are done wait for the others.
 _PATIENCE = timedelta(seconds=8)
 _TIME_LIMIT = timedelta(minutes=3)
@@ -113,7 +115,7 @@ class _Rank:
         for number, name in enumerate(self._order.checks):
             check = self._checks[name]
             if not self._has_time(number):
-                self._tell(outcome=_skipped(check, self._order.size, "no time was left; more with --minutes").as_json())
+                self._tell(outcome=_skipped(check, self._order.size, NO_TIME).as_json())
                 continue
             self._tell(begin=name)
             outcome = self._carry_out(check)
