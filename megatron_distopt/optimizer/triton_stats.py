@@ -7,6 +7,7 @@ them where they can be had; [Note: large and infinite] there holds for both.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -30,19 +31,33 @@ _TABLES: Tables[StatsTable] = Tables(most=32)
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on a device; it is tried once.
+    """Whether the kernel runs on a device and gives the right numbers there; it is tried once.
 
     Triton compiles when a kernel is first launched, for which it needs a C compiler on the machine.
     """
     if find_spec("triton") is None or (device.type != CUDA and os.environ.get("TRITON_INTERPRET") != "1"):
         return False
-    grad = torch.ones(8, device=device)
     try:
-        _launch([grad], [(0, False)], device, count_zeros=False)
+        found, wanted = _tried(device)
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, torch's kernels remain
         _log.warning("gradient statistics are torch's, because Triton cannot compile for %s: %s", device, error)
         return False
-    return True
+    # Whole numbers below 2**53 are exact in float64; compensated fp32 rounds the sum once.
+    is_right = all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(found, wanted, strict=True))
+    if not is_right:
+        _log.warning("gradient statistics are torch's, because Triton's are %s on %s, not %s", found, device, wanted)
+    return is_right
+
+
+def _tried(device: torch.device) -> tuple[list[float], list[float]]:
+    """Statistics of flat params that begin and end off a vector, of several programs, by the kernel and by hand."""
+    whole = torch.arange(-2000.0, 40_000.0, device=device)
+    spans = [(3, 4098), (4099, 5000), (5001, 41_997)]
+    parts = [whole[first:stop] for first, stop in spans]
+    numbers = _launch(parts, [(0, False), (0, True), (0, False)], device, count_zeros=True)
+    included = (range(first - 2000, stop - 2000) for first, stop in (spans[0], spans[2]))
+    total = float(sum(value * value for values in included for value in values))
+    return numbers.tolist(), [total, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def measure(flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool) -> Tensor:

@@ -22,6 +22,8 @@ from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
 
 MICROBATCHES = 2
+#: Of `distribute`, for all programs of this process.
+options: dict[str, Any] = {"accelerator": "torch"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,6 @@ class Run:
 
     def __init__(self, program: Program, device: str, rank: int) -> None:
         self.program, self.device, self.rank = program, torch.device(device), rank
-        options = {"accelerator": "torch", **program.options}
         self.model = Params(program.dtypes, default=program.dtype).to(device)
         if program.variant == "buffers":
             self.model.norm = _Norm(device)
@@ -163,7 +164,7 @@ class Run:
         if program.variant == "direct":
             given.add_param_group({"params": [self.model.direct.weight], "wd_mult": 1.0})
         self._late = dict(self.model.named())["deep.weight"].requires_grad_(program.variant != "unfrozen")
-        self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **options)
+        self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **{**options, **program.options})
         if program.variant == "captured" and device != "cpu":
             self.optimizer.capture_step()
         self._aliases = [param.data for param in self.model.parameters()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.programs import PROGRAMS, SMALL
-from tests.sim.trial import try_programs
+from tests.sim.trial import try_programs, try_through_deepspeed
 from tests.support.sim import Personality
 from tests.support.spawn import run_ranks
 
@@ -22,8 +22,8 @@ def found() -> Found:
 
 
 @pytest.fixture(scope="module")
-def found_on_small_device() -> Found:
-    return run_ranks(try_programs, 2, SMALL[::3], range(2), Personality.SMALL, seconds=300)
+def found_through_deepspeed() -> Found:
+    return run_ranks(try_through_deepspeed, 2, SMALL[::4], range(2), seconds=300)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -31,11 +31,11 @@ def test_training_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_
     assert [of_rank[name] for of_rank in found] == [[], []]
 
 
-@pytest.mark.parametrize("name", SMALL[::3])
-def test_training_when_the_device_lacks_float64_fp16_and_graphs_then_the_bits_are_those_of_the_cpu(
-    found_on_small_device: Found, name: str
+@pytest.mark.parametrize("name", SMALL[::4])
+def test_training_when_deepspeed_names_a_device_without_float64_fp16_and_graphs_then_the_bits_are_those_of_the_cpu(
+    found_through_deepspeed: Found, name: str
 ) -> None:
-    assert [of_rank[name] for of_rank in found_on_small_device] == [[], []]
+    assert [of_rank[name] for of_rank in found_through_deepspeed] == [[], []]
 
 
 @pytest.mark.long
@@ -44,3 +44,12 @@ def test_training_when_the_device_lacks_float64_fp16_and_graphs_then_the_bits_ar
 def test_training_when_on_an_asynchronous_device_then_no_seed_finds_anything(names: list[str], size: int) -> None:
     found = run_ranks(try_programs, size, names, MANY, seconds=3000)
     assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}] * size
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", [SMALL[start::6] for start in range(6)], ids=lambda names: names[0])
+def test_training_when_the_device_lacks_float64_fp16_and_graphs_then_no_seed_finds_anything(
+    names: tuple[str, ...],
+) -> None:
+    found = run_ranks(try_programs, 2, names, MANY, Personality.SMALL, seconds=3000)
+    assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from tests.sim import host_programs, programs
@@ -17,7 +18,26 @@ def try_programs(
     """What was wrong with plain torch, by program; each entry names the seed."""
     install(personality)
     take_over_world()
-    return {name: _try(lambda device, name=name: programs.train(name, device, rank), seeds) for name in names}
+    return {name: _try(_program(name, rank), seeds) for name in names}
+
+
+def try_through_deepspeed(rank: int, size: int, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """The same on a device without float64, fp16 and graphs that DeepSpeed names, in a group for its tensors alone."""
+    install(Personality.SMALL)
+    programs.options["accelerator"] = "deepspeed"
+    expected = {name: programs.train(name, "cpu", rank) for name in names}
+    import_module("tests.support.sim.deepspeed_accelerator").use()
+    take_over_world(carries_cpu=False)
+    return {
+        name: [
+            f"seed {seed}: {what}" for seed in seeds if (what := differs(_program(name, rank), seed, expected[name]))
+        ]
+        for name in names
+    }
+
+
+def _program(name: str, rank: int) -> Callable[[str], Any]:
+    return lambda device: programs.train(name, device, rank)
 
 
 def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
