@@ -61,6 +61,7 @@ PROGRAMS: dict[str, Program] = {
     "mixed overlap, two streams": Program({**_OVERLAP}, BF16, _MIXED, variant="two streams"),
     "bf16 overlap, two streams": Program({**_OVERLAP}, BF16, variant="two streams"),
     "a module without torch functions": Program(_OVERLAP, BF16, variant="direct"),
+    "params by keyword": Program(_OVERLAP, BF16, variant="keyword"),
     "params in a list": Program(_OVERLAP, BF16, variant="list"),
     "reduced in bf16": Program({"reduce_dtype": "bfloat16"}, BF16),
     "reduced in bf16, overlap": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16),
@@ -263,6 +264,9 @@ class Run:
     def _forward(self, grads: Mapping[str, Tensor]) -> Tensor:
         if self.program.variant == "direct":
             return self.model(grads) + self.model.direct(grads["scale"])
+        if self.program.variant == "keyword":
+            products = (torch.mul(input=param, other=1.0) for _, param in self.model.named())
+            return torch.stack([(each * grads[name]).sum() for each, name in zip(products, grads, strict=True)]).sum()
         if self.program.variant == "list":
             squares = torch._foreach_mul([param for _, param in self.model.named()], 1.0)
             return torch.stack(

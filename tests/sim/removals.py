@@ -42,6 +42,7 @@ HOST_ONLY = (
     *("comm/pending.py", "comm/shared_memory.py", "comm/meeting.py", "comm/groups.py", "hosts/saver.py"),
     *("hosts/handshake.py", "plugin/", "cli/", "formats/", "checkpoint/save.py", "checkpoint/load.py"),
     *("hosts/megatron_core/checkpoint.py", "checkpoint/disk.py", "checkpoint/tensor_file.py", "hosts/fixes.py"),
+    "hosts/megatron_2023/ezpz.py",
 )
 _NO_TIME = "CommTime(0.0, 0.0)"
 
@@ -113,6 +114,7 @@ REMOVALS = (
     Removal("checkpoint/background.py", "mark(self._device)()", "pass", ("saved in the background",)),
     Removal("hosts/torch/step.py", "gathered = model.gather.finish()", f"gathered = {_NO_TIME}", _PLAIN),
     Removal(_GATHER, "_wait_for(args)", "pass", (*_PLAIN, "weights changed")),
+    Removal(_GATHER, "_wait_for((kwargs or {}).values())", "pass", ("params by keyword",)),
     Removal(_GATHER, "_wait_for(value)", "pass", ("params in a list",), behind="(list, tuple)"),
     Removal(_GATHER, "self._communicator.param_needed(self._names[param])", "pass", _PLAIN),
     Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _PLAIN),
@@ -135,6 +137,45 @@ REMOVALS = (
 )
 
 
+#: Lines that wait and are not taken away, with the reason.
+_MESSAGES = "for messages between tensors of the CPU"
+_THREAD = "for a thread that writes a checkpoint"
+_CALLER = "every step has waited for the same gather before; for callers who gather without a step"
+_BY_NAME = "calls what is taken away in the function of that name"
+_GONE = "what waits for it is taken away"
+_SLOW = "tests/hosts/test_megatron_2023_overlap.py, on the CPU with gathers that are slow"
+#: By file and line.
+_KEPT: dict[str, dict[str, str]] = {
+    "checkpoint/background.py": {"self.finish()": _THREAD, "task.written.wait()": _THREAD},
+    "comm/communicator.py": {"self.finish_params()": _CALLER},
+    "comm/pairwise.py": dict.fromkeys(
+        ("wait(sent)", "wait(received)", "wait(self.received)", "wait(works)"), _MESSAGES
+    ),
+    "device.py": {"event = current_stream(device).record_event()": _GONE},
+    "hosts/megatron_2023/built.py": {"self.communication.finish_gather()": _BY_NAME},
+    "hosts/megatron_2023/checkpoint.py": {
+        "self._optimizer.finish_param_gather()": _SLOW,
+        "self._saver.finish()  # what is being saved may be what is to be loaded": _THREAD,
+    },
+    "hosts/megatron_2023/communication.py": {
+        "self.finish_gather()": _CALLER,
+        "self._communicator.finish_grads()": "where a round ends without a step, as in hosts/torch/grads.py",
+    },
+    "hosts/megatron_2023/optimizer.py": {
+        "self.finish_param_gather()": "before params are reloaded, which a fork does at its start",
+        "self._used.mark()": "marks gradients, not a device",
+    },
+    "hosts/torch/checkpoint.py": {"self._saver.finish()": _THREAD},
+    "hosts/torch/gather.py": {
+        "self.finish()": f"{_CALLER}; and for torch's compiler, which does not compile for the simulator",
+        "gather.wait_for(value)": _BY_NAME,
+        "_wait_for(value.values())": "no function of torch takes a dict of params",
+    },
+    "optimizer/deferred.py": {"self._wait = mark(numbers.device)": _GONE},
+}
+KEPT = {f"{path}: {line}": why for path, lines in _KEPT.items() for line, why in lines.items()}
+
+
 def waits_of(package: Path) -> Iterator[str]:
     """Every line of the package that waits, as "path: line"."""
     for file in sorted(package.rglob("*.py")):
@@ -149,6 +190,14 @@ def waits_of(package: Path) -> Iterator[str]:
 
 def _name_of(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def line_of(removal: Removal, package: Path) -> str:
+    """The line that it changes, as `waits_of` shows it."""
+    text = (package / removal.path).read_text()
+    at = text.index(removal.code, text.index(removal.behind) if removal.behind else 0)
+    line = text[text.rindex("\n", 0, at) + 1 : text.index("\n", at)]
+    return f"{removal.path}: {line.strip()}"
 
 
 def find(removal: Removal) -> str | None:

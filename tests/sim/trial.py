@@ -28,12 +28,7 @@ def try_through_deepspeed(rank: int, size: int, names: Sequence[str], seeds: Seq
     expected = {name: programs.train(name, "cpu", rank) for name in names}
     import_module("tests.support.sim.deepspeed_accelerator").use()
     take_over_world(carries_cpu=False)
-    return {
-        name: [
-            f"seed {seed}: {what}" for seed in seeds if (what := differs(_program(name, rank), seed, expected[name]))
-        ]
-        for name in names
-    }
+    return {name: _found(_program(name, rank), seeds, expected[name]) for name in names}
 
 
 def _program(name: str, rank: int) -> Callable[[str], Any]:
@@ -48,7 +43,10 @@ def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Seque
 
 
 def _try(train: Callable[[str], Any], seeds: Sequence[int]) -> list[str]:
-    expected = train("cpu")
+    return _found(train, seeds, train("cpu"))
+
+
+def _found(train: Callable[[str], Any], seeds: Sequence[int], expected: Any) -> list[str]:
     return [f"seed {seed}: {what}" for seed in seeds if (what := differs(train, seed, expected))]
 
 
