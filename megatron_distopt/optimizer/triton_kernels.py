@@ -170,7 +170,7 @@ def _power(base, count):
 
 
 @triton.jit(do_not_specialize=["num"])
-def prepare(table, rates, options, found_inf, scalars, num, BLOCK: tl.constexpr):
+def prepare(table, rates, hyperparameters, found_inf, scalars, num, BLOCK: tl.constexpr):
     """Counts the updates of all flat params, and makes the scalars of each from float64.
 
     In fp32, 1 - beta2 ** count has few digits.
@@ -178,7 +178,7 @@ def prepare(table, rates, options, found_inf, scalars, num, BLOCK: tl.constexpr)
     Args:
         table, found_inf, num: see `sweep`.
         rates: float64 [groups, 2], lr and lr * weight_decay.
-        options: float64 [groups, 4], both betas, eps and weight_decay.
+        hyperparameters: float64 [groups, 4], both betas, eps and weight_decay.
         scalars: fp32 [num, 8], written: 1 - lr * weight_decay, lr / bias correction 1, root of bias correction 2, eps,
             beta2, 1 - beta1, 1 - beta2, weight_decay.
     """
@@ -189,17 +189,17 @@ def prepare(table, rates, options, found_inf, scalars, num, BLOCK: tl.constexpr)
     tl.store(step, count, mask=is_here)
     group = tl.load(table + num * _GROUP + row, mask=is_here, other=0)
     lr, shrinkage = tl.load(rates + group * 2), tl.load(rates + group * 2 + 1)
-    options += group * 4
-    beta1, beta2 = tl.load(options), tl.load(options + 1)
+    hyperparameters += group * 4
+    beta1, beta2 = tl.load(hyperparameters), tl.load(hyperparameters + 1)
     scalars += row * _SCALARS
     tl.store(scalars, (1 - shrinkage).to(tl.float32), mask=is_here)
     tl.store(scalars + 1, (lr / (1 - _power(beta1, count))).to(tl.float32), mask=is_here)
     tl.store(scalars + 2, tl.sqrt(1 - _power(beta2, count)).to(tl.float32), mask=is_here)
-    tl.store(scalars + 3, tl.load(options + 2).to(tl.float32), mask=is_here)
+    tl.store(scalars + 3, tl.load(hyperparameters + 2).to(tl.float32), mask=is_here)
     tl.store(scalars + 4, beta2.to(tl.float32), mask=is_here)
     tl.store(scalars + 5, (1 - beta1).to(tl.float32), mask=is_here)
     tl.store(scalars + 6, (1 - beta2).to(tl.float32), mask=is_here)
-    tl.store(scalars + 7, tl.load(options + 3).to(tl.float32), mask=is_here)
+    tl.store(scalars + 7, tl.load(hyperparameters + 3).to(tl.float32), mask=is_here)
 
 
 @triton.jit

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_distopt.optimizer.triton_table import SWEEP_WARPS
+from megatron_distopt.optimizer import triton_adam, triton_stats
+from megatron_distopt.optimizer.triton_adam import TritonAdamW
 from tests.support.compiled import TARGETS, VARIANTS, compile_for
 
 pytestmark = [
@@ -44,5 +49,53 @@ def test_kernel_when_compiled_then_it_has_no_local_memory_and_moves_bodies_in_fu
     assert found.registers <= 128
 
 
-def test_sweep_when_launched_then_with_the_warps_that_were_compiled() -> None:
-    assert SWEEP_WARPS in {VARIANTS["sweep"].num_warps(lanes) for _, _, lanes in TARGETS.values()}
+class _NoGpu:
+    """Stands for the driver of a GPU that is not here: kernels are bound and compiled for it, and not launched."""
+
+    def get_current_device(self) -> int:
+        """Returns a number that no real one has, because Triton keeps what it compiled by device."""
+        return 97
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return import_module("triton.backends.compiler").GPUTarget(*TARGETS["sm_90"])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """By kernel, what a launch of it compiles; nothing is launched."""
+    driver = import_module("triton.runtime").driver
+    kernels = import_module("megatron_distopt.optimizer.triton_kernels")
+    found: dict[str, list[Any]] = defaultdict(list)
+
+    def launch(kernel: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
+        bound = getattr(kernels, kernel).warmup(*arguments, grid=(num_programs,), enable_fp_fusion=False, **constants)
+        found[kernel].append(bound)
+
+    for module in (triton_adam, triton_stats):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(driver, "_active", _NoGpu())
+    return found
+
+
+def test_launch_when_there_are_few_or_many_flat_params_then_the_kernels_above_are_compiled_and_each_once(
+    compiled: dict[str, list[Any]],
+) -> None:
+    for num in (1, 16, 17):
+        mains = [torch.ones(2000) for _ in range(num)]
+        inner = TritonAdamW([{"params": mains[::2]}, {"params": mains[1::2]}])
+        inner.round_into({main: main.bfloat16() for main in mains})
+        for main in mains:
+            main.grad = torch.ones(2000)
+        inner.step()
+        grads = [main.grad for main in mains if main.grad is not None]
+        triton_stats._launch(grads, [(0, False)] * num, torch.device("cpu"), count_zeros=num > 1)
+    assert set(compiled) == {"prepare", "sweep", "statistics"}
+    for name, variant in (("prepare", "prepare"), ("sweep", "sweep"), ("statistics", "statistics in float64")):
+        assert len({each.hash for each in compiled[name]}) == 1
+        bound, expected = compiled[name][0], VARIANTS[variant]
+        types = {argument: kind for argument, kind in bound.src.signature.items() if kind != "constexpr"}
+        assert types == expected.types
+        assert bound.metadata.num_warps == expected.num_warps(32)

@@ -176,6 +176,22 @@ def test_step_when_done_then_gradients_are_as_they_were() -> None:
 
 
 @needs_kernel
+def test_step_when_moments_were_moved_then_they_are_in_phase_again_and_the_step_is_the_same() -> None:
+    flats, moved = _flats(), _flats()
+    inners = [TritonAdamW([{"params": [flat.main for flat in each]}], lr=1e-2) for each in (flats, moved)]
+    for step in range(3):
+        for inner, each in zip(inners, (flats, moved), strict=True):
+            for flat in each:
+                flat.main.grad = flat.grad
+                if inner is inners[1] and step == 2:  # as offloading does
+                    inner.state[flat.main]["exp_avg"] = inner.state[flat.main]["exp_avg"].clone()
+            inner.step()
+    for left, right in zip(flats, moved, strict=True):
+        assert torch.equal(left.main, right.main)
+        assert (inners[1].state[right.main]["exp_avg"].data_ptr() - right.main.data_ptr()) % 16 == 0
+
+
+@needs_kernel
 @pytest.mark.parametrize(("saved", "loaded"), [("torch", "triton"), ("triton", "torch"), ("triton", "triton")])
 def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on(saved: str, loaded: str) -> None:
     begun, whole = _inner(saved, _mains()), _inner(loaded, _mains())

@@ -81,7 +81,7 @@ def _statistics(dtype: str) -> Variant:
     )
 
 
-_PREPARE = {"table": "*i64", "rates": "*fp64", "options": "*fp64", "found_inf": "*fp32", "scalars": "*fp32"}
+_PREPARE = {"table": "*i64", "rates": "*fp64", "hyperparameters": "*fp64", "found_inf": "*fp32", "scalars": "*fp32"}
 
 VARIANTS = {
     "sweep": _sweep(decoupled=True),
