@@ -102,27 +102,36 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every param that has a gradient."""
         members = [
-            _Member(param, param.grad, self._state_of(param), number)
+            _Member(param, param.grad, self.state[param], number)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if param.grad is not None
         ]
         if members:
-            with current(members[0].param.device):
-                self._update(members)
+            device = members[0].param.device
+            for member in members:
+                self._begin(member)
+            if not is_recording(device):  # a graph would copy again at every replay
+                self._bring_in_phase(members)
+            with current(device):
+                self._update(members, device)
 
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"], state["exp_avg_sq"] = zeros_beside(param), zeros_beside(param)
-        elif not is_recording(param.device):  # a graph would copy again at every replay
-            for key in ("exp_avg", "exp_avg_sq"):  # others may have moved them, or loaded them
-                state[key] = beside(param, state[key])
-        return state
+    @staticmethod
+    def _begin(member: _Member) -> None:
+        if not member.state:
+            param = member.param
+            member.state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            member.state["exp_avg"], member.state["exp_avg_sq"] = zeros_beside(param), zeros_beside(param)
 
-    def _update(self, members: Sequence[_Member]) -> None:
-        device, num = members[0].param.device, len(members)
+    @staticmethod
+    def _bring_in_phase(members: Sequence[_Member]) -> None:
+        """Moves moments that others have moved or loaded; see [Note: in phase] in main_params.py."""
+        for member in members:
+            for key in ("exp_avg", "exp_avg_sq"):
+                member.state[key] = beside(member.param, member.state[key])
+
+    def _update(self, members: Sequence[_Member], device: torch.device) -> None:
+        num = len(members)
         sources, places = place_grads([member.grad for member in members])
         rows = tuple(self._row(member, place) for member, place in zip(members, places, strict=True))
         table = self._tables.get(rows, device, lambda: SweepTable.of(rows, device))
