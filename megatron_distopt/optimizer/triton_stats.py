@@ -25,8 +25,8 @@ __all__ = ["has_kernel", "measure"]
 
 _log = logging.getLogger("megatron_distopt")
 
-#: Of all models of this process. Models that are alike share one, with its scratch memory: their steps run one after the
-#: other on a device.
+#: Of all models of this process. Models that are alike share one, with its scratch memory: their steps run one after
+#: the other on a device.
 _TABLES: Tables[StatsTable] = Tables(most=32)
 
 
