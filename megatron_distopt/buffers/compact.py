@@ -5,6 +5,7 @@ may be fp32 (norms, routers) and the rest bf16. The majority gets a param buffer
 for the minority in the same layout would be nearly all holes, so its params keep their own storage, and what a rank
 owns of them is packed: the all-gather moves the packed parts, and the values are copied into the params afterwards.
 The copies cost bytes only for the minority. Every rank's part is as long as the largest, so that the gather is even.
+Neighbours begin as many elements behind a multiple of 8 as their grads do, so that kernels move both in full vectors.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from megatron_distopt.layout import Bucket, BufferLayout, Span
 
 __all__ = ["CompactBuffer", "pack_params"]
 
+#: Elements of 16 bits that a device loads or stores at a time.
+_VECTOR_NUMEL = 8
+
 
 @dataclass(frozen=True)
 class _PackedPiece:
-    """What one rank owns of one param, and where its values lie in that rank's packed part."""
+    """What one rank owns of one param, and where its values lie in that rank's packed part.
+
+    `number` is that of the param's slot.
+    """
 
     name: str
+    number: int
     rank: int
     in_param: Span
     in_buffer: Span
@@ -63,8 +71,10 @@ class CompactBuffer(ShardedBuffer):
         """The packed elements of a flat param; neighbours in the grad buffer are neighbours here."""
         inside = [piece for piece in self._own() if piece.in_buffer.intersect(in_buffer) == piece.in_buffer]
         packed = Span(inside[0].in_part.start, inside[-1].in_part.stop)
-        if packed.numel != in_buffer.numel:
-            got, rule = f"{packed.numel} elements", f"hold the flat param's {in_buffer.numel}"
+        has_all_slots = inside[-1].number - inside[0].number == len(inside) - 1  # none of the majority in between
+        if packed.numel != in_buffer.numel or not has_all_slots:
+            numel = sum(piece.in_part.numel for piece in inside)
+            got, rule = f"{numel} elements", f"hold the flat param's {in_buffer.numel}"
             raise InvariantError(refusal("packed flat param", got, rule, "Report this"))
         return view_of(self._part_of(self.rank).detach(), packed)
 
@@ -108,6 +118,7 @@ def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
     part_numel = max(piece.in_part.stop for piece in _plan_pieces(layout, params.keys()))
+    part_numel += -part_numel % _VECTOR_NUMEL
     first = next(iter(params.values()))
     packed = torch.zeros(layout.num_shards * part_numel, dtype=first.dtype, device=first.device)
     buffer = CompactBuffer(layout, rank, grad, packed, frozenset(params), dict(params), part_numel)
@@ -127,8 +138,12 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedP
             before = owned_of.get((number - 1, rank))
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
                 filled[rank] += owned.start - before.stop  # padding is a part, see [Note: flat main params]
+            else:
+                filled[rank] += (owned.start - filled[rank]) % _VECTOR_NUMEL
             in_part = Span(0, owned.numel).moved_by(filled[rank])
-            pieces.append(_PackedPiece(slot.name, rank, owned.relative_to(slot.in_buffer.start), owned, in_part))
+            pieces.append(
+                _PackedPiece(slot.name, number, rank, owned.relative_to(slot.in_buffer.start), owned, in_part)
+            )
             filled[rank] += owned.numel
             owned_of[number, rank] = owned
     return tuple(pieces)

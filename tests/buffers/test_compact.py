@@ -93,8 +93,15 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
     layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
     params = _minority(model, dtype)
     buffers = _packed(params, layout)
-    owned = [sum(run.in_buffer.numel for run in _runs(layout, rank, params)) for rank in _ranks(layout)]
-    assert {buffer.part_numel for buffer in buffers} == {max(owned)}  # no even gather moves less
+    runs = [_runs(layout, rank, params) for rank in _ranks(layout)]
+    # No even gather moves less, but for the gaps that put a run in phase with its gradients.
+    (part_numel,) = {buffer.part_numel for buffer in buffers}
+    assert max(sum(run.in_buffer.numel for run in each) for each in runs) <= part_numel
+    assert part_numel <= max(sum(run.in_buffer.numel + 7 for run in each) for each in runs) + 7
+    assert part_numel % 8 == 0
+    for buffer, each in zip(buffers, runs, strict=True):
+        starts = [buffer.param_of(run.in_buffer).storage_offset() for run in each]
+        assert all((start - run.in_buffer.start) % 8 == 0 for start, run in zip(starts, each, strict=True))
     held = Counter(float(value) for buffer in buffers for _, part in buffer.gathers for value in part if value)
     wanted = Counter(float(value) for param in params.values() for value in param.detach().flatten())
     assert held == wanted
@@ -169,20 +176,22 @@ def test_pack_when_a_param_is_not_contiguous_then_it_becomes_so_with_its_values(
     first, second = (
         pack_params({"norm": Parameter(values)}, layout, rank, torch.zeros(layout.numel)) for rank in (0, 1)
     )
-    assert [*first.param[:7].tolist()[:5], *second.param[7:].tolist()] == values.flatten().tolist()
+    # They own 2 to 7 and 7 to 14 of the buffer; a part of 16 begins at 0 and at 16.
+    assert [*first.param[2:7].tolist(), *second.param[16 + 7 : 16 + 14].tolist()] == values.flatten().tolist()
     buffer = pack_params({"norm": param}, layout, 1, torch.zeros(layout.numel))
     assert param.is_contiguous()
     assert torch.equal(param, values)
-    buffer.param.copy_(torch.arange(14.0))
+    buffer.param.copy_(torch.arange(32.0))
     buffer.publish()
-    assert param.flatten().tolist() == [*range(5), *range(7, 14)]
+    assert param.flatten().tolist() == [*range(2, 7), *range(16 + 7, 16 + 14)]
 
 
 def test_pack_when_a_rank_owns_nothing_of_the_minority_then_its_part_is_as_long_as_the_others() -> None:
     layout = _layout({"norm": (3,), "wide": (9,)}, 4, alignment_numel=1)
     params = {"norm": Parameter(torch.tensor([1.0, 2.0, 3.0]))}
     buffers = _packed(params, layout)
-    assert [part.tolist() for buffer in buffers for _, part in buffer.gathers] == [[1.0, 2.0, 3.0], *[[0.0] * 3] * 3]
+    parts = [part.tolist() for buffer in buffers for _, part in buffer.gathers]
+    assert parts == [[1.0, 2.0, 3.0, *[0.0] * 5], *[[0.0] * 8] * 3]
     _all_gathered(buffers)
     buffers[3].publish()
     assert buffers[3].params["norm"].tolist() == [1.0, 2.0, 3.0]
