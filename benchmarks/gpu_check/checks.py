@@ -15,7 +15,7 @@ __all__ = ["SUBJECTS", "Check", "Found", "Outcome", "Place", "SkipError", "Statu
 #: What `--only` takes, in the order of the report.
 SUBJECTS = ("correctness", "memory", "speed")
 #: Modules that are no subject of their own.
-_SUBJECT_OF = {"hosts": "correctness"}
+_SUBJECT_OF = {"hosts": "correctness", "interruptions": "correctness"}
 
 
 class Status(Enum):

@@ -6,8 +6,6 @@ equal to the bit; the reason stands where a check allows more.
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -17,85 +15,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
-from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
+from gpu_check.checks import Check, Found, Place, SkipError, Where
+from gpu_check.comparing import (
+    CLIP_GRAD,
+    ROUNDED,
+    ROUNDED_TO_16_BITS,
+    STEPS,
+    config_of,
+    is_exact,
+    numbered,
+    require,
+    require_close,
+    require_equal,
+    same_adam,
+    train_given,
+    values_of,
+)
 from gpu_check.device import CPU
-from gpu_check.machine import rank_counts
 from gpu_check.models import (
     ADAM,
     BUCKET_SIZE,
     Given,
     Net,
-    grads_of,
     groups_of,
     mean_grads,
     relative_change,
     samples,
 )
 from gpu_check.peers import is_compiled
-from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.errors import DistOptError, NonFiniteGradError
+from megatron_distopt import distribute
+from megatron_distopt.errors import DistOptError
 
 __all__ = ["CHECKS"]
 
 #: By implementation of Adam, the op of DeepSpeed's that it needs.
 _OPS = {"deepspeed": "fused_adam", "deepspeed_cpu": "cpu_adam"}
-STEPS = 6
-CLIP_GRAD = 0.5
-#: fp32 rounds the norm and the coefficient of clipping, on both sides in another order.
-_ROUNDED = 1e-5
 #: Some kernels compute 1 - beta2 in fp32, which is 6e-6 off where beta2 is 0.99; another formula is 1e-3 off.
 _ROUNDED_IN_KERNELS = 5e-5
-#: A bf16 param that lies between two numbers may be rounded to the other one.
-_ROUNDED_TO_16_BITS = 2e-3
-_HALF = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def _config(**options: Any) -> DistOptConfig:
-    return DistOptConfig(accelerator="torch", **{**ADAM, **options})
-
-
-def _fused(place: Place) -> bool:
-    """Whether torch has a fused Adam for the device."""
-    utils = import_module("torch.utils._foreach_utils")
-    return place.device.type in utils._get_fused_kernels_supported_devices()
-
-
-def _same_adam(place: Place) -> tuple[str, dict[str, bool]]:
-    """The same kernel for us and for torch, element by element: its name with us, and torch's option."""
-    return ("torch_fused", {"fused": True}) if _fused(place) else ("torch_foreach", {"foreach": True})
-
-
-def _is_exact(size: int) -> bool:
-    """Whether a mean over the ranks is."""
-    return size & (size - 1) == 0
-
-
-def require(holds: bool, text: str) -> None:
-    """
-    Raises:
-        WrongError: with the text, where it does not hold.
-    """
-    if not holds:
-        raise WrongError(text)
-
-
-def values_of(module: torch.nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in module.parameters()]
-
-
-def require_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str], when: str) -> None:
-    """
-    Raises:
-        WrongError: a bit differs; with the first name, and how many elements.
-    """
-    for one, other, name in zip(ours, theirs, names, strict=True):
-        if not torch.equal(one, other):
-            differ = one != other
-            largest = float((one.float() - other.float()).abs().max())
-            text = f"{int(differ.sum())} of {one.numel()} elements of {name} differ {when}, by at most {largest:.3g}"
-            raise WrongError(text)
 
 
 # Collectives
@@ -152,42 +109,28 @@ def _grid(place: Place, rank: int, numel: int) -> Tensor:
 
 def undistributed(place: Place) -> Found:
     """Ours against torch's AdamW over fp32 main params on one rank, with the same kernel."""
-    name, option = _same_adam(place)
+    name, option = same_adam(place)
     for dtype in (torch.float32, torch.bfloat16):
         for clip in (0.0, CLIP_GRAD):
             _against_undistributed(place, dtype, clip, name, option)
-    exact = "to the bit" if _is_exact(place.size) else f"to {_ROUNDED:g}, because a mean over {place.size} is rounded"
-    return Found(f"fp32 and bf16 params equal {exact} after {STEPS} steps by {name}; to {_ROUNDED:g} where clipped")
+    exact = "to the bit" if is_exact(place.size) else f"to {ROUNDED:g}, because a mean over {place.size} is rounded"
+    return Found(f"fp32 and bf16 params equal {exact} after {STEPS} steps by {name}; to {ROUNDED:g} where clipped")
 
 
 def _against_undistributed(place: Place, dtype: torch.dtype, clip: float, name: str, option: dict[str, bool]) -> None:
     model, plain = (Given(dtype).to(place.device) for _ in range(2))
     start = values_of(plain)
-    optimizer = distribute(model, _config(adam=name, clip_grad=clip), param_groups=groups_of(dict(model.held)))
+    optimizer = distribute(model, config_of(adam=name, clip_grad=clip), param_groups=groups_of(dict(model.held)))
     reference = _Undistributed(plain, option, clip)
     names = list(model.held)
     for step in range(STEPS):
-        _train_given(optimizer, model, step, place)
+        train_given(optimizer, model, step, place)
         reference.step(mean_grads(step, place.size, place.device))
-        if clip == 0.0 and _is_exact(place.size):
+        if clip == 0.0 and is_exact(place.size):
             require_equal(values_of(model), values_of(plain), names, f"after step {step} in {dtype}")
-    allowed = _ROUNDED if dtype is torch.float32 else _ROUNDED_TO_16_BITS
-    _require_close(values_of(model), values_of(plain), start, allowed, f"{dtype} params, clip_grad={clip}")
+    allowed = ROUNDED if dtype is torch.float32 else ROUNDED_TO_16_BITS
+    require_close(values_of(model), values_of(plain), start, allowed, f"{dtype} params, clip_grad={clip}")
     optimizer.release()
-
-
-def _train_given(optimizer: Any, model: Given, step: int, place: Place) -> None:
-    optimizer.zero_grad()
-    model(grads_of(step, place.rank, place.device)).backward()
-    optimizer.step()
-
-
-def _require_close(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[Tensor], allowed: float, what: str
-) -> float:
-    apart = relative_change(ours, theirs, start)
-    require(apart <= allowed, f"{what}: {apart:.3g} of the change from the reference, at most {allowed:g} is rounding")
-    return apart
 
 
 class _Undistributed:
@@ -226,13 +169,13 @@ def kernels(place: Place) -> Found:
             absent.append(f"{name} (not compiled)")
             continue
         try:
-            optimizer = distribute(model, _config(adam=name), param_groups=groups_of(dict(model.held)))
+            optimizer = distribute(model, config_of(adam=name), param_groups=groups_of(dict(model.held)))
         except DistOptError:
             absent.append(name)
             continue
         place.say(name)
         for step in range(STEPS):
-            _train_given(optimizer, model, step, place)
+            train_given(optimizer, model, step, place)
         found[name] = relative_change(values_of(model), wanted, start)
         optimizer.release()
     wrong = {name: apart for name, apart in found.items() if not apart <= _ROUNDED_IN_KERNELS}
@@ -272,8 +215,8 @@ def ddp(place: Place) -> Found:
         (sample,) = samples(step, place.rank, place.device)
         losses.append([_ours_step(optimizer, ours, [sample]), _ddp_step(adam, theirs, wrapped, sample)])
     apart = max(abs(one / other - 1) for one, other in losses)
-    changed = _require_close(values_of(ours), values_of(theirs), start, 1e-3, "params after a training in fp32")
-    require(apart <= _ROUNDED, f"a loss is {apart:.3g} from that under DistributedDataParallel: {losses}")
+    changed = require_close(values_of(ours), values_of(theirs), start, 1e-3, "params after a training in fp32")
+    require(apart <= ROUNDED, f"a loss is {apart:.3g} from that under DistributedDataParallel: {losses}")
     figures = {"losses": losses, "loss": apart, "params": changed}
     return Found(f"losses of {2 * STEPS} steps apart by at most {apart:.1e}, params by {changed:.1e}", figures)
 
@@ -314,13 +257,13 @@ def overlaps(place: Place) -> Found:
     for name, options in runs.items():
         values = _trained(place, {**options, "bucket_size": BUCKET_SIZE, "clip_grad": CLIP_GRAD})
         wanted = wanted or values
-        require_equal(values, wanted, _numbered(values), f"with overlap of {name} from the run without")
+        require_equal(values, wanted, numbered(values), f"with overlap of {name} from the run without")
     return Found(f"grads, params and both: {2 * STEPS} steps in bf16 equal to the bit to the run without overlap")
 
 
 def _trained(place: Place, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     model = Net(dtype).to(place.device)
-    optimizer = distribute(model, _config(**options))
+    optimizer = distribute(model, config_of(**options))
     for step in range(2 * STEPS):
         _ours_step(optimizer, model, samples(step, place.rank, place.device, 2))
     optimizer.finish_param_gather()
@@ -335,7 +278,7 @@ def captured(place: Place) -> Found:
         raise SkipError(f"{place.device.type} records no graphs")
     ordinary, recorded = (_with_rates(place, is_captured) for is_captured in (False, True))
     for step, (one, other) in enumerate(zip(recorded, ordinary, strict=True)):
-        require_equal(one, other, _numbered(one), f"after step {step} of a graph")
+        require_equal(one, other, numbered(one), f"after step {step} of a graph")
     return Found(f"{STEPS} steps, of which one graph replayed {STEPS - 1}, equal to the bit to the ordinary ones")
 
 
@@ -345,7 +288,7 @@ def _can_record(device: torch.device) -> bool:
 
 def _with_rates(place: Place, is_captured: bool) -> list[list[Tensor]]:
     model = Given(torch.bfloat16).to(place.device)
-    config = _config(adam="torch_fused", clip_grad=CLIP_GRAD, nonfinite="skip")
+    config = config_of(adam="torch_fused", clip_grad=CLIP_GRAD, nonfinite="skip")
     optimizer = distribute(model, config, param_groups=groups_of(dict(model.held)))
     if is_captured:
         optimizer.capture_step()
@@ -353,174 +296,10 @@ def _with_rates(place: Place, is_captured: bool) -> list[list[Tensor]]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 2.0 ** -(7 + step % 3)  # fp32 holds it
-        _train_given(optimizer, model, step, place)
+        train_given(optimizer, model, step, place)
         found.append(values_of(model))
     optimizer.release()
     return found
-
-
-def nonfinite(place: Place) -> Found:
-    """A gradient that is not a number on one rank: what each policy promises."""
-    _left_out(place, _config(nonfinite="skip"), torch.bfloat16)
-    scale = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "hysteresis": 1}
-    dynamic = _left_out(place, _config(**scale), torch.float16) if _has_half(place) else None
-    require(dynamic in (None, 32.0), f"the dynamic loss scale is {dynamic} after one overflow at 64, not 32")
-    _raised(place)
-    _logged(place)
-    return Found(f"skip, raise and log{', dynamic loss scale' if dynamic else '; the device has no fp16'}")
-
-
-def _has_half(place: Place) -> bool:
-    try:
-        torch.ones(2, dtype=torch.float16, device=place.device).mul_(2)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-    return True
-
-
-def _poisoned(place: Place, config: DistOptConfig, dtype: torch.dtype) -> tuple[Any, Given, list[Tensor]]:
-    """After a good step and one with a NaN on the last rank; and the params between them."""
-    model = Given(dtype).to(place.device)
-    optimizer = distribute(model, config, param_groups=groups_of(dict(model.held)))
-    _backward(optimizer, model, 0, place, poison=False)
-    optimizer.step()
-    before = values_of(model)
-    _backward(optimizer, model, 1, place, poison=place.rank == place.size - 1)
-    return optimizer, model, before
-
-
-def _backward(optimizer: Any, model: Given, step: int, place: Place, poison: bool) -> None:
-    optimizer.zero_grad()
-    grads = grads_of(step, place.rank, place.device)
-    if poison:
-        grads["weight"][3, 5] = math.nan
-    optimizer.scale_loss(model(grads)).backward()
-
-
-def _left_out(place: Place, config: DistOptConfig, dtype: torch.dtype) -> float:
-    """The bad step changes no param, and the next good one changes them; returns the loss scale in between."""
-    optimizer, model, before = _poisoned(place, config, dtype)
-    optimizer.step()
-    require_equal(
-        values_of(model), before, list(model.held), f"after a step that is to be skipped ({config.nonfinite})"
-    )
-    scale = float(optimizer.scale_loss(torch.ones((), device=place.device)))
-    _backward(optimizer, model, 2, place, poison=False)
-    optimizer.step()
-    after = values_of(model)
-    require(not torch.equal(after[0], before[0]), "a good step after a skipped one changes nothing")
-    require(all(bool(each.isfinite().all()) for each in after), "a NaN came into the params after a skipped step")
-    optimizer.release()
-    return scale
-
-
-def _raised(place: Place) -> None:
-    """At once, or at the next step where the host does not wait for the device; params stay as they were."""
-    optimizer, model, before = _poisoned(place, _config(nonfinite="raise"), torch.bfloat16)
-    try:
-        optimizer.step()
-        require_equal(values_of(model), before, list(model.held), "after a step whose error comes one step later")
-        _backward(optimizer, model, 2, place, poison=False)
-        optimizer.step()
-    except NonFiniteGradError as error:
-        require("weight" in str(error), f"the error does not name the param with the NaN: {error}")
-        require_equal(values_of(model), before, list(model.held), "after a step that raised")
-        optimizer.release()
-        return
-    raise WrongError("a NaN in a gradient raised no error in its own step and none in the next")
-
-
-def _logged(place: Place) -> None:
-    optimizer, model, _ = _poisoned(place, _config(nonfinite="log"), torch.bfloat16)
-    optimizer.step()
-    after = dict(zip(model.held, values_of(model), strict=True))
-    require(bool(after["weight"].isnan().any()), "nonfinite='log' did not update with a NaN, as it promises")
-    optimizer.release()
-
-
-# Checkpoints
-
-
-def resume(place: Place) -> Found:
-    """Saved by all ranks and loaded by each smaller number of them, which go on as if there had been no end."""
-    wanted, start = _train_and_save(place)
-    sizes = rank_counts(place.size)
-    for size in sizes:
-        group = None if size == place.size else dist.new_group(list(range(size)))
-        if place.rank < size:
-            values = _loaded(place, group)
-            how = f"after {place.size} ranks saved and {size} resumed"
-            if _is_exact(size) and _is_exact(place.size):
-                require_equal(values, wanted, _numbered(values), how)
-            _require_close(values, wanted, start, _ROUNDED_TO_16_BITS, f"params {how}")
-        dist.barrier()
-    return Found(f"saved by {place.size} and resumed by {', '.join(map(str, sizes))}, equal to a run that did not end")
-
-
-def _train_and_save(place: Place) -> tuple[list[Tensor], list[Tensor]]:
-    """Params at the end of a run that saves in its middle, and at its start."""
-    model, optimizer = _of_mean(place, None)
-    start = values_of(model)
-    for step in range(STEPS):
-        _train_mean(optimizer, model, step, place)
-    optimizer.save(place.folder / "checkpoint")
-    for step in range(STEPS, 2 * STEPS):
-        _train_mean(optimizer, model, step, place)
-    optimizer.release()
-    return values_of(model), start
-
-
-def _loaded(place: Place, group: Any) -> list[Tensor]:
-    model, optimizer = _of_mean(place, group)
-    optimizer.load(place.folder / "checkpoint")
-    for step in range(STEPS, 2 * STEPS):
-        _train_mean(optimizer, model, step, place)
-    optimizer.release()
-    return values_of(model)
-
-
-def _of_mean(place: Place, group: Any) -> tuple[Given, Any]:
-    model = Given(torch.bfloat16).to(place.device)
-    groups = groups_of(dict(model.held))
-    return model, distribute(model, _config(adam=_same_adam(place)[0]), param_groups=groups, process_group=group)
-
-
-def _numbered(values: Sequence[Tensor]) -> list[str]:
-    return [f"param {number}" for number in range(len(values))]
-
-
-def _train_mean(optimizer: Any, model: Given, step: int, place: Place) -> None:
-    """All ranks have the same gradients, so that their mean does not depend on how many they are."""
-    optimizer.zero_grad()
-    model(grads_of(step, 0, place.device)).backward()
-    optimizer.step()
-
-
-def state_dict(place: Place) -> Found:
-    """`state_dict` and `load_state_dict` of torch's format, through a copy."""
-    model = Given(torch.bfloat16).to(place.device)
-    optimizer = distribute(model, _config(), param_groups=groups_of(dict(model.held)))
-    for step in range(STEPS):
-        _train_given(optimizer, model, step, place)
-    kept, weights = _copied(optimizer.state_dict()), _copied(model.state_dict())
-    for step in range(STEPS, 2 * STEPS):
-        _train_given(optimizer, model, step, place)
-    wanted = values_of(model)
-    optimizer.release()
-    model = Given(torch.bfloat16).to(place.device)
-    model.load_state_dict(weights)
-    optimizer = distribute(model, _config(), param_groups=groups_of(dict(model.held)))
-    optimizer.load_state_dict(kept)
-    for step in range(STEPS, 2 * STEPS):
-        _train_given(optimizer, model, step, place)
-    require_equal(values_of(model), wanted, list(model.held), "after load_state_dict")
-    optimizer.release()
-    return Found(f"{STEPS} steps after load_state_dict equal to the bit to a run without it")
-
-
-def _copied(state: Any) -> Any:
-    """All tensors in it as they are now."""
-    return tree_map(lambda each: each.detach().clone() if isinstance(each, Tensor) else copy.copy(each), state)
 
 
 CHECKS = (
@@ -528,9 +307,6 @@ CHECKS = (
     Check("undistributed", "steps equal torch's AdamW on one rank", undistributed),
     Check("ddp", "a training agrees with DistributedDataParallel and AdamW", ddp),
     Check("overlaps", "both overlaps change no bit", overlaps, limit=90),
-    Check("nonfinite", "NaNs are skipped, raised or logged as asked", nonfinite),
     Check("captured", "a captured step equals the ordinary one", captured, limit=90),
-    Check("resume", "checkpoints resume at every number of ranks", resume, limit=90),
-    Check("state_dict", "torch's state_dict resumes", state_dict),
     Check("kernels", "every Adam that is installed agrees with float64", kernels, Where.ALL, limit=150),
 )

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpu_check import correctness, hosts, memory, speed
+from gpu_check import correctness, hosts, interruptions, memory, speed
 from gpu_check.checks import SUBJECTS, Check, Outcome, Status, Where
 from gpu_check.machine import rank_counts
 
 __all__ = ["CHECKS", "Batch", "batches_of", "impossible"]
 
-CHECKS: tuple[Check, ...] = (*correctness.CHECKS, *hosts.CHECKS, *memory.CHECKS, *speed.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *correctness.CHECKS,
+    *interruptions.CHECKS,
+    *hosts.CHECKS,
+    *memory.CHECKS,
+    *speed.CHECKS,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_check import correctness
+from gpu_check import interruptions
 from gpu_check.checks import Check, Found, Place, SkipError, WrongError
 
 FINDINGS = {"answer": 42}
@@ -65,7 +65,7 @@ ON_ONE_RANK = (
 )
 #: The first is a real one.
 ON_TWO_RANKS = (
-    next(check for check in correctness.CHECKS if check.name == "resume"),
+    next(check for check in interruptions.CHECKS if check.name == "resume"),
     Check("raises", "raises on one rank", raises_on_one_rank, least_ranks=2),
 )
 ALL = (*ON_ONE_RANK, *ON_TWO_RANKS)
