@@ -6,6 +6,7 @@ equal to the bit; the reason stands where a check allows more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where
 from gpu_check.comparing import (
@@ -53,6 +55,8 @@ __all__ = ["CHECKS"]
 _OPS = {"deepspeed": "fused_adam", "deepspeed_cpu": "cpu_adam"}
 #: Some kernels compute 1 - beta2 in fp32, which is 6e-6 off where beta2 is 0.99; another formula is 1e-3 off.
 _ROUNDED_IN_KERNELS = 5e-5
+#: Of the norm of the gradient in fp32, after steps that were rounded otherwise.
+_NORM = 1e-4
 
 
 # Collectives
@@ -210,15 +214,19 @@ def ddp(place: Place) -> Found:
     optimizer = distribute(ours, torch.optim.AdamW(ours.parameters(), **ADAM))
     wrapped = DistributedDataParallel(theirs, device_ids=None) if place.size > 1 else theirs
     adam = torch.optim.AdamW(theirs.parameters(), **ADAM)
-    losses = []
+    losses, norms = [], []
     for step in range(2 * STEPS):
         (sample,) = samples(step, place.rank, place.device)
         losses.append([_ours_step(optimizer, ours, [sample]), _ddp_step(adam, theirs, wrapped, sample)])
-    apart = max(abs(one / other - 1) for one, other in losses)
+        norms.append([float(optimizer.last_step.grad_norm), float(clip_grad_norm_(theirs.parameters(), math.inf))])
+    apart, norm = (max(abs(one / other - 1) for one, other in pairs) for pairs in (losses, norms))
     changed = require_close(values_of(ours), values_of(theirs), start, 1e-3, "params after a training in fp32")
     require(apart <= ROUNDED, f"a loss is {apart:.3g} from that under DistributedDataParallel: {losses}")
-    figures = {"losses": losses, "loss": apart, "params": changed}
-    return Found(f"losses of {2 * STEPS} steps apart by at most {apart:.1e}, params by {changed:.1e}", figures)
+    # Adam divides by the size of gradients: only the norm shows a wrong one.
+    require(norm <= _NORM, f"a norm of the gradient is {norm:.3g} from that under DistributedDataParallel: {norms}")
+    figures = {"losses": losses, "loss": apart, "norm": norm, "params": changed}
+    said = f"losses of {2 * STEPS} steps apart by at most {apart:.1e}, norms by {norm:.1e}, params by {changed:.1e}"
+    return Found(said, figures)
 
 
 def _ours_step(optimizer: Any, model: Net, microbatches: Sequence[Tensor]) -> float:

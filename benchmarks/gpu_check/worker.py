@@ -154,7 +154,7 @@ class _Rank:
             return Status.SKIPPED, Found(str(error))
         except WrongError as error:
             traceback.print_exc()
-            return Status.FAILS, Found(str(error))
+            return Status.FAILS, Found(str(error)[:400])
         except Exception as error:  # noqa: BLE001 - whatever it is, the report has it
             traceback.print_exc()
             said = (str(error).strip().splitlines() or [""])[0]
