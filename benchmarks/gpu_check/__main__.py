@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,8 @@ _LOOK_SECONDS = 180
 #: Of the time that is left for a check, what goes into measurements; the rest is starting and warming up.
 _MEASURED_PART = 0.6
 _LEAST_SECONDS = 2.0
+#: Processes that want to run, over cores.
+_BUSY_LOAD = 0.5
 #: Of all the time, what is kept for the subjects that come after one: its checks do not begin then.
 _KEPT_FOR_OTHERS = {"correctness": 0.3, "memory": 0.4, "speed": 0.0}
 
@@ -83,18 +86,26 @@ def main() -> None:
     shutil.rmtree(logs, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    note = ""
+    note = busy_note(os.getloadavg()[0], os.cpu_count() or 1)
     try:
         for outcome in run(machine, logs, args.only, begin + 60 * args.minutes):
             outcomes.append(outcome)
     except KeyboardInterrupt:
-        note = "The run was interrupted; what is missing was not run."
+        note = f"The run was interrupted; what is missing was not run. {note}".strip()
     command = " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     report = Report(machine, tuple(outcomes), date, time.time() - begin, command, note=note)
     report = replace(report, pictures=tuple(draw_all(outcomes, args.out)))
     write_report(report, args.out, logs)
     sys.exit(_close(report, args.out))
+
+
+def busy_note(load: float, cores: int) -> str:
+    """What the report says of a machine that did something else when the run began; nothing of a quiet one."""
+    if load < _BUSY_LOAD * cores:
+        return ""
+    busy = f"The machine was busy when the run began: load {load:.1f} on {cores} cores."
+    return f"{busy} Take figures of speed with care, or run it again on a quiet machine."
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

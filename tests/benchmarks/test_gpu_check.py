@@ -16,7 +16,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_check.__main__ import parse_args, seconds_for
+from gpu_check.__main__ import busy_note, parse_args, seconds_for
 from gpu_check.checks import SUBJECTS, Outcome, Status
 from gpu_check.machine import DeviceError, Machine, device_type_of, look, rank_counts
 from gpu_check.missing import missing
@@ -159,6 +159,11 @@ def test_checks_when_they_are_named_then_no_two_have_one_name_and_all_have_a_sub
 def test_seconds_when_only_little_is_left_then_measurements_are_still_made() -> None:
     batches = list(batches_of(2))
     assert seconds_for(batches, 300.0) > seconds_for(batches, 30.0) >= 2.0
+
+
+def test_note_when_the_machine_is_busy_then_says_so() -> None:
+    assert busy_note(0.3, 64) == ""
+    assert "load 40.0 on 64 cores" in busy_note(40.0, 64)
 
 
 def test_missing_when_nothing_is_there_then_torch_is_no_dependency_of_what_is_installed() -> None:
