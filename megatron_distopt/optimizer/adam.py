@@ -111,11 +111,13 @@ def _missing_apex(device_type: str) -> str | None:
 
 
 def _missing_deepspeed(device_type: str) -> str | None:
-    """Its fused Adam is an op of its accelerator, which may be the CPU too."""
+    """Its fused Adam is an op of its accelerator, which may be the CPU too; it reads memory of no other device."""
     if not _is_installed("deepspeed"):
         return "not installed"
-    if device_type == CPU and find_accelerator("deepspeed").device_type != CPU:
-        return "has kernels for its accelerator, which is not cpu (adam='deepspeed_cpu' is its Adam for cpu)"
+    named = find_accelerator("deepspeed").device_type
+    if device_type != named:
+        hint = " (adam='deepspeed_cpu' is its Adam for cpu)" if device_type == CPU else ""
+        return f"has kernels for its accelerator {named}, and the params are on {device_type}{hint}"
     return None
 
 

@@ -39,6 +39,7 @@ FAKES = {
         "git_version_info.py": "installed_ops = {'fused_adam': True, 'cpu_adam': False}",
         "ops/__init__.py": "",
         "ops/adam.py": FAKE_ADAM,
+        "accelerator.py": "class Named:\n    device_name = lambda self: 'xpu'\nget_accelerator = Named\n",
     },
 }
 
@@ -106,7 +107,8 @@ def test_choose_inner_when_on_cuda_then_torchs_fused_which_never_waits_whatever_
 
 @pytest.mark.parametrize("adam", ["transformer_engine", "apex", "deepspeed"])
 def test_choose_inner_when_another_is_named_on_cuda_then_it_is_taken(adam: str, offer: Offer) -> None:
-    offer(*PACKAGES)
+    accelerator = FAKES["deepspeed"]["accelerator.py"].replace("xpu", "cuda")
+    offer(*PACKAGES, files={"deepspeed/accelerator.py": accelerator})
     assert choose_inner(config(adam=adam), "cuda").name == adam
 
 
@@ -243,15 +245,18 @@ def test_choose_inner_when_a_named_source_is_absent_then_refused(
     )
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "xpu"])
 @pytest.mark.parametrize("named", ["cpu", "xpu"])
-def test_choose_inner_when_deepspeed_is_named_on_a_cpu_then_its_accelerator_decides(named: str, offer: Offer) -> None:
-    accelerator = f"class Named:\n    device_name = lambda self: {named!r}\nget_accelerator = Named\n"
+def test_choose_inner_when_deepspeed_is_named_then_its_accelerator_has_to_be_the_device_of_the_params(
+    named: str, device_type: str, offer: Offer
+) -> None:
+    accelerator = FAKES["deepspeed"]["accelerator.py"].replace("xpu", named)
     offer("deepspeed", files={"deepspeed/accelerator.py": accelerator})
-    if named == "cpu":
-        assert choose_inner(config(adam="deepspeed"), "cpu").name == "deepspeed"
+    if named == device_type:
+        assert choose_inner(config(adam="deepspeed"), device_type).name == "deepspeed"
         return
-    reason = "has kernels for its accelerator, which is not cpu (adam='deepspeed_cpu' is its Adam for cpu)"
-    assert reason in refused("cpu", adam="deepspeed")
+    reason = f"has kernels for its accelerator {named}, and the params are on {device_type}"
+    assert reason in refused(device_type, adam="deepspeed")
 
 
 def test_choose_inner_when_named_apex_has_no_kernels_then_refused(offer: Offer) -> None:

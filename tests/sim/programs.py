@@ -168,11 +168,20 @@ class Run:
         self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **{**options, **program.options})
         if program.variant == "captured" and device != "cpu":
             self.optimizer.capture_step()
+        # All of them now: a copy from the host would make it wait in every step.
+        numbers = [(step, microbatch) for step in (*range(program.steps), 7) for microbatch in range(MICROBATCHES)]
+        self._batches = {each: self._batch(*each) for each in numbers}
         self._aliases = [param.data for param in self.model.parameters()]
         self.losses: list[Tensor] = []
         self.norms: list[Any] = []
         self.errors: list[str] = []
         self.others: list[Tensor] = []
+
+    def _batch(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        grads = exact_grads(step, microbatch, self.rank)
+        if step == self.program.bad and self.rank == 0:
+            grads["scale"][0] = float("inf")
+        return {name: grad.to(self.device) for name, grad in grads.items()}
 
     def train(self) -> Left:
         with _shared_folder() as folder:
@@ -250,9 +259,7 @@ class Run:
                 self._backward(number, microbatch)
 
     def _backward(self, step: int, microbatch: int) -> None:
-        grads = {name: grad.to(self.device) for name, grad in exact_grads(step, microbatch, self.rank).items()}
-        if step == self.program.bad and self.rank == 0:
-            grads["scale"][0] = float("inf")
+        grads = self._batches[step, microbatch]
         with self._stream(self.program.variant == "forward stream"):
             loss = self._forward(grads)
             self.optimizer.scale_loss(loss).backward()
@@ -263,7 +270,7 @@ class Run:
 
     def _forward(self, grads: Mapping[str, Tensor]) -> Tensor:
         if self.program.variant == "direct":
-            return self.model(grads) + self.model.direct(grads["scale"])
+            return self.model.direct(grads["scale"]) + self.model(grads)
         if self.program.variant == "keyword":
             products = (torch.mul(input=param, other=1.0) for _, param in self.model.named())
             return torch.stack([(each * grads[name]).sum() for each, name in zip(products, grads, strict=True)]).sum()

@@ -82,10 +82,13 @@ class Removal:
 _PLAIN = ("bf16 overlap", "fp32 overlap", "step on a stream")
 _REDUCED = ("reduced in bf16, step on a stream", "reduced in bf16, forward on a stream", "reduced in bf16")
 _COMM, _GATHER, _TORCH = "comm/communicator.py", "hosts/torch/gather.py", "hosts/torch/checkpoint.py"
+_OPT, _2023 = "hosts/torch/optimizer.py", "hosts/megatron_2023/communication.py"
 _GRADS = "hosts/torch/grads.py"
 _FORK = ("fork: bf16 overlap, fp32 norms",)
-_SAME_STREAM = "the gather that it would wait for was waited for by the step, which begins every other call"
-_TWICE = "the call behind it waits as well; it stands there for the CPU, where params would be read half gathered"
+_OWN = "it reads what this rank owns, which a gather does not change; params that the user changed are read by torch"
+_AGAIN = (
+    "the next step, gather or read of a param waits as well, and the small fork reads every param in its forward pass"
+)
 
 REMOVALS = (
     Removal("comm/pairwise.py", "self._work.wait()", "pass", _REDUCED),
@@ -118,22 +121,30 @@ REMOVALS = (
     Removal(_GATHER, "_wait_for(value)", "pass", ("params in a list",), behind="(list, tuple)"),
     Removal(_GATHER, "self._communicator.param_needed(self._names[param])", "pass", _PLAIN),
     Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _PLAIN),
-    Removal(_GATHER, "gather.finish()", "pass", ("model copied",), behind="def _settled"),
+    Removal(
+        _GATHER, "gather.finish()", "pass", ("model copied",), "def _settled", "it restores the class; a copy waits"
+    ),
     Removal(_GATHER, "_wait_for(self._params)", "pass", ("a module without torch functions",)),
     Removal(_GRADS, "self._communicator.finish_grads()", _NO_TIME, _PLAIN),
     Removal(
         "hosts/torch/grads.py", "self._communicator.finish_grads()", "pass", ("a round dropped",), "def _drop_round"
     ),
-    Removal("hosts/torch/optimizer.py", "self._model.gather.finish()", "pass", ("params read behind torch",)),
-    Removal("hosts/torch/optimizer.py", "self.finish_param_gather()", "pass", ("weights written behind torch",)),
-    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), behind="def full_state_dict"),
-    Removal(_TORCH, "self._model.gather.finish()", "pass", ("local state read",), behind="def local_state_dict"),
-    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), behind="def state_dict"),
+    Removal(_OPT, "self._model.gather.finish()", "pass", ("params read behind torch",)),
+    Removal(
+        "hosts/torch/optimizer.py", "self.finish_param_gather()", "pass", ("weights written behind torch",), why=_OWN
+    ),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), "def full_state_dict", _OWN),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("local state read",), "def local_state_dict", _OWN),
+    Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), "def state_dict", _OWN),
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("saved in the background",), behind="def _before_state"),
-    Removal("hosts/megatron_2023/communication.py", "self._communicator.finish_grads()", _NO_TIME, _FORK),
-    Removal("hosts/megatron_2023/communication.py", "self._params.finish())", f"{_NO_TIME})", _FORK),
-    Removal("hosts/megatron_2023/communication.py", "self._params.finish()", _NO_TIME, _FORK, "def finish_gather"),
-    Removal("hosts/megatron_2023/optimizer.py", "self.finish_param_gather()", "pass", _FORK, "phases(args, timers)"),
+    Removal(_2023, "self._communicator.finish_grads()", _NO_TIME, _FORK),
+    Removal(_2023, "self._params.finish())", f"{_NO_TIME})", _FORK, why=_AGAIN),
+    Removal(
+        "hosts/megatron_2023/communication.py", "self._params.finish()", _NO_TIME, _FORK, "def finish_gather", _AGAIN
+    ),
+    Removal(
+        "hosts/megatron_2023/optimizer.py", "self.finish_param_gather()", "pass", _FORK, "phases(args, timers)", _AGAIN
+    ),
 )
 
 
@@ -217,6 +228,8 @@ def find(removal: Removal) -> str | None:
                 command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
             )
             found = [line for line in done.stdout.splitlines() if line.startswith("found: ")]
+            if done.returncode:
+                raise RuntimeError(f"{program} with {removal.name}: {done.stderr[-2000:]}")
             if found:
                 return f"{program}, {found[0].removeprefix('found: ')}"
     return None
