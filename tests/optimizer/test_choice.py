@@ -273,7 +273,8 @@ def test_choose_inner_when_named_apex_has_no_kernels_then_refused(offer: Offer) 
 def test_choose_inner_when_named_deepspeed_is_not_prebuilt_then_it_is_taken_and_compiles_when_it_is_built(
     installed_ops: str, device_type: str, offer: Offer
 ) -> None:
-    offer("deepspeed", files={"deepspeed/git_version_info.py": installed_ops})
+    accelerator = FAKES["deepspeed"]["accelerator.py"].replace("xpu", device_type)
+    offer("deepspeed", files={"deepspeed/git_version_info.py": installed_ops, "deepspeed/accelerator.py": accelerator})
     choice = choose_inner(config(adam="deepspeed"), device_type)
     assert (choice.name, choice.why) == ("deepspeed", ("asked for by name",))
     assert "deepspeed.ops" not in sys.modules
@@ -287,7 +288,7 @@ def test_choose_inner_when_named_deepspeed_is_not_prebuilt_then_it_is_taken_and_
     [
         ("transformer_engine", "cuda", "adam_w_mode"),
         ("apex", "cuda", "adam_w_mode"),
-        ("deepspeed", "cuda", "adam_w_mode"),
+        ("deepspeed", "xpu", "adam_w_mode"),
         ("deepspeed_cpu", "cpu", "adamw_mode"),
     ],
 )
