@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from tests.differential.scripts import namespace_of, program_text
 SECONDS_A_PHASE = 60.0
 #: What the other ranks get to raise an error as well, once one has: they find out when they wait for it.
 SECONDS_TO_FOLLOW = 30.0
+#: How long a rank that raised stays. Others are told of its error by then; those that wait for it see it end.
+SECONDS_AFTER_AN_ERROR = 2.0
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,21 @@ def _nursery(orders: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()
     fork = multiprocessing.get_context("fork")
-    children: list[Any] = []
+    children: dict[Job, Any] = {}
     orders.send("ready")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             order, jobs = orders.recv()
             if order == "start":
-                children = [fork.Process(target=run_job, args=(job,), daemon=True) for job in jobs]
-                for child in children:
+                children = {job: fork.Process(target=run_job, args=(job,), daemon=True) for job in jobs}
+                for child in children.values():
                     child.start()
-            died = [child.exitcode for child in children if child.exitcode is not None]
+            died = [child.exitcode for child in children.values() if child.exitcode is not None]
             if order == "end":
-                for child in children:
+                ended = [children.pop(job) for job in jobs if job in children]
+                for child in ended:
                     child.kill()
-                for child in children:
+                for child in ended:
                     child.join()
             orders.send(died)
 
@@ -121,8 +124,8 @@ class _Nursery:
         process.start()
         return cls(process, ours)
 
-    def order(self, word: str, jobs: list[Job] | None = None) -> list[int]:
-        """Returns the exit codes of children that died by themselves."""
+    def order(self, word: str, jobs: Sequence[Job] = ()) -> list[int]:
+        """Starts or ends processes. Returns the exit codes of children that died by themselves."""
         self.orders.send((word, jobs))
         return self.orders.recv()
 
@@ -156,8 +159,7 @@ class Pool:
         try:
             self._wait([*ranks, reference])
         finally:
-            for nursery in self.nurseries:
-                nursery.order("end")
+            self._end([*ranks, reference])
         ours, theirs = [_read(job) for job in ranks], _read(reference)
         if theirs is None:
             theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * len(ranks)
@@ -168,17 +170,29 @@ class Pool:
         return ours, theirs
 
     def _wait(self, jobs: list[Job]) -> None:
-        """Until all have left a result, or it is clear that the rest will not."""
+        """Until all have left a result, or it is clear that the rest will not.
+
+        A rank that raised ends a moment later, as the process of a user does: those that wait for it need not wait
+        for the timeout of their group.
+        """
         deadline, look, failed = time.monotonic() + SECONDS_A_PHASE, time.monotonic(), False
+        failed_at: dict[Job, float] = {}
         while time.monotonic() < deadline and not all(job.result.exists() for job in jobs):
             time.sleep(0.01)
             if time.monotonic() < look:
                 continue
             look += 0.2
-            if not failed and any(_has_failed(job) for job in jobs):
+            for job in (job for job in jobs if job not in failed_at and _has_failed(job)):
+                failed_at[job] = time.monotonic()
+            if failed_at and not failed:
                 deadline, failed = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW), True
+            self._end([job for job, at in failed_at.items() if time.monotonic() > at + SECONDS_AFTER_AN_ERROR])
             if any(nursery.order("look") for nursery in self.nurseries):
                 deadline = min(deadline, time.monotonic() + 1.0)
+
+    def _end(self, jobs: Sequence[Job]) -> None:
+        for nursery in self.nurseries:
+            nursery.order("end", jobs)
 
 
 def _read(job: Job) -> Any:
