@@ -20,6 +20,7 @@ __all__ = [
     "current_stream",
     "empty_cache",
     "fence",
+    "is_recording",
     "keep_for_current_stream",
     "mark",
     "pinned",
@@ -138,6 +139,12 @@ def _on_another_stream(device: torch.device) -> Iterator[None]:
 def can_record(device: torch.device) -> bool:
     """Whether `record` works there."""
     return device.type != CPU and (_new_graph(device) is not None or hasattr(_module(device), "CUDAGraph"))
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether what is queued on a device goes into a graph and is not carried out now."""
+    ask: Callable[[], bool] | None = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return device.type != CPU and ask is not None and ask()
 
 
 def record(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:

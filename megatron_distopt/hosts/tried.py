@@ -39,6 +39,15 @@ TRIED = (
         "passes",
     ),
     Tried(
+        "plain torch; the small fork of 2023; megatron-core 0.16.1",
+        "torch 2.13.0",
+        "`tests/sim/`: both overlaps, deferred checks, captured steps, background saves, 16-bit reduce dtype, fp16, "
+        "NaN policies, streams of the user's own, TP 2 and PP 2 in the Megatrons, in orders that seeds decide",
+        "simulated accelerator on a CPU, torch 2.13.0",
+        "2026-11-23",
+        "passes; to the bit as on the CPU",
+    ),
+    Tried(
         "megatron-core (PyPI)",
         "0.16.1",
         "`tests/hosts/`: GPTModel, DP, TP, PP, virtual PP and products up to 4 ranks, fp32, bf16, fp16, with the "
@@ -55,7 +64,7 @@ TRIED = (
         "2, 4, 5, TP 2, PP 2, accumulation, fp32, bf16, fp16, its checkpoints both ways, those of its undistributed "
         "optimizer, ours at another data-parallel size: `tests/hosts/test_megatron_deepspeed.py`",
         "CPU, gloo, torch 2.13.0, deepspeed 0.19.8",
-        "2026-11-21",
+        "2026-11-23",
         "passes; the norm in fp32 up to 2.1e-6 from the fork's, see below",
     ),
     Tried(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.device import current
+from megatron_distopt.device import current, is_recording
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Groups, RoundsItself
 from megatron_distopt.optimizer.main_params import beside, zeros_beside
@@ -35,7 +35,6 @@ from megatron_distopt.optimizer.triton_table import (
     SweepTable,
     Tables,
     Uploaded,
-    is_recording,
     launch,
     place_grads,
     upload,

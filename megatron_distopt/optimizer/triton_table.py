@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_distopt.device import CPU, pinned
+from megatron_distopt.device import is_recording, pinned
 
 __all__ = [
     "REST_BLOCK",
@@ -32,7 +32,6 @@ __all__ = [
     "Tables",
     "Uploaded",
     "cut",
-    "is_recording",
     "launch",
     "place_grads",
     "upload",
@@ -325,10 +324,3 @@ class Tables(Generic[Table]):
         while len(self._held) > self._most:
             del self._held[next(iter(self._held))]
         return table
-
-
-def is_recording(device: torch.device) -> bool:
-    """Whether what is queued on a device goes into a graph and is not carried out now."""
-    library: Any = getattr(torch, device.type, None)
-    ask: Callable[[], bool] | None = getattr(library, "is_current_stream_capturing", None)
-    return ask is not None and device.type != CPU and ask()

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from tests.sim import host_programs, programs
 from tests.sim.test_streams import streams_are_right
-from tests.sim.trial import differs
-from tests.support.sim import install
+from tests.sim.trial import begin, differs
 from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import RankError, run_ranks
 
@@ -237,7 +236,7 @@ def find(removal: Removal) -> str | None:
 
 def _first_found(rank: int, size: int, program: str, seeds: int) -> str | None:
     """Collective: what the first seed finds under which any rank finds something."""
-    install()
+    begin()
     take_over_world()
     host, _, name = program.rpartition(": ")
 

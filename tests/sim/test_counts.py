@@ -17,7 +17,8 @@ from torch.nn import Linear, Sequential
 
 from megatron_distopt import distribute
 from tests.sim import host_programs
-from tests.support.sim import Counts, install, machine
+from tests.sim.trial import begin
+from tests.support.sim import Counts, machine
 from tests.support.sim.collectives import take_over_world
 from tests.support.sim.memory import memory
 from tests.support.spawn import run_ranks
@@ -109,7 +110,7 @@ def _core() -> Cost:
 
 def costs_of(rank: int, size: int, host: str) -> dict[str, Cost]:
     """By name; megatron-core and the small fork are both called megatron, so each has processes of its own."""
-    install()
+    begin()
     take_over_world()
     found = {"core": _core()} if host == "core" else _of_torch_and_fork(rank, size)
     machine.finish()

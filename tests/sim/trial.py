@@ -7,23 +7,30 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from megatron_distopt.comm import collectives
 from tests.sim import host_programs, programs
 from tests.support.sim import Personality, install, machine
-from tests.support.sim.collectives import take_over_world
+from tests.support.sim.collectives import NAME, take_over_world
+
+
+def begin(personality: Personality = Personality.FULL) -> None:
+    """The device in this process, whose collectives average and are coalesced as NCCL's."""
+    install(personality)
+    collectives._COALESCING = collectives._AVERAGING = ("nccl", NAME)
 
 
 def try_programs(
     rank: int, size: int, names: Sequence[str], seeds: Sequence[int], personality: Personality = Personality.FULL
 ) -> dict[str, list[str]]:
     """What was wrong with plain torch, by program; each entry names the seed."""
-    install(personality)
+    begin(personality)
     take_over_world()
     return {name: _try(_program(name, rank), seeds) for name in names}
 
 
 def try_through_deepspeed(rank: int, size: int, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
     """The same on a device without float64, fp16 and graphs that DeepSpeed names, in a group for its tensors alone."""
-    install(Personality.SMALL)
+    begin(Personality.SMALL)
     programs.options["accelerator"] = "deepspeed"
     expected = {name: programs.train(name, "cpu", rank) for name in names}
     import_module("tests.support.sim.deepspeed_accelerator").use()
@@ -37,7 +44,7 @@ def _program(name: str, rank: int) -> Callable[[str], Any]:
 
 def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
     """The same with a Megatron, "fork" or "core"."""
-    install()
+    begin()
     take_over_world()
     return {name: _try(lambda device, name=name: host_programs.train(host, name, device), seeds) for name in names}
 

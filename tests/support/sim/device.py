@@ -74,6 +74,9 @@ class _Module(types.ModuleType):
     def device_count(self) -> int:
         return 1
 
+    def is_current_stream_capturing(self) -> bool:
+        return machine.recording is not None
+
     def current_device(self) -> int:
         return 0
 

@@ -204,10 +204,10 @@ def training_log(
     record = {
         "iteration": iteration,
         "loss": next((loss.item() for loss in loss_dict.values()), None),
-        "grad_norm": grad_norm,
+        "grad_norm": None if grad_norm is None else float(grad_norm),
         "loss_scale": loss_scale,
         "skipped": skipped_iter,
-        "num_zeros": num_zeros_in_grad,
+        "num_zeros": None if num_zeros_in_grad is None else int(num_zeros_in_grad),
         "lr": learning_rate,
     }
     if args.log_optimizer_states_to_tensorboard:
