@@ -91,7 +91,10 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
     if device.type not in (accelerator.device_type, CPU):
         known = dict.fromkeys((accelerator.device_type, CPU))
         rule = f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as accelerator)"
-        raise LayoutError(refusal("param device", device, rule, "Move the model with model.to(...) first"))
+        remedy = "Move the model with model.to(...) first"
+        if accelerator.named_by == "deepspeed" and device.type == _torch_device_type():
+            remedy = "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch names that device"
+        raise LayoutError(refusal("param device", device, rule, remedy))
     return device
 
 

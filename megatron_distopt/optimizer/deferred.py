@@ -29,7 +29,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from megatron_distopt.device import mark, pinned
+from megatron_distopt.device import current_stream, keep_for_current_stream, mark, pinned
 from megatron_distopt.layout import FlatParamPlan
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
@@ -70,13 +70,19 @@ class DeferredCheck:
     def __init__(
         self, numbers: Tensor, flat_params: Sequence[FlatParam], *, counts_zeros: bool, notice: Notice | None = None
     ) -> None:
-        #: On the device.
-        self.numbers = numbers
+        self._numbers, self._stream = numbers, current_stream(numbers.device)
         self.counts_zeros = counts_zeros
         self._copy = _HostCopy(numbers)
         self._plans = tuple(flat.plan for flat in flat_params)  # which hold no tensors
         self._notice = None if notice is None else (_HostCopy(notice.head), notice.act)
         self._report: finalize[Any, Any] | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """On the device, for the current stream: a host may log them on another one than that of the step."""
+        if current_stream(self._numbers.device) != self._stream:
+            keep_for_current_stream(self._numbers)
+        return self._numbers
 
     @property
     def stats(self) -> GradStats:

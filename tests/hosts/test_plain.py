@@ -156,10 +156,10 @@ def starts_from_rank_zero(rank: int) -> dict[str, Any]:
 
 def reload_after_change(rank: int) -> dict[str, Any]:
     """What is below the precision of bf16 goes where a reload is asked for, and stays where nothing was changed."""
-    model = Linear(4, 4, bias=False).bfloat16()
+    model = Linear(8, 8, bias=False).bfloat16()
     optimizer = distribute(model, dataclasses.replace(CONFIG, lr=2.0**-12, weight_decay=0.0))
     torch.nn.init.constant_(model.weight, 0.5)
-    _step(optimizer, model(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+    _step(optimizer, model(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum())
 
     def follows() -> bool:
         return all(torch.equal(run.main, run.model.float()) for run in optimizer.sharded.flat_params)

@@ -113,6 +113,7 @@ REMOVALS = (
         ("nan raise", "saved in the background"),
     ),
     Removal("optimizer/deferred.py", "self._wait()", "pass", ("nan raise", "nan skip")),
+    Removal("optimizer/deferred.py", "keep_for_current_stream(self._numbers)", "pass", ("step on a stream",)),
     Removal("checkpoint/background.py", "mark(self._device)()", "pass", ("saved in the background",)),
     Removal("hosts/torch/step.py", "gathered = model.gather.finish()", f"gathered = {_NO_TIME}", _PLAIN),
     Removal(_GATHER, "_wait_for(args)", "pass", (*_PLAIN, "weights changed")),
