@@ -11,6 +11,5 @@ export PATH="$venv/bin:$PATH"
 echo "ruff check" && ruff check .
 echo "ruff format" && ruff format --check --quiet .
 echo "mypy" && mypy
-# Three files at a time on two cores: much of a test is waiting for the processes that it started. tests/conftest.py
-# says which files come first.
-python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" "$@"
+# Two files at a time: much of a test is waiting for the processes that it started.
+python -m pytest --numprocesses 2 --dist loadfile -m "not long" "$@"
