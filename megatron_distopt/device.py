@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -40,12 +41,13 @@ def _module(device: torch.device) -> Any:
     return getattr(torch, device.type)
 
 
-def _accelerator_of(device: torch.device) -> Any:
+@cache  # every gradient asks, and torch asks the driver
+def _accelerator_of(device_type: str) -> Any:
     """torch.accelerator, in torch 2.6 and newer, if it is what the device belongs to; None otherwise."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None or not accelerator.is_available():
         return None
-    return accelerator if accelerator.current_accelerator().type == device.type else None
+    return accelerator if accelerator.current_accelerator().type == device_type else None
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -57,7 +59,7 @@ def current_stream(device: torch.device) -> Any:
     """The stream of this thread on a device; None on the CPU, which has no streams."""
     if device.type == CPU:
         return None
-    known = _accelerator_of(device)
+    known = _accelerator_of(device.type)
     return (known or _module(device)).current_stream(device)
 
 
@@ -120,7 +122,7 @@ def empty_cache(device: torch.device) -> None:
 
 def _new_graph(device: torch.device) -> Any:
     """A graph of any accelerator, or None: not every release of torch has the class, nor every device graphs."""
-    graph = getattr(_accelerator_of(device), "Graph", None)
+    graph = getattr(_accelerator_of(device.type), "Graph", None)
     if graph is None:
         return None
     try:
