@@ -29,7 +29,7 @@ from megatron_distopt.comm.collectives import (
 from megatron_distopt.comm.groups import Group, ProcessGroup
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
 from megatron_distopt.comm.timing import CommTime, profiled, waited_since
-from megatron_distopt.device import current_stream, fence, wait_for_streams
+from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError, refusal
 
 __all__ = ["Communicator", "gather_params", "reduce_grads"]
@@ -287,7 +287,8 @@ class Communicator:
         """Waits for buckets that are under way.
 
         On a device the current stream waits, and not the CPU. A bucket stays in `under_way` until its gather has ended,
-        so that a read on another stream waits as well.
+        so that a read on another stream waits as well; one whose params were copied to their places stays until
+        `finish_params`, because the copy may not have ended then.
         """
         under_way, order = self._params.under_way, self._params.order
         for number in sorted(under_way.keys() & numbers, key=order.index):
@@ -296,8 +297,10 @@ class Communicator:
             if number not in self._met:
                 self._met.append(number)
                 self._publish(number)
-            self._published.get(id(self._params.transfers[number].buffer), _nothing)()
-            if _has_ended(pending):
+            wait_for_copy = self._published.get(id(self._params.transfers[number].buffer))
+            if wait_for_copy is not None:
+                wait_for_copy()
+            elif _has_ended(pending):
                 # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
 
@@ -307,7 +310,7 @@ class Communicator:
         buffer = transfers[number].buffer
         if all(other in self._met for other in self._params.under_way if transfers[other].buffer is buffer):
             buffer.publish()
-            if isinstance(buffer, CompactBuffer):
+            if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
                 self._published[id(buffer)] = fence(buffer.param.device)
 
     def finish_params(self) -> CommTime:
@@ -319,10 +322,6 @@ class Communicator:
         self._wait_for(tuple(self._params.under_way))
         self._params.under_way.clear()
         return self._param_time
-
-
-def _nothing() -> None:
-    """Where a buffer has nothing to copy, or was not copied yet."""
 
 
 def _has_ended(pending: Pending) -> bool:

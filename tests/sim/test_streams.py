@@ -36,6 +36,8 @@ def _read_on_two_streams(rank: int, size: int) -> list[list[float]]:
             for _, shard in buffer.gathers:
                 shard.fill_(seed + 1.0)
         communicator.gather()
+        if seed % 2:
+            machine.finish()  # the gather has ended when it is waited for; the copy that follows it has not
         other = torch.Stream("sim")
         other.wait_stream(torch.accelerator.current_stream())
         with other:
