@@ -34,10 +34,12 @@ from megatron_distopt.options import (
 )
 
 __all__ = [
+    "ADAM_NAMES",
     "ADAM_SOURCES",
     "FIXES_VARIABLE",
     "FREE_OPTIONS",
     "LARGEST_SCALE",
+    "LOW_PRECISION",
     "OPTIONS",
     "SMALLEST_SCALE",
     "DistOptConfig",
@@ -52,6 +54,13 @@ __all__ = [
 
 #: Names that `adam` accepts, apart from "auto"; optimizer/adam.py says which of them "auto" is.
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
+
+#: Names under which Adam runs: those, and ours for state in other precisions than fp32.
+LOW_PRECISION = "low_precision"
+ADAM_NAMES = (*ADAM_SOURCES, LOW_PRECISION)
+
+#: In which a moment may be kept; the 8-bit ones and float16 have a scale for each block of 128 elements.
+_MOMENT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
 LARGEST_SCALE = 2.0**127
@@ -176,6 +185,22 @@ class DistOptConfig:
     )
     grads_in_fp32: bool = option(
         True, "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2", set_by=SetBy.HOST
+    )
+    main_params_dtype: str = option(
+        "float32",
+        "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside a bf16 param, "
+        "bfloat16 rounds the param itself at random, float16 has a scale for each block of 128 elements",
+        rule=one_of("float32", "remainder", "bfloat16", "float16"),
+    )
+    exp_avg_dtype: str = option(
+        "float32",
+        "how Adam's first moment is kept; all but float32 and bfloat16 have a scale for each block of 128 elements",
+        rule=one_of(*_MOMENT_DTYPES),
+    )
+    exp_avg_sq_dtype: str = option(
+        "float32",
+        "how Adam's second moment is kept; where it has scales its root is kept",
+        rule=one_of(*_MOMENT_DTYPES),
     )
     bucket_size: int | None = option(
         None,

@@ -25,9 +25,9 @@ from megatron_distopt.checkpoint.whole_model import (
     shards_of,
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
-from megatron_distopt.config import ADAM_SOURCES
+from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, restore, restore_group
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moment_to_fill, restore, restore_group
 
 __all__ = [
     "Loadable",
@@ -171,7 +171,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 
 def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
     """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
-    adams = {*ADAM_SOURCES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
+    adams = {*ADAM_NAMES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
     return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
 
 
@@ -284,13 +284,12 @@ def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[st
     """
     found = []
     for flat, state in _flat_params_of(match):
-        known = moments_of(match.optimizer.inner, flat.main)
-        found.append((flat, state, {kind: _fitting(known.get(kind), flat, dtype) for kind, dtype in state.kinds}))
+        inner, moments = match.optimizer.inner, {}
+        for kind, dtype in state.kinds:
+            known = moment_to_fill(inner, flat.main, kind, dtype)
+            moments[kind] = flat.zeros(dtype) if known is None else known
+        found.append((flat, state, moments))
     return found
-
-
-def _fitting(known: Tensor | None, flat: FlatParam, dtype: torch.dtype) -> Tensor:
-    return known if known is not None and known.dtype == dtype else flat.zeros(dtype)
 
 
 def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:

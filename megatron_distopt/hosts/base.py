@@ -22,7 +22,7 @@ from megatron_distopt.comm import Field, Group, compare, exchange, profiled, rai
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
-from megatron_distopt.optimizer import ConstantLossScale, LossScale, ParamGroup, StepPlan
+from megatron_distopt.optimizer import ConstantLossScale, LossScale, ParamGroup, StepPlan, check_precision
 from megatron_distopt.version import VERSION
 
 __all__ = [
@@ -107,6 +107,7 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
         if param.dtype not in SUPPORTED_DTYPES:
             got, remedy = dtype_name(param.dtype), "Convert or freeze the param"
             raise LayoutError(refusal(f"dtype of param {name!r}", got, f"be one of {supported}", remedy))
+    check_precision(config, {param.dtype for param in named.values()})
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
     if has_fp16 and config.loss_scale is None:
         remedy = "Write loss_scale='dynamic'"

@@ -12,7 +12,7 @@ from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.optimizer import ConstantLossScale, ShardedOptimizer, find_accelerator, measure_memory
+from megatron_distopt.optimizer import ConstantLossScale, Precision, ShardedOptimizer, find_accelerator, measure_memory
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.version import VERSION
 
@@ -61,7 +61,10 @@ def describe(
         memory = measure_memory(optimizer)
         nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
         if plan.choice.is_adam:
-            nbytes["moments"] = sum(2 * flat.main.numel() * flat.main.element_size() for flat in optimizer.flat_params)
+            nbytes["moments"] = round(
+                sum(flat.main.numel() for flat in optimizer.flat_params)
+                * Precision.of(optimizer.config).nbytes_of_moments
+            )
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import IMPLEMENTATION, adopt_instance, choose_inner, fused_instance
+from megatron_distopt.optimizer.coded import storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
@@ -9,12 +10,14 @@ from megatron_distopt.optimizer.inner import (
     InnerChoice,
     count_updates,
     is_torchs,
+    moment_to_fill,
     moments_of,
     restore,
     restore_group,
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
 from megatron_distopt.optimizer.step import (
     StepAction,
@@ -45,6 +48,7 @@ __all__ = [
     "Memory",
     "Notice",
     "ParamGroup",
+    "Precision",
     "ShardedOptimizer",
     "StepAction",
     "StepDecision",
@@ -52,6 +56,7 @@ __all__ = [
     "adopt_instance",
     "advance",
     "check_devices",
+    "check_precision",
     "choose_inner",
     "clip_divisor",
     "count_updates",
@@ -67,9 +72,11 @@ __all__ = [
     "measure",
     "measure_memory",
     "measure_now",
+    "moment_to_fill",
     "moments_of",
     "restore",
     "restore_group",
+    "storages_of",
     "update",
     "write_model",
 ]

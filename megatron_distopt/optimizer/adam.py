@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,14 +22,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import LOW_PRECISION, DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_torch_fused
-from megatron_distopt.optimizer.inner import Groups, InnerChoice
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
+from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["adam_options", "best_adam", "named_adam"]
+__all__ = ["adam_options", "best_adam", "low_precision_adam", "named_adam"]
+
+
+#: Values of `adam` that name none of the implementations that keep fp32 state only.
+_LOW_PRECISION_FROM = ("auto", "torch_fused", "torch_foreach")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,29 @@ def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
         rule, remedy = "be usable when it is asked for by name", "Install it, or write adam='auto'"
         raise ConfigError(refusal(f"adam {config.adam!r}", reason, rule, remedy))
     return InnerChoice(config.adam, partial(_ADAMS[config.adam].build, config=config), ("asked for by name",))
+
+
+def low_precision_adam(config: DistOptConfig, options: Mapping[str, Any] | None = None) -> Build:
+    """Builds Adam for state in the precision that a config asks for.
+
+    Args:
+        config: says the precision, and the other options where these are not given.
+        options: lr, betas, eps, weight_decay and decoupled.
+
+    Raises:
+        ConfigError: another Adam was asked for by name; or, from the function that is returned, a param group asks for
+            what this one does not do.
+    """
+    if config.adam not in _LOW_PRECISION_FROM:
+        got, rule = f"{config.adam!r} for state in low precision", f"be one of {', '.join(_LOW_PRECISION_FROM)}"
+        raise ConfigError(refusal("adam", got, rule, "Write adam='auto', or leave the dtypes of the state at float32"))
+    given = {**adam_options(config), "decoupled": config.is_decoupled} if options is None else dict(options)
+
+    def build(groups: Groups) -> Optimizer:
+        _check_groups(groups, LOW_PRECISION, is_decoupled=given["decoupled"])
+        return LowPrecisionAdam(groups, **given, precision=Precision.of(config))
+
+    return build
 
 
 def _needs_cuda(device_type: str) -> str | None:
@@ -167,8 +196,8 @@ def _build_fused(groups: Groups, config: DistOptConfig) -> Optimizer:
 _TORCH_ONLY = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 
-def _check_groups(groups: Groups, name: str, config: DistOptConfig) -> None:
-    wanted = {**_TORCH_ONLY, "decoupled_weight_decay": config.is_decoupled}
+def _check_groups(groups: Groups, name: str, *, is_decoupled: bool) -> None:
+    wanted = {**_TORCH_ONLY, "decoupled_weight_decay": is_decoupled}
     for number, group in enumerate(groups):
         for option, value in wanted.items():
             if group.get(option, value) != value:
@@ -179,7 +208,7 @@ def _check_groups(groups: Groups, name: str, config: DistOptConfig) -> None:
 
 def _builder(name: str, module: str, symbol: str, mode: str) -> Callable[[Groups, DistOptConfig], Optimizer]:
     def build(groups: Groups, config: DistOptConfig) -> Optimizer:
-        _check_groups(groups, name, config)
+        _check_groups(groups, name, is_decoupled=config.is_decoupled)
         adam = getattr(import_module(module), symbol)
         optimizer: Optimizer = adam(groups, **adam_options(config), **{mode: config.is_decoupled})
         return optimizer
@@ -188,7 +217,7 @@ def _builder(name: str, module: str, symbol: str, mode: str) -> Callable[[Groups
 
 
 def _build_triton(groups: Groups, config: DistOptConfig) -> Optimizer:
-    _check_groups(groups, "triton", config)
+    _check_groups(groups, "triton", is_decoupled=config.is_decoupled)
     chosen = import_module("megatron_distopt.optimizer.triton_adam").TritonAdamW
     optimizer: Optimizer = chosen(groups, **adam_options(config), decoupled=config.is_decoupled)
     return optimizer

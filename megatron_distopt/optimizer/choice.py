@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from megatron_distopt.config import DistOptConfig
+from megatron_distopt.config import LOW_PRECISION, DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import adam_options, best_adam, named_adam
+from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
 from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
+from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["IMPLEMENTATION", "adopt_instance", "choose_inner", "fused_instance"]
 
@@ -45,6 +46,10 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
     Raises:
         ConfigError: what was asked for by name is not there, or is not element-wise.
     """
+    if not Precision.of(config).is_full:
+        if config.optimizer != "adam":
+            raise _keeps_fp32(repr(config.optimizer))
+        return InnerChoice(LOW_PRECISION, low_precision_adam(config), ("the precision of the state asks for it",))
     if config.optimizer == "sgd":
         return InnerChoice("torch_sgd", partial(_build_sgd, config=config, device_type=device_type))
     if config.optimizer != "adam":
@@ -88,6 +93,8 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     Returns:
         None where the instance is to be used itself.
     """
+    if not Precision.of(config).is_full:
+        return _low_precision_instance(instance, config)
     known = _FUSED.get(type(instance))
     others = [option for option in IMPLEMENTATION if option != "fused"]
     has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
@@ -102,6 +109,22 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     return InnerChoice(
         name, partial(_build_fused, chosen, options), (f"{type(instance).__name__} was given",), defaults
     )
+
+
+def _low_precision_instance(instance: Optimizer, config: DistOptConfig) -> InnerChoice:
+    if type(instance) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise _keeps_fp32(type(instance).__name__)
+    options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
+    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
+    why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
+    return InnerChoice(LOW_PRECISION, low_precision_adam(config, options), why, defaults)
+
+
+def _keeps_fp32(name: str) -> ConfigError:
+    got, rule = f"{name} with state in low precision", "be Adam or AdamW for that"
+    remedy = "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'"
+    return ConfigError(refusal("optimizer", got, rule, remedy))
 
 
 def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:

@@ -20,6 +20,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.device import can_record, current
 from megatron_distopt.device import record as record_on
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.optimizer.coded import storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import (
@@ -157,7 +158,8 @@ class CapturedStep:
             {key: value for key, value in group.items() if key not in ("params", "lr")} for group in inner.param_groups
         ]
         tensors = [each for state in inner.state.values() for each in state.values() if isinstance(each, Tensor)]
-        return (optimizer.config, optimizer.divisor, *options, *(each.data_ptr() for each in tensors))
+        addresses = (part.data_ptr() for each in tensors for part in storages_of(each))
+        return (optimizer.config, optimizer.divisor, *options, *addresses)
 
 
 def _check_deferred(optimizer: ShardedOptimizer) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.config import ADAM_SOURCES
+from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.layout import Span
+from megatron_distopt.optimizer.coded import Coded, part_of
+from megatron_distopt.optimizer.kept import Remainder
 
 __all__ = [
     "LEAVES_GRADS",
@@ -20,10 +22,12 @@ __all__ = [
     "Build",
     "Groups",
     "InnerChoice",
+    "KeepsMoments",
     "RoundsItself",
     "count_updates",
     "divides_in_place",
     "is_torchs",
+    "moment_to_fill",
     "moments_of",
     "restore",
     "restore_group",
@@ -34,7 +38,7 @@ __all__ = [
 
 #: What a class keeps for every element. Of a class that a user names it is known after its first step only.
 _MOMENTS = {
-    **dict.fromkeys(ADAM_SOURCES, frozenset(("exp_avg", "exp_avg_sq"))),
+    **dict.fromkeys(ADAM_NAMES, frozenset(("exp_avg", "exp_avg_sq"))),
     "torch_sgd": frozenset(("momentum_buffer",)),
 }
 
@@ -62,6 +66,19 @@ class RoundsItself:
         self._models = dict(models)
 
 
+class KeepsMoments:
+    """An inner optimizer that decides in which form moments are kept."""
+
+    def new_moment(self, main: Tensor, kind: str) -> Tensor:
+        """A moment of zeros.
+
+        Args:
+            main: its main param.
+            kind: "exp_avg" or "exp_avg_sq".
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class InnerChoice:
     """The inner optimizer that was chosen.
@@ -81,7 +98,7 @@ class InnerChoice:
     @property
     def is_adam(self) -> bool:
         """Whether it is one of our sources of Adam, which keep two moments and count their updates."""
-        return self.name in ADAM_SOURCES
+        return self.name in ADAM_NAMES
 
     @property
     def moments(self) -> frozenset[str]:
@@ -187,6 +204,24 @@ def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == main.shape}
 
 
+def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype) -> Tensor | None:
+    """Memory for a moment that is about to be loaded; all of it has to be filled.
+
+    Args:
+        inner: holds `main`.
+        main: 1-D.
+        kind: of the moment.
+        dtype: that it was saved in, which is kept where the inner optimizer does not decide.
+
+    Returns:
+        The present moment where it fits, or zeros in the form of the inner optimizer; None where neither is there.
+    """
+    if isinstance(inner, KeepsMoments):
+        return inner.new_moment(main, kind)
+    known = moments_of(inner, main).get(kind)
+    return known if known is not None and known.dtype == dtype else None
+
+
 def count_updates(inner: Optimizer) -> int | None:
     """How often it has updated; None for one that does not count, or has not begun.
 
@@ -233,13 +268,15 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
     state = inner.state.pop(main, None)
     for part, tensor in parts.items() if state else ():
         inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
+        if isinstance(tensor, Coded) and isinstance(tensor.kept, Remainder) and "exp_avg_sq" in state:
+            inner.state[tensor]["exp_avg_sq"] = Coded(tensor.kept.second)
 
 
 def _cut(value: Any, part: Span, main: Tensor) -> Any:
     """A moment is cut; a count of updates is each part's own from now on."""
     if not torch.is_tensor(value):
         return value
-    return value[part.as_slice()] if value.shape == main.shape else value.clone()
+    return part_of(value, part) if value.shape == main.shape else value.clone()
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:

@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
+from megatron_distopt.optimizer.coded import part_of
+from megatron_distopt.optimizer.precision import FULL, Precision
 
 __all__ = [
     "FlatParam",
@@ -131,25 +133,33 @@ class FlatParam:
 
 
 def build_flat_params(
-    buffers: Sequence[ShardedBuffer], key_of: Callable[[str], FlatParamKey | None]
+    buffers: Sequence[ShardedBuffer], key_of: Callable[[str], FlatParamKey | None], precision: Precision = FULL
 ) -> tuple[FlatParam, ...]:
     """The main params of this rank, in buffer order.
 
     Args:
         buffers: all of one device.
         key_of: from a param's name; None for one that is not updated.
+        precision: of the main params of 16-bit params.
     """
-    return tuple(flat for buffer in buffers for flat in _of_buffer(buffer, key_of))
+    return tuple(flat for buffer in buffers for flat in _of_buffer(buffer, key_of, precision))
 
 
-def _of_buffer(buffer: ShardedBuffer, key_of: Callable[[str], FlatParamKey | None]) -> list[FlatParam]:
+def _of_buffer(
+    buffer: ShardedBuffer, key_of: Callable[[str], FlatParamKey | None], precision: Precision
+) -> list[FlatParam]:
     flat_params = plan_flat_params(
         owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
     )
     models = [buffer.param_of(flat.in_buffer) for flat in flat_params]
-    mains = models if buffer.param.dtype == torch.float32 else _copy_flat(models, models)
+    mains = models if buffer.param.dtype == torch.float32 else _mains(models, precision)
     grads = [view_of(buffer.grad, flat.in_buffer) for flat in flat_params]
     return [FlatParam(*parts) for parts in zip(flat_params, mains, models, grads, strict=True)]
+
+
+def _mains(models: Sequence[Tensor], precision: Precision) -> list[Tensor]:
+    is_full = precision.main_params_dtype == FULL.main_params_dtype
+    return _copy_flat(models, models) if is_full else precision.mains(models)
 
 
 def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
@@ -167,7 +177,8 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
     part = in_buffer.relative_to(flat.plan.in_buffer.start).as_slice()
     plan = FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
-    return FlatParam(plan, flat.main.detach()[part], flat.model[part], flat.grad[part])
+    main = part_of(flat.main.detach(), in_buffer.relative_to(flat.plan.in_buffer.start))
+    return FlatParam(plan, main, flat.model[part], flat.grad[part])
 
 
 def attach_grads(flat_params: Sequence[FlatParam]) -> None:

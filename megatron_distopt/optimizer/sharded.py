@@ -36,6 +36,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
+from megatron_distopt.optimizer.coded import storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import Groups, InnerChoice, RoundsItself, skips_by_itself, split_state
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
@@ -47,6 +48,7 @@ from megatron_distopt.optimizer.main_params import (
     build_flat_params,
     split_flat_param,
 )
+from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["Memory", "ShardedOptimizer", "StepPlan", "measure_memory"]
 
@@ -244,7 +246,7 @@ def _flatten(
     def key_of(name: str) -> FlatParamKey | None:
         return FlatParamKey(group_of[name], plan.excluded_from_norm(name)) if name in group_of else None
 
-    flat_params = build_flat_params(buffers, key_of)
+    flat_params = build_flat_params(buffers, key_of, Precision.of(plan.config))
     mains = [[flat.main for flat in flat_params if flat.plan.key.group == index] for index in range(len(groups))]
     return flat_params, [{**group.options, "params": params} for group, params in zip(groups, mains, strict=True)]
 
@@ -279,25 +281,31 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
-        main_nbytes=sum(_nbytes(flat.main) for flat in owning),
+        main_nbytes=sum(_main_nbytes(flat) for flat in owning),
         moment_nbytes=sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat)),
         undistributed_state_nbytes=_undistributed(optimizer),
     )
 
 
+def _main_nbytes(flat: FlatParam) -> int:
+    """Without what is the model param itself."""
+    return sum(each.nbytes for each in storages_of(flat.main) if each.data_ptr() != flat.model.data_ptr())
+
+
 def _undistributed(optimizer: ShardedOptimizer) -> int:
     moment_nbytes = max((_moment_nbytes_an_element(optimizer, flat) for flat in optimizer.flat_params), default=0)
-    total = 0
+    total = 0.0
     for buffer in optimizer.buffers:
-        main_nbytes = 0 if buffer.param.dtype == torch.float32 else torch.float32.itemsize
+        is_own = buffer.param.dtype == torch.float32
+        main_nbytes = 0 if is_own else Precision.of(optimizer.config).nbytes_of_main
         total += (main_nbytes + moment_nbytes) * sum(
             slot.in_buffer.numel for slot in buffer.layout.slots if buffer.holds(slot.name)
         )
-    return total
+    return round(total)
 
 
-def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> int:
-    return sum(tensor.element_size() for tensor in _moments(optimizer, flat) if tensor.shape == flat.main.shape)
+def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> float:
+    return sum(_nbytes(each) / each.numel() for each in _moments(optimizer, flat) if each.shape == flat.main.shape)
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
@@ -305,4 +313,4 @@ def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(each.nbytes for each in storages_of(tensor))

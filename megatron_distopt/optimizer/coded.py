@@ -1,0 +1,133 @@
+"""A tensor of fp32 values that are kept in another form: an operator reads the values, what it writes is rounded.
+
+[Note: coded tensors] Checkpoints, hosts and digests read and write main params and moments as 1-D fp32 tensors, cut
+them and view pieces of them. `Coded` lets them: a view of it remembers what it is a view of, an operator gets fp32
+values, and what an operator writes goes back into the form. Only low_precision_adam.py uses the form itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.layout import Span
+from megatron_distopt.optimizer.kept import Kept
+
+__all__ = ["Coded", "part_of", "storages_of"]
+
+_aten = torch.ops.aten
+#: An operator on a view, with its arguments behind the tensor.
+_Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]
+
+
+class Coded(Tensor):
+    """fp32 values in another form; see [Note: coded tensors]. What is computed from it is a plain tensor.
+
+    Args:
+        kept: the values.
+        span: which of them.
+        views: what leads from those to this view, an operator after the other.
+        shape: of the view.
+    """
+
+    kept: Kept
+
+    @staticmethod
+    def __new__(
+        cls, kept: Kept, span: Span | None = None, views: Sequence[_Viewing] = (), shape: Sequence[int] | None = None
+    ) -> Coded:
+        numel = kept.numel if span is None else span.numel
+        made: Coded = Tensor._make_wrapper_subclass(
+            cls, torch.Size([numel] if shape is None else shape), dtype=torch.float32, device=kept.device
+        )
+        return made
+
+    def __init__(
+        self, kept: Kept, span: Span | None = None, views: Sequence[_Viewing] = (), shape: Sequence[int] | None = None
+    ) -> None:
+        self.kept = kept
+        self._span = Span(0, kept.numel) if span is None else span
+        self._views = tuple(views)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Coded({self.values()!r}, {type(self.kept).__name__})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Tensor.__reduce_ex__(self.values(), protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.values()
+
+    def values(self) -> Tensor:
+        """A plain copy, fp32 of the same shape."""
+        return self._through(self.kept.read(self._span.start, self._span.stop)).clone()
+
+    def _through(self, stretch: Tensor) -> Tensor:
+        for view, args, kwargs in self._views:
+            stretch = view(stretch, *args, **kwargs)
+        return stretch
+
+    def _write(self, values: Tensor) -> None:
+        start, stop = self._span.start, self._span.stop
+        stretch = self.kept.read(start, stop).clone() if self._views else values
+        if self._views:
+            self._through(stretch).copy_(values)
+        self.kept.write(start, stop, stretch)
+
+    def _viewed(self, view: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Coded:
+        shape = view(torch.empty(self.shape, device="meta"), *args, **kwargs)
+        if not isinstance(shape, Tensor):
+            rule, remedy = "be viewed one part at a time", "Cut it with an index, or call clone() before"
+            raise LayoutError(refusal("coded tensor", str(view), rule, remedy))
+        if not self._views and view is _aten.slice.Tensor and self._is_stretch(*args):
+            start, stop = self._bounds(*args)
+            return Coded(self.kept, Span(self._span.start + start, self._span.start + stop))
+        return Coded(self.kept, self._span, [*self._views, (view, args, kwargs)], shape.shape)
+
+    @staticmethod
+    def _is_stretch(dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> bool:
+        return dim in (0, -1) and step == 1
+
+    def _bounds(self, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> tuple[int, int]:
+        found = slice(start, stop).indices(self._span.numel)
+        return found[0], max(found[0], found[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view and isinstance(args[0], Coded):
+            return args[0]._viewed(func, args[1:], kwargs)
+        values = {id(each): each.values() for each in tree_iter((args, kwargs)) if isinstance(each, Coded)}
+        plain_args, plain_kwargs = tree_map_only(Coded, lambda each: values[id(each)], (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        written = [each for each in tree_iter(_written(func, args, kwargs)) if isinstance(each, Coded)]
+        for each in written:
+            each._write(values[id(each)])
+        back = {id(values[id(each)]): each for each in written}
+        return tree_map(lambda each: back.get(id(each), each), result)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    arguments = func._schema.arguments
+    named = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    return [
+        named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write and each.name in named
+    ]
+
+
+def part_of(tensor: Tensor, span: Span) -> Tensor:
+    """Some elements of what is kept for a flat param, to be kept by themselves; see `Kept.part`."""
+    return Coded(tensor.kept.part(span.start, span.stop)) if isinstance(tensor, Coded) else tensor[span.as_slice()]
+
+
+def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in memory that hold the values of a tensor."""
+    return tensor.kept.parts if isinstance(tensor, Coded) else (tensor,)

@@ -1,0 +1,175 @@
+"""Numbers in 8 and 16 bits: how a block of fp32 values is rounded to codes and one scale, and read back.
+
+[Note: block codes] 128 neighbouring values have one scale, a power of two, which is kept as the exponent of an fp32
+number (one byte). A value is divided by the scale, rounded to fp16, and the code is a part of its 16 bits: the sign,
+the lowest bits of its exponent and the highest of its mantissa. So steps are proportional to values over many octaves,
+and linear below. A power of two leaves mantissas as they are. What was read back is therefore rounded to itself, in a
+block with smaller values as well, and a checkpoint that is loaded in the same precision gives the same bits.
+
+[Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam divides by. A value that
+is not zero never becomes zero, because Adam would divide by eps alone. Codes have 11 bits of mantissa at most, so the
+square of a root is exact in fp32, and so is the root of the square.
+
+[Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at most where the
+gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest would keep it up for ever. Second
+moments and bf16 main params are therefore rounded up or down at random, in proportion to what is cut off. The random
+bits are a function of an element's number in its flat param, the number of that, and the count of updates, so a run can
+be repeated to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK_NUMEL", "CODES", "Code", "decode", "encode", "random_bits", "round_to_bf16"]
+
+#: Values with one scale.
+BLOCK_NUMEL = 128
+
+#: Bits of fp32: of its mantissa, of the smaller half of a word, and where its exponent counts from.
+_MANTISSA, _HALF, _BIAS = 23, 16, 127
+#: The exponent of a scale of NaN: all values of such a block are NaN.
+_NAN = 255
+#: Smaller exponents are not used for scales, so that a scale and its inverse are normal numbers.
+_LEAST = 20
+_SIGN16, _MAGNITUDE8 = -0x8000, 0x7F
+
+
+@dataclass(frozen=True)
+class Code:
+    """How a value that was divided by the scale of its block becomes a code.
+
+    Args:
+        name: as an option has it.
+        storage: of the codes.
+        shift: how many of the lowest bits of fp16 are cut off.
+        top: the exponent, as fp16 keeps it, that the largest value of a block gets.
+    """
+
+    name: str
+    storage: torch.dtype
+    shift: int
+    top: int
+
+    @property
+    def has_short_exponent(self) -> bool:
+        """Whether bits between the sign and the exponent are left out as well."""
+        return self.storage is torch.uint8 and self.shift < 8
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of the mantissa."""
+        return 10 - self.shift
+
+
+#: By the name of the option: 5 + 10, 5 + 2, 4 + 3 and 3 + 4 bits of exponent and mantissa.
+CODES = {
+    each.name: each
+    for each in (
+        Code("float16", torch.int16, 0, 29),
+        Code("float8_e5m2", torch.uint8, 8, 29),
+        Code("float8_e4m3fn", torch.uint8, 7, 14),
+        Code("int8", torch.uint8, 6, 7),
+    )
+}
+
+
+def encode(values: Tensor, code: Code, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds blocks of values to codes.
+
+    Args:
+        values: fp32 [blocks, 128]; overwritten.
+        code: see `Code`.
+        noise: int16 of the same shape with random bits, to round at random; None to round to nearest.
+
+    Returns:
+        Codes [blocks, 128] of `code.storage`, and exponents of scales uint8 [blocks].
+    """
+    largest = values.abs().amax(1).view(torch.int32)
+    # What lies above the largest code of an octave counts as the next octave, so that nothing is rounded out of range.
+    exponents = (largest + ((1 << (_MANTISSA - code.mantissa)) - 1)) >> _MANTISSA
+    exponents = exponents.clamp_(_LEAST, _NAN)
+    values.mul_(_power(code.top - 15 + _BIAS + _BIAS - exponents.clamp(max=_NAN - 1)).unsqueeze(1))
+    bits = values.to(torch.float16).view(torch.int16)
+    if code.shift:
+        last = 1 << code.shift
+        bits.add_(last >> 1 if noise is None else noise.bitwise_and(last - 1)).bitwise_right_shift_(code.shift)
+        if code.has_short_exponent:
+            bits = (bits & _MAGNITUDE8).bitwise_or_((bits >> 8).bitwise_and_(-0x80))
+    return bits.to(code.storage), exponents.to(torch.uint8)
+
+
+def decode(codes: Tensor, exponents: Tensor, code: Code) -> Tensor:
+    """Reads what `encode` returned.
+
+    Args:
+        codes: [blocks, 128] of `code.storage`.
+        exponents: uint8 [blocks].
+        code: that they were encoded with.
+
+    Returns:
+        fp32 [blocks, 128].
+    """
+    bits = codes.to(torch.int16)
+    if code.has_short_exponent:
+        bits = (bits << 8).bitwise_and_(_SIGN16).bitwise_or_((bits & _MAGNITUDE8).bitwise_left_shift_(code.shift))
+    elif code.shift:
+        bits.bitwise_left_shift_(code.shift)
+    wide = exponents.to(torch.int32)
+    scales = _power(wide + (15 - code.top)).masked_fill_(wide == _NAN, torch.nan)
+    return bits.view(torch.float16).to(torch.float32).mul_(scales.unsqueeze(1))
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """fp32 powers of two from exponents as fp32 keeps them, int32."""
+    return (exponents << _MANTISSA).view(torch.float32)
+
+
+def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
+    """Rounds up or down at random; inf and NaN stay.
+
+    Args:
+        values: fp32.
+        noise: int32 of the same shape, at least 0 and below 2**16.
+
+    Returns:
+        bf16 of the same shape.
+    """
+    bits = values.view(torch.int32)
+    rounded = ((bits + noise) >> _HALF).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+
+
+def random_bits(start: int, numel: int, count: Tensor, salt: int) -> Tensor:
+    """31 random bits for each of some neighbouring elements, the same whenever it is called with the same arguments.
+
+    Args:
+        start: number of the first element.
+        numel: how many.
+        count: 0-D, of updates; on the device of the result.
+        salt: which of several sequences.
+
+    Returns:
+        int32 [numel], at least 0.
+
+    Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
+    """
+    bits = torch.arange(start, start + numel, dtype=torch.int32, device=count.device)
+    bits.mul_(_signed(0x9E3779B1)).add_(count.to(torch.int32) * _signed(0xC2B2AE35) + _signed(salt * 0x27D4EB2F))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+    return bits.bitwise_xor_(_shifted(bits, 16)).bitwise_and_(0x7FFFFFFF)
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """Shifts zeros in from the left, as unsigned numbers are."""
+    return (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int32 with the lowest 32 bits of a number."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >> 31 else number

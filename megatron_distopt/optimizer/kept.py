@@ -1,0 +1,320 @@
+"""How the state of a flat param is kept: plainly, as block codes, or as what a bf16 param lacks of its main param.
+
+[Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits hold, counted in
+units of its last place: exact fp32 without a second copy of the upper half. One case does not fit: halfway between two
+bf16 numbers the difference is +2**15 or -2**15, by whichever of them is even, and both have the same 16 bits. The sign
+of the second moment, which is never negative, says which it is.
+
+Source: `store_param_remainders` of apex's DistributedFusedAdam and of TransformerEngine's FusedAdam, which round such a
+half up instead, so that their params differ from rounded fp32 ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, round_to_bf16
+
+__all__ = ["Blocks", "Kept", "Plain", "Remainder", "zeros_kept"]
+
+_LOWER = 1 << 16
+_HALF = 1 << 15
+
+
+class Kept(ABC):
+    """fp32 values, 1-D, in the form in which they are kept."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """How many values."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Tensor, ...]:
+        """What is in memory for them alone."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Some of the values, fp32 [stop - start]: a view where they are kept so, and else a copy."""
+
+    @abstractmethod
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """Rounds values to the form.
+
+        Args:
+            start, stop: which.
+            values: fp32 [stop - start]; may be overwritten.
+            noise: int32 of the same shape, random and at least 0, to round at random; to nearest where None.
+        """
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> Kept:
+        """Some of the values, to be kept by themselves from now on: whatever is held of the whole is not valid then."""
+
+    @abstractmethod
+    def map(self, move: Callable[[Tensor], Tensor]) -> Kept:
+        """The same values, with every part of memory replaced by what a function makes of it."""
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether `read` returns a view, so that nothing needs to be written back."""
+        return False
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        """Whether an update rounds it so; see [Note: stochastic rounding] in codes.py."""
+        return False
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        """Where a stretch of about `numel` values from `start` should end, so that no block is cut."""
+        return min(start + numel, self.numel)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Kept):
+    """One number for each value, of any dtype.
+
+    Args:
+        tensor: 1-D.
+        has_ties: whether the signs are not those of the values, which are at least 0; see [Note: remainder].
+    """
+
+    tensor: Tensor
+    has_ties: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def is_read_in_place(self) -> bool:
+        return self.tensor.dtype == torch.float32 and not self.has_ties
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        return self.tensor.dtype == torch.bfloat16
+
+    def read(self, start: int, stop: int) -> Tensor:
+        kept = self.tensor[start:stop]
+        return (kept.abs() if self.has_ties else kept).to(torch.float32)
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        kept = self.tensor[start:stop]
+        if noise is not None and kept.dtype == torch.bfloat16:
+            values = round_to_bf16(values, noise.bitwise_and(_LOWER - 1))
+        if self.has_ties:
+            values = values.to(kept.dtype).copysign_(kept)
+        kept.copy_(values)
+
+    def part(self, start: int, stop: int) -> Plain:
+        return Plain(self.tensor[start:stop], self.has_ties)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Plain:
+        return Plain(move(self.tensor), self.has_ties)
+
+    def ties(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop].signbit()
+
+    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
+        kept = self.tensor[start:stop].abs_()
+        kept.copy_(torch.where(ties, -kept, kept))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Kept):
+    """A code for each value and a scale for each block; see [Note: block codes] in codes.py.
+
+    Args:
+        codes: 1-D.
+        exponents: uint8 1-D, by block.
+        code: how values are rounded.
+        phase: values of the first block that belong to others, and are not in `codes`.
+        is_root: whether codes are of the root; see [Note: roots] in codes.py.
+        has_ties: see `Plain`.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+    code: Code
+    phase: int = 0
+    is_root: bool = False
+    has_ties: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.codes, self.exponents
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        return self.is_root and self.code.shift > 0
+
+    @property
+    def _sign(self) -> int:
+        """The bit of a code that is its sign."""
+        return 0x80 if self.code.storage is torch.uint8 else -0x8000
+
+    def read(self, start: int, stop: int) -> Tensor:
+        codes = self.codes[start:stop]
+        if self.is_root:
+            codes = codes & ~self._sign & 0xFF if self.code.storage is torch.uint8 else codes & 0x7FFF
+        blocks, head = self._blocks(start, stop)
+        values = decode(_padded(codes, head, len(blocks)), self.exponents[blocks.start : blocks.stop], self.code)
+        values = values.view(-1)[head : head + stop - start]
+        return values.square_() if self.is_root else values
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        first, last = self._whole(start, stop)
+        if (first, last) != (start, stop):
+            around = self.read(first, last)
+            around[start - first : stop - first] = values
+            self.write(first, last, around)
+            return
+        blocks, head = self._blocks(start, stop)
+        short = None if noise is None else _padded(noise.to(torch.int16), head, len(blocks))
+        padded = _padded(values, head, len(blocks))
+        padded = padded.sqrt() if self.is_root else padded.clone()
+        codes, exponents = encode(padded, self.code, short)
+        if self.is_root:
+            codes = codes.add_((codes == 0) & (padded > 0))
+        codes = codes.view(-1)[head : head + stop - start]
+        if self.has_ties:
+            codes = codes | (self.codes[start:stop] & self._sign)
+        self.codes[start:stop].copy_(codes)
+        self.exponents[blocks.start : blocks.stop].copy_(exponents)
+
+    def part(self, start: int, stop: int) -> Blocks:
+        blocks, head = self._blocks(start, stop)
+        exponents = self.exponents[blocks.start : blocks.stop].clone()
+        return Blocks(self.codes[start:stop], exponents, self.code, head, self.is_root, self.has_ties)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Blocks:
+        moved = move(self.codes), move(self.exponents)
+        return Blocks(*moved, self.code, self.phase, self.is_root, self.has_ties)
+
+    def ties(self, start: int, stop: int) -> Tensor:
+        return (self.codes[start:stop] & self._sign) != 0
+
+    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
+        kept = self.codes[start:stop].bitwise_and_(~self._sign & 0xFF if self._sign > 0 else 0x7FFF)
+        kept.bitwise_or_(ties.to(kept.dtype) * self._sign)
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        return self._whole(start, min(start + numel, self.numel))[1]
+
+    def _blocks(self, start: int, stop: int) -> tuple[range, int]:
+        """The blocks with some values, and how many values of the first one lie before."""
+        first, last = start + self.phase, stop + self.phase
+        return range(first // BLOCK_NUMEL, -(-last // BLOCK_NUMEL)), first % BLOCK_NUMEL
+
+    def _whole(self, start: int, stop: int) -> tuple[int, int]:
+        """All values of the blocks with some values."""
+        blocks, _ = self._blocks(start, stop)
+        first, last = (BLOCK_NUMEL * each - self.phase for each in (blocks.start, blocks.stop))
+        return max(first, 0), min(last, self.numel)
+
+
+@dataclass(frozen=True, eq=False)
+class Remainder(Kept):
+    """A bf16 param and what it lacks of its fp32 main param; see [Note: remainder].
+
+    Args:
+        model: bf16 1-D, in the param buffer; written whenever the main param is.
+        low: int16 1-D.
+        second: the second moment, which has the ties.
+    """
+
+    model: Tensor
+    low: Tensor
+    second: Plain | Blocks
+
+    @property
+    def numel(self) -> int:
+        return self.low.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.low.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.low,)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        bits = _upper(self.model[start:stop]).add_(self.low[start:stop])
+        return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        model = self.model[start:stop].copy_(values)
+        differences = values.view(torch.int32) - _upper(model)
+        # NaN rounds to another NaN; there is nothing to add.
+        differences.masked_fill_(values.isnan(), 0)
+        self.low[start:stop].copy_(differences)
+        self.second.set_ties(start, stop, differences == _HALF)
+
+    def part(self, start: int, stop: int) -> Remainder:
+        return Remainder(self.model[start:stop], self.low[start:stop], self.second.part(start, stop))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Remainder:
+        return Remainder(self.model, move(self.low), self.second)
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        return self.second.end_of_stretch(start, numel)
+
+
+def _upper(model: Tensor) -> Tensor:
+    """bf16 as the upper halves of int32."""
+    return model.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+
+
+def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
+    """Whole blocks, with zeros around the values; [num_blocks, 128]."""
+    numel = num_blocks * BLOCK_NUMEL
+    if values.numel() != numel:
+        whole = values.new_zeros(numel)
+        whole[head : head + values.numel()] = values
+        values = whole
+    return values.view(num_blocks, BLOCK_NUMEL)
+
+
+def zeros_kept(numel: int, device: torch.device, dtype: str, *, is_second: bool, has_ties: bool) -> Plain | Blocks:
+    """Memory for one moment of a flat param.
+
+    Args:
+        numel, device: of the flat param.
+        dtype: "float32", "bfloat16", or a name of `CODES`.
+        is_second: whether it is the second moment.
+        has_ties: see `Plain`.
+    """
+    if dtype not in CODES:
+        return Plain(torch.zeros(numel, dtype=getattr(torch, dtype), device=device), has_ties)
+    code, num_blocks = CODES[dtype], -(-numel // BLOCK_NUMEL)
+    codes = torch.zeros(numel, dtype=code.storage, device=device)
+    exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
+    return Blocks(codes, exponents, code, is_root=is_second, has_ties=has_ties)

@@ -1,0 +1,222 @@
+"""Adam whose state is kept in other forms than fp32: read, updated by torch's kernel and rounded back by stretches.
+
+A stretch is small enough to stay in the cache of a CPU between these, so memory is read and written once, in the forms
+in which the state is kept. What the kernel computes is what it computes on fp32 state: [Note: remainder] in kept.py is
+equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.device import CPU
+from megatron_distopt.optimizer.accelerator import has_torch_fused
+from megatron_distopt.optimizer.coded import Coded
+from megatron_distopt.optimizer.codes import random_bits
+from megatron_distopt.optimizer.inner import Groups, KeepsMoments, RoundsItself
+from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
+from megatron_distopt.optimizer.precision import Precision
+
+__all__ = ["LowPrecisionAdam"]
+
+#: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
+_STRETCH_ON_CPU, _STRETCH = 1 << 15, 1 << 22
+#: Options of torch's param groups that choose a kernel.
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True, eq=False)
+class _Forms:
+    """A flat param that is updated in this step.
+
+    Args:
+        number: among all of them, for random bits.
+        main, first, second: the forms of its state.
+        grad: fp32 1-D.
+        step: its count of updates.
+        model: what the main param is rounded into, if it does not write it by itself.
+    """
+
+    number: int
+    main: Kept
+    first: Kept
+    second: Kept
+    grad: Tensor
+    step: Tensor
+    model: Tensor | None
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        """Whether anything of it is."""
+        return self.main.is_rounded_at_random or self.second.is_rounded_at_random
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """Some neighbouring elements of a flat param, with fp32 values of its state."""
+
+    forms: _Forms
+    start: int
+    stop: int
+    main: Tensor
+    first: Tensor
+    second: Tensor
+
+    @property
+    def grad(self) -> Tensor:
+        return self.forms.grad[self.start : self.stop]
+
+    def write_back(self) -> None:
+        """Rounds the values into the forms, and the main param into the model param."""
+        forms, noise = self.forms, None
+        if forms.is_rounded_at_random:
+            noise = random_bits(self.start, self.stop - self.start, forms.step, forms.number)
+        if forms.model is not None:
+            forms.model[self.start : self.stop].copy_(self.main)
+        self._write(forms.first, self.first, None)
+        self._write(forms.second, self.second, noise)  # before the main param, which may write its signs
+        self._write(forms.main, self.main, None if noise is None else noise >> 15)
+
+    def _write(self, kept: Kept, values: Tensor, noise: Tensor | None) -> None:
+        if not kept.is_read_in_place:
+            kept.write(self.start, self.stop, values, noise if kept.is_rounded_at_random else None)
+
+
+class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
+    """Adam over flat params, with state in any precision.
+
+    Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
+
+    Args:
+        params: param groups of fp32 1-D tensors, coded or plain.
+        lr, betas, eps, weight_decay: as torch's.
+        decoupled: False for a decay that is added to the gradient.
+        precision: of the moments.
+    """
+
+    #: See `inner.READS_TENSORS`.
+    reads_tensors = True
+
+    def __init__(
+        self,
+        params: Groups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        precision: Precision,
+    ) -> None:
+        device_type = next((param.device.type for group in params for param in group["params"]), CPU)
+        fused = has_torch_fused(device_type)
+        # A group may name the kernel that it had before.
+        plain = [{key: value for key, value in group.items() if key not in _KERNELS} for group in params]
+        super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        self.decoupled, self.precision = decoupled, precision
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every param that has a gradient."""
+        number = 0
+        for group in self.param_groups:
+            mains = [main for main in group["params"] if main.grad is not None]
+            forms = [self._forms(number + index, main) for index, main in enumerate(mains)]
+            number += len(group["params"])
+            if forms:
+                self._update(group, forms)
+
+    def new_moment(self, main: Tensor, kind: str) -> Tensor:
+        """See `KeepsMoments`."""
+        return self.precision.second(main) if kind == _SECOND else self.precision.first(main)
+
+    def _forms(self, number: int, main: Tensor) -> _Forms:
+        state = self.state[main]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
+        for kind in (_FIRST, _SECOND):
+            self._bring_into_form(main, state, kind)
+        kept = main.kept if isinstance(main, Coded) else Plain(main)
+        writes_model = isinstance(kept, Remainder) or (isinstance(kept, Plain) and kept.tensor is not main)
+        model = None if writes_model else self._models.get(main)
+        first, second = (_kept(state[kind]) for kind in (_FIRST, _SECOND))
+        if main.grad is None:
+            raise ValueError("a main param without a gradient is not updated")
+        return _Forms(number, kept, first, second, main.grad, state["step"], model)
+
+    def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
+        """Moments of which others have made plain tensors, as by loading them, go back into the form."""
+        known = state.get(kind)
+        if known is None:
+            state[kind] = self.new_moment(main, kind)
+        elif not self._is_in_form(main, known, kind):
+            values = known.to(torch.float32, copy=True)
+            state[kind] = self.new_moment(main, kind).copy_(values)
+
+    def _is_in_form(self, main: Tensor, moment: Tensor, kind: str) -> bool:
+        if kind == _SECOND and isinstance(main, Coded) and isinstance(main.kept, Remainder):
+            return isinstance(moment, Coded) and moment.kept is main.kept.second
+        dtype = self.precision.exp_avg_sq_dtype if kind == _SECOND else self.precision.exp_avg_dtype
+        return isinstance(moment, Coded) or moment.dtype == getattr(torch, dtype)
+
+    def _update(self, group: dict[str, Any], forms: list[_Forms]) -> None:
+        steps, found_inf = [each.step for each in forms], getattr(self, "found_inf", None)
+        torch._foreach_add_(steps, 1)
+        for stretches in _gathered(forms):
+            self._compute(group, stretches)
+            for stretch in stretches:
+                stretch.write_back()
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _compute(self, group: dict[str, Any], stretches: list[_Stretch]) -> None:
+        """One call of torch's kernel."""
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        options["beta1"], options["beta2"] = group["betas"]
+        values = [[getattr(each, name) for each in stretches] for name in ("main", "grad", "first", "second")]
+        counts = [each.forms.step for each in stretches]
+        if group["fused"]:
+            kernel: Callable[..., None] = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+            given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+            kernel(*values, [], counts, **options, **given)
+        else:
+            # It counts by itself.
+            before = [count - 1 for count in counts]
+            name = "adamw" if self.decoupled else "adam"
+            getattr(import_module(f"torch.optim.{name}"), name)(*values, [], before, foreach=True, **options)
+
+
+def _kept(moment: Tensor) -> Kept:
+    return moment.kept if isinstance(moment, Coded) else Plain(moment)
+
+
+def _gathered(forms: Iterable[_Forms]) -> Iterator[list[_Stretch]]:
+    """Stretches of about the same number of elements in all, for one call of the kernel."""
+    gathered: list[_Stretch] = []
+    for stretch in (stretch for each in forms for stretch in _stretches(each)):
+        gathered.append(stretch)
+        if sum(each.stop - each.start for each in gathered) >= _numel(stretch.main.device):
+            yield gathered
+            gathered = []
+    if gathered:
+        yield gathered
+
+
+def _numel(device: torch.device) -> int:
+    return _STRETCH_ON_CPU * torch.get_num_threads() if device.type == CPU else _STRETCH
+
+
+def _stretches(forms: _Forms) -> Iterator[_Stretch]:
+    start, numel = 0, _numel(forms.grad.device)
+    while start < forms.main.numel:
+        stop = forms.second.end_of_stretch(start, numel)
+        read = (kept.read(start, stop) for kept in (forms.main, forms.first, forms.second))
+        yield _Stretch(forms, start, stop, *read)
+        start = stop

@@ -1,0 +1,130 @@
+"""In which precision main params and moments are kept: what the options say, and memory of that form.
+
+Nothing else of the package knows the forms: a main param or a moment is a tensor of fp32 values, see [Note: coded
+tensors] in coded.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.optimizer.coded import Coded
+from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES
+from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, zeros_kept
+
+__all__ = ["FULL", "Precision", "check_precision"]
+
+_FP32 = "float32"
+#: By form of the main params, the dtypes of params that can have it.
+_PARAMS_OF = {"remainder": (torch.bfloat16,), "bfloat16": (torch.bfloat16,), "float16": (torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The forms of a state, as the options of the same names have them.
+
+    Args:
+        main_params_dtype: of the main params of 16-bit params.
+        exp_avg_dtype, exp_avg_sq_dtype: of the two moments.
+    """
+
+    main_params_dtype: str = _FP32
+    exp_avg_dtype: str = _FP32
+    exp_avg_sq_dtype: str = _FP32
+
+    @classmethod
+    def of(cls, config: DistOptConfig) -> Precision:
+        """What a config asks for."""
+        return cls(*(getattr(config, each.name) for each in fields(cls)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all of it is plain fp32."""
+        return self == FULL
+
+    @property
+    def nbytes_of_main(self) -> float:
+        """Bytes an element of a main param of a 16-bit param."""
+        return {_FP32: 4.0, "remainder": 2.0, "bfloat16": 0.0}.get(self.main_params_dtype, _nbytes_of("float16"))
+
+    @property
+    def nbytes_of_moments(self) -> float:
+        """Bytes an element of both moments."""
+        return _nbytes_of(self.exp_avg_dtype) + _nbytes_of(self.exp_avg_sq_dtype)
+
+    def mains(self, models: Sequence[Tensor]) -> list[Tensor]:
+        """Main params that begin as their 16-bit model params.
+
+        Args:
+            models: 1-D; those of the param buffer itself.
+        """
+        mains = [self._main(model) for model in models]
+        for main, model in zip(mains, models, strict=True):
+            main.copy_(model)
+        return mains
+
+    def _main(self, model: Tensor) -> Tensor:
+        if self.main_params_dtype == "remainder":
+            low = torch.zeros(model.numel(), dtype=torch.int16, device=model.device)
+            return Coded(Remainder(model, low, self._second_kept(model, has_ties=True)))
+        if self.main_params_dtype == "bfloat16":
+            return Coded(Plain(model))
+        return Coded(zeros_kept(model.numel(), model.device, self.main_params_dtype, is_second=False, has_ties=False))
+
+    def _second_kept(self, like: Tensor, *, has_ties: bool) -> Plain | Blocks:
+        return zeros_kept(like.numel(), like.device, self.exp_avg_sq_dtype, is_second=True, has_ties=has_ties)
+
+    def first(self, main: Tensor) -> Tensor:
+        """A first moment of zeros for a main param."""
+        return _tensor(zeros_kept(main.numel(), main.device, self.exp_avg_dtype, is_second=False, has_ties=False))
+
+    def second(self, main: Tensor) -> Tensor:
+        """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
+        if isinstance(main, Coded) and isinstance(main.kept, Remainder):
+            moment = Coded(main.kept.second)
+            moment.zero_()
+            return moment
+        return _tensor(self._second_kept(main, has_ties=False))
+
+
+#: What is kept where no option says anything.
+FULL = Precision()
+
+
+def _tensor(kept: Kept) -> Tensor:
+    """A plain tensor where operators may as well use it as it is."""
+    return kept.tensor if isinstance(kept, Plain) and not kept.has_ties else Coded(kept)
+
+
+def _nbytes_of(dtype: str) -> float:
+    if dtype in CODES:
+        return CODES[dtype].storage.itemsize + 1 / BLOCK_NUMEL
+    return float(getattr(torch, dtype).itemsize)
+
+
+def check_precision(config: DistOptConfig, dtypes: Iterable[torch.dtype]) -> None:
+    """Checks that the params can have main params of the form that is asked for.
+
+    Args:
+        config: merged.
+        dtypes: of all params that train.
+
+    Raises:
+        ConfigError: a param is of another dtype, or none is of 16 bits.
+    """
+    form = config.main_params_dtype
+    if form == _FP32:
+        return
+    short, allowed = {each for each in dtypes if each != torch.float32}, _PARAMS_OF[form]
+    bad = [each for each in short if each not in allowed]
+    if bad or not short:
+        names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
+        got = f"{form} for params of {str(bad[0]).removeprefix('torch.')}" if bad else f"{form} for fp32 params alone"
+        remedy = "Write main_params_dtype='float32'"
+        raise ConfigError(refusal("main_params_dtype", got, f"belong to params of {names}", remedy))
