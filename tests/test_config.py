@@ -244,6 +244,9 @@ OTHER_VALUES: dict[str, Any] = {
     "nonfinite": "skip",
     "grads_in_fp32": False,
     "bucket_size": 100,
+    "main_params_dtype": "remainder",
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "int8",
     "checkpoint_format": "gathered",
     "async_save": True,
     "async_buffer_mb": 64,
@@ -290,6 +293,9 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_REDUCE_DTYPE": "none",
         "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
         "MEGATRON_DISTOPT_DEBUG": "yes",
+        "MEGATRON_DISTOPT_MAIN_PARAMS_DTYPE": "remainder",
+        "MEGATRON_DISTOPT_EXP_AVG_DTYPE": "float16",
+        "MEGATRON_DISTOPT_EXP_AVG_SQ_DTYPE": "float8_e4m3fn",
         "MEGATRON_DISTOPT": "require",
         "MEGATRON_PATH": "not ours",
         "HOME": "/root",
@@ -314,6 +320,9 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         log_communication=10,
         shared_memory=False,
         debug=True,
+        main_params_dtype="remainder",
+        exp_avg_dtype="float16",
+        exp_avg_sq_dtype="float8_e4m3fn",
     )
     assert config == expected
 

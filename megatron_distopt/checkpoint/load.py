@@ -284,12 +284,17 @@ def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[st
     """
     found = []
     for flat, state in _flat_params_of(match):
-        inner, moments = match.optimizer.inner, {}
-        for kind, dtype in state.kinds:
-            known = moment_to_fill(inner, flat.main, kind, dtype)
-            moments[kind] = flat.zeros(dtype) if known is None else known
+        moments = {kind: _moment_for(match.optimizer, flat, kind, dtype) for kind, dtype in state.kinds}
         found.append((flat, state, moments))
     return found
+
+
+def _moment_for(optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: torch.dtype) -> Tensor:
+    inner = optimizer.inner
+    if optimizer.plan.choice.is_adam or isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        dtype = flat.main.dtype  # whatever it was saved in
+    known = moment_to_fill(inner, flat.main, kind, dtype)
+    return flat.zeros(dtype) if known is None else known
 
 
 def _place(tensor: Tensor, read: Read, into: dict[tuple[int, str], Tensor]) -> None:

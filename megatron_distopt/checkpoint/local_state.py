@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.whole_model import shards_of
+from megatron_distopt.config import LOW_PRECISION
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, plain
 
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
@@ -24,7 +25,7 @@ _FORMAT = 1
 #: The run that loads chooses the kernel that updates, not the run that saved.
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 #: Inner optimizers that keep the same state.
-_INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton")
+_INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton", LOW_PRECISION)
 
 
 def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -100,14 +101,14 @@ def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
 def _main_of(flat: FlatParam, shard: ParamShard) -> Tensor:
     """A copy for an fp32 param: its main param is a view of the param buffer, all of which would be saved with it."""
     main = flat.cut(flat.main, shard)
-    return main if flat.owns_memory else main.clone()
+    return plain(main) if flat.owns_memory else main.clone()
 
 
 def _state_of(optimizer: ShardedOptimizer, flat: FlatParam, shard: ParamShard) -> dict[str, Any]:
     state = optimizer.inner.state.get(flat.main, {})
     cut = moments_of(optimizer.inner, flat.main)
     whole = {key: value for key, value in state.items() if key not in cut}
-    return {"cut": {key: flat.cut(value, shard) for key, value in cut.items()}, "whole": whole}
+    return {"cut": {key: plain(flat.cut(value, shard)) for key, value in cut.items()}, "whole": whole}
 
 
 def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:

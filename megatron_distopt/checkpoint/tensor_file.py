@@ -33,6 +33,7 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer import plain
 
 __all__ = ["TensorReader", "TensorWriter", "crc_of_file", "joined"]
 
@@ -152,7 +153,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
     A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as `tensor` lives.
     """
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = plain(tensor.detach()).cpu().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() == nbytes:
         return tensor

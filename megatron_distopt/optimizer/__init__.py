@@ -2,7 +2,7 @@
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import IMPLEMENTATION, adopt_instance, choose_inner, fused_instance
-from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.coded import plain, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
@@ -74,6 +74,7 @@ __all__ = [
     "measure_now",
     "moment_to_fill",
     "moments_of",
+    "plain",
     "restore",
     "restore_group",
     "storages_of",

@@ -18,7 +18,7 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
 from megatron_distopt.optimizer.kept import Kept
 
-__all__ = ["Coded", "part_of", "storages_of"]
+__all__ = ["Coded", "part_of", "plain", "storages_of"]
 
 _aten = torch.ops.aten
 #: An operator on a view, with its arguments behind the tensor.
@@ -62,6 +62,14 @@ class Coded(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.values()
+
+    def data_ptr(self) -> int:
+        """Refused: the values are at no address."""
+        raise _without_memory("data_ptr()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused, as `data_ptr`."""
+        raise _without_memory("untyped_storage()")
 
     def values(self) -> Tensor:
         """A plain copy, fp32 of the same shape."""
@@ -121,6 +129,16 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [
         named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write and each.name in named
     ]
+
+
+def _without_memory(call: str) -> LayoutError:
+    rule, remedy = "be read through operators, because its values are kept in another form", "Call clone() before"
+    return LayoutError(refusal("coded tensor", call, rule, remedy))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of the values of a coded one."""
+    return tensor.values() if isinstance(tensor, Coded) else tensor
 
 
 def part_of(tensor: Tensor, span: Span) -> Tensor:

@@ -41,7 +41,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import ShardedOptimizer, moments_of, plain
 
 __all__ = ["HEAD", "check_script_can_save", "check_takes_boxes", "load_sharded_state", "state_to_load", "state_to_save"]
 
@@ -145,7 +145,7 @@ def _key(model: WholeModel, key: str) -> str:
 
 def _shard(model: WholeModel, each: Written) -> ShardedTensor:
     dtype, box = each.tensor.dtype, each.box
-    return ShardedTensor(_key(model, each.key), each.tensor, dtype, box.sizes, each.shape, box.offsets, None)
+    return ShardedTensor(_key(model, each.key), plain(each.tensor), dtype, box.sizes, each.shape, box.offsets, None)
 
 
 def _shard_to_fill(model: WholeModel, key: str, piece: OwnedPiece) -> ShardedTensor:
