@@ -78,11 +78,12 @@ class _Stretch:
         forms, noise = self.forms, None
         if forms.is_rounded_at_random:
             noise = random_bits(self.start, self.stop - self.start, forms.step, forms.number)
-        if forms.model is not None:
-            forms.model[self.start : self.stop].copy_(self.main)
         self._write(forms.first, self.first, None)
         self._write(forms.second, self.second, noise)  # before the main param, which may write its signs
         self._write(forms.main, self.main, None if noise is None else noise >> 15)
+        if forms.model is not None:
+            # What is kept is rounded, not what was computed, so that a checkpoint gives the same model param.
+            forms.model[self.start : self.stop].copy_(forms.main.read(self.start, self.stop))
 
     def _write(self, kept: Kept, values: Tensor, noise: Tensor | None) -> None:
         if not kept.is_read_in_place:
