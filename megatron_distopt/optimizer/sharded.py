@@ -36,9 +36,10 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
-from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.coded import Coded, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import Groups, InnerChoice, RoundsItself, skips_by_itself, split_state
+from megatron_distopt.optimizer.kept import Plain
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
@@ -288,8 +289,8 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
 
 
 def _main_nbytes(flat: FlatParam) -> int:
-    """Without what is the model param itself."""
-    return sum(each.nbytes for each in storages_of(flat.main) if each.data_ptr() != flat.model.data_ptr())
+    is_model = isinstance(flat.main, Coded) and isinstance(flat.main.kept, Plain)
+    return 0 if is_model else _nbytes(flat.main)
 
 
 def _undistributed(optimizer: ShardedOptimizer) -> int:
