@@ -116,15 +116,15 @@ def check_precision(config: DistOptConfig, dtypes: Iterable[torch.dtype]) -> Non
         dtypes: of all params that train.
 
     Raises:
-        ConfigError: a param is of another dtype, or none is of 16 bits.
+        ConfigError: a param is of another dtype.
     """
     form = config.main_params_dtype
     if form == _FP32:
         return
-    short, allowed = {each for each in dtypes if each != torch.float32}, _PARAMS_OF[form]
-    bad = [each for each in short if each not in allowed]
-    if bad or not short:
-        names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
-        got = f"{form} for params of {str(bad[0]).removeprefix('torch.')}" if bad else f"{form} for fp32 params alone"
+    allowed = (torch.float32, *_PARAMS_OF[form])  # an fp32 param is its own main param
+    bad = [each for each in dtypes if each not in allowed]
+    if bad:
+        names = " or ".join(str(each).removeprefix("torch.") for each in _PARAMS_OF[form])
+        got = f"{form} for params of {str(bad[0]).removeprefix('torch.')}"
         remedy = "Write main_params_dtype='float32'"
         raise ConfigError(refusal("main_params_dtype", got, f"belong to params of {names}", remedy))

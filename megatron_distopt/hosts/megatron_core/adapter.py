@@ -26,6 +26,7 @@ from megatron_distopt.hosts.megatron_core.config import (
 )
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
 from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
+from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, take_over, taken_over
 from megatron_distopt.hosts.patch_points import Replacement
@@ -52,7 +53,7 @@ def build(
     everyone = _everyone()
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
     merged = raise_together(lambda: _check(options, call), everyone)
-    with taken_over(options), constructing(merged):
+    with taken_over(options), constructing(merged), in_full_precision(config):
         optimizer = original(config, model_chunks, *args, **kwargs)
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
     return optimizer

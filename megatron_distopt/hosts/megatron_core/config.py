@@ -15,6 +15,7 @@ from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
+from megatron_distopt.hosts.megatron_core.precision import precision_of
 from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
 from megatron_distopt.options import flag_of
 
@@ -71,7 +72,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    return with_hosts_own(options, own)
+    return with_hosts_own(options, {**own, **precision_of(host)})
 
 
 def _check_own(options: DistOptConfig) -> None:

@@ -63,7 +63,6 @@ class Refused:
 
 
 REFUSED = (
-    Refused("config", "use_precision_aware_optimizer", "Drop --use-precision-aware-optimizer"),
     Refused("config", "optimizer_cpu_offload", "Drop --optimizer-cpu-offload"),
     Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
     Refused("config", "use_layer_wise_distributed_optimizer", "Drop --use-layer-wise-distributed-optimizer"),
