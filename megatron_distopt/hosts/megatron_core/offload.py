@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, storages_of
 
 __all__ = ["MainParams", "OffloadedState", "main_params_of"]
 
@@ -72,13 +72,17 @@ def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> li
         published: views of main params that others hold.
     """
     views: dict[int, list[Tensor]] = {}
-    for view in (*(flat.main for flat in _owning(sharded)), *published):
+    for view in (*(flat.main for flat in _owning(sharded)), *(each for each in published if not _is_coded(each))):
         views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
     return [MainParams.of(each) for each in views.values()]
 
 
 def _owning(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
-    return (flat for flat in sharded.flat_params if flat.owns_memory)
+    return (flat for flat in sharded.flat_params if flat.owns_memory and not _is_coded(flat.main))
+
+
+def _is_coded(tensor: Tensor) -> bool:
+    return not any(part is tensor for part in storages_of(tensor))
 
 
 class OffloadedState:
