@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class Kept(ABC):
             values: fp32 [stop - start]; may be overwritten.
             noise: int32 of the same shape, random and at least 0, to round at random; to nearest where None.
         """
+
+    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """As `write`, at the end of a step, in which the model param may be written as well."""
+        self.write(start, stop, values, noise)
 
     @abstractmethod
     def part(self, start: int, stop: int) -> Kept:
@@ -244,15 +248,20 @@ class Blocks(Kept):
 class Remainder(Kept):
     """A bf16 param and what it lacks of its fp32 main param; see [Note: remainder].
 
+    Only a step may write the param. What others write to the main param, as by loading it, is held in fp32 until the
+    next step, so that it can be compared with the param until then, as every main param is.
+
     Args:
-        model: bf16 1-D, in the param buffer; written whenever the main param is.
+        model: bf16 1-D, in the param buffer.
         low: int16 1-D.
         second: the second moment, which has the ties.
+        held: nothing, or all values, fp32.
     """
 
     model: Tensor
     low: Tensor
     second: Plain | Blocks
+    held: list[Tensor] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -264,13 +273,26 @@ class Remainder(Kept):
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return (self.low,)
+        return self.low, *self.held
 
     def read(self, start: int, stop: int) -> Tensor:
+        if self.held:
+            return self.held[0][start:stop]
         bits = _upper(self.model[start:stop]).add_(self.low[start:stop])
         return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        if not self.held:
+            self.held.append(self.read(0, self.numel))
+        self.held[0][start:stop].copy_(values)
+
+    def settle(self) -> None:
+        """Before a step: puts what is held into param and remainder."""
+        if self.held:
+            self.update(0, self.numel, self.held.pop())
+
+    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """See `Kept.update`."""
         model = self.model[start:stop].copy_(values)
         differences = values.view(torch.int32) - _upper(model)
         # NaN rounds to another NaN; there is nothing to add.
@@ -279,10 +301,11 @@ class Remainder(Kept):
         self.second.set_ties(start, stop, differences == _HALF)
 
     def part(self, start: int, stop: int) -> Remainder:
-        return Remainder(self.model[start:stop], self.low[start:stop], self.second.part(start, stop))
+        held = [each[start:stop] for each in self.held]
+        return Remainder(self.model[start:stop], self.low[start:stop], self.second.part(start, stop), held)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Remainder:
-        return Remainder(self.model, move(self.low), self.second)
+        return Remainder(self.model, move(self.low), self.second, [move(each) for each in self.held])
 
     def end_of_stretch(self, start: int, numel: int) -> int:
         return self.second.end_of_stretch(start, numel)

@@ -87,7 +87,7 @@ class _Stretch:
 
     def _write(self, kept: Kept, values: Tensor, noise: Tensor | None) -> None:
         if not kept.is_read_in_place:
-            kept.write(self.start, self.stop, values, noise if kept.is_rounded_at_random else None)
+            kept.update(self.start, self.stop, values, noise if kept.is_rounded_at_random else None)
 
 
 class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
@@ -145,6 +145,8 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         for kind in (_FIRST, _SECOND):
             self._bring_into_form(main, state, kind)
         kept = main.kept if isinstance(main, Coded) else Plain(main)
+        if isinstance(kept, Remainder):
+            kept.settle()
         writes_model = isinstance(kept, Remainder) or (isinstance(kept, Plain) and kept.tensor is not main)
         model = None if writes_model else self._models.get(main)
         first, second = (_kept(state[kind]) for kind in (_FIRST, _SECOND))

@@ -23,6 +23,7 @@ from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.coded import Coded, part_of
+from megatron_distopt.optimizer.kept import Remainder
 from megatron_distopt.optimizer.precision import FULL, Precision
 
 __all__ = [
@@ -116,6 +117,15 @@ class FlatParam:
     def differs_from_model(self) -> bool:
         """Whether the model param is not what `main` rounds to."""
         return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model)
+
+    @property
+    def can_tell_changes(self) -> bool:
+        """Whether it has what is needed to find out that the model param was changed by others.
+
+        A main param that is a remainder of the model param changes with it, and keeps the remainder.
+        """
+        kept = self.main.kept if isinstance(self.main, Coded) else None
+        return not isinstance(kept, Remainder) or bool(kept.held) or not bool(kept.low.any())
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""

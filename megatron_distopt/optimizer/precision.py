@@ -64,10 +64,7 @@ class Precision:
         Args:
             models: 1-D; those of the param buffer itself.
         """
-        mains = [self._main(model) for model in models]
-        for main, model in zip(mains, models, strict=True):
-            main.copy_(model)
-        return mains
+        return [self._main(model) for model in models]
 
     def _main(self, model: Tensor) -> Tensor:
         if self.main_params_dtype == "remainder":
@@ -75,7 +72,8 @@ class Precision:
             return Coded(Remainder(model, low, self._second_kept(model, has_ties=True)))
         if self.main_params_dtype == "bfloat16":
             return Coded(Plain(model))
-        return Coded(zeros_kept(model.numel(), model.device, self.main_params_dtype, is_second=False, has_ties=False))
+        kept = zeros_kept(model.numel(), model.device, self.main_params_dtype, is_second=False, has_ties=False)
+        return Coded(kept).copy_(model)
 
     def _second_kept(self, like: Tensor, *, has_ties: bool) -> Plain | Blocks:
         return zeros_kept(like.numel(), like.device, self.exp_avg_sq_dtype, is_second=True, has_ties=has_ties)

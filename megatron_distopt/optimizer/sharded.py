@@ -229,7 +229,7 @@ class ShardedOptimizer:
         for buffer in self.buffers:
             buffer.collect()
         for flat in self.flat_params:
-            if flat.differs_from_model():
+            if not flat.can_tell_changes or flat.differs_from_model():
                 flat.read_model()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class StateCalls(Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
-        self._before_state()
+        self._before_state(is_read=False)
         self._consolidated = None
         if self._model.may_grow:
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
@@ -154,15 +155,18 @@ class StateCalls(Optimizer):
         self._saver.save(Path(folder), self._whole_model())
 
     @torch.no_grad()
-    def _before_state(self) -> None:
-        """Collective: brings the state up to date before it is read or replaced."""
+    def _before_state(self, *, is_read: bool = True) -> None:
+        """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
         self._model.gather.finish()
         act_on_deferred_notice([self._model.sharded])
-        raise_together(self._follow_user, self._model.ranks.stats, "params")
+        raise_together(partial(self._follow_user, is_read=is_read), self._model.ranks.stats, "params")
 
-    def _follow_user(self) -> None:
+    def _follow_user(self, *, is_read: bool = True) -> None:
         """Takes over what the user did to params and options, so that the state belongs to them as they are now."""
-        self._model.follow(self._model.params.collect())
+        changed = self._model.params.collect()
+        if is_read:
+            self._model.check_can_follow(changed)
+        self._model.follow(changed)
         self._stepper.take_options()
 
     def finish_saving(self) -> None:
@@ -181,7 +185,7 @@ class StateCalls(Optimizer):
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
-        self._before_state()
+        self._before_state(is_read=False)
         if self._model.may_grow and is_checkpoint(Path(folder)):
             manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.ranks.stats, "load")
             self._model.grow_to(manifest.names)
@@ -209,7 +213,7 @@ class StateCalls(Optimizer):
         Raises:
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
         """
-        self._before_state()
+        self._before_state(is_read=False)
         raise_together(lambda: check_local_state_dict(self._model.sharded, state_dict), self._model.ranks.stats)
         load_local_state_dict(self._model.sharded, state_dict)
         self._after_load()

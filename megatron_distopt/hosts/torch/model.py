@@ -224,6 +224,23 @@ class ShardedModel:
         self._take_over(sets, buffers, slots)
         self._watch_accesses()
 
+    def check_can_follow(self, changed: frozenset[str]) -> None:
+        """Checks that main params know how their model params were changed.
+
+        Raises:
+            LayoutError
+        """
+        for flat in self.sharded.flat_params if changed else ():
+            found = [] if flat.can_tell_changes else [each.name for each in flat.plan.shards if each.name in changed]
+            if found:
+                got, rule = "written to, or its .data read, between two steps", "be left to the optimizer"
+                remedy = (
+                    "Call optimizer.reload_model_params() after you have changed weights, and read them by detach(); "
+                    "or write main_params_dtype='float32'"
+                )
+                what = f"param {found[0]!r} with main_params_dtype='remainder'"
+                raise LayoutError(refusal(what, got, rule, remedy))
+
     def follow(self, changed: frozenset[str]) -> None:
         """Updates main params from model params that the user has changed."""
         for flat in self.sharded.flat_params if changed else ():

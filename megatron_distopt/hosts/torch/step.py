@@ -88,6 +88,7 @@ class Stepper:
         model = self._model
         try:
             changed = model.params.collect()
+            model.check_can_follow(changed)
             self.take_options()
         except LayoutError as error:
             model.grads.complaints.append(error)
