@@ -1,0 +1,135 @@
+"""Checkpoints that cross precisions of the state and parallel sizes."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import GELU, Linear, Module, Sequential
+
+from megatron_distopt import distribute
+from megatron_distopt.optimizer import Precision
+from tests.support.spawn import run_ranks
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "remainder": Precision("remainder"),
+    "bf16": Precision("remainder", "bfloat16", "bfloat16"),
+    "fp16": Precision("float16", "float16", "float16"),
+    "fp8": Precision("remainder", "float8_e4m3fn", "float8_e5m2"),
+    "int8": Precision("float32", "int8", "int8"),
+    "bf16 param": Precision("bfloat16", "bfloat16", "int8"),
+}
+SIZES = (1, 2, 3)
+#: By kind: from a precision at a size to another, so that every precision is loaded into every other.
+PAIRS = tuple(
+    (one, SIZES[number % 3], other, SIZES[(number // 3) % 3])
+    for number, (one, other) in enumerate(product(PRECISIONS, repeat=2))
+)
+#: Relative errors that a precision allows: of main params and first moments to those of their block's largest, which
+#: are rounded to nearest when loaded.
+ERRORS = {
+    "float32": 0.0,
+    "remainder": 0.0,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-10,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+    "int8": 2.0**-5,
+}
+Values = dict[str, dict[str, Tensor]]
+
+
+def _build(name: str, group: Any) -> tuple[Module, Any]:
+    torch.manual_seed(0)
+    model = Sequential(Linear(24, 70), GELU(), Linear(70, 50), GELU(), Linear(50, 8)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, distribute(model, optimizer, process_group=group, **vars(PRECISIONS[name]))
+
+
+def _train(model: Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = (torch.randn(32, width, generator=generator).bfloat16() for width in (24, 8))
+        loss = (model(inputs) - targets).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def _values(optimizer: Any) -> Values:
+    """Collective: everything that the state holds, by the number of the param and the kind; empty but on rank 0."""
+    whole = optimizer.full_state_dict()
+    return {
+        str(number): {kind: value.clone() for kind, value in state.items() if kind != "step"}
+        for number, state in whole.get("state", {}).items()
+    }
+
+
+def _groups() -> dict[int, Any]:
+    return {size: dist.new_group(list(range(size))) for size in SIZES}
+
+
+def cross(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """Saves every precision at every size, and loads all pairs; returns what was saved, loaded and trained on."""
+    groups, saved, losses = _groups(), dict[Any, Values](), dict[Any, list[float]]()
+    for name, ranks in product(PRECISIONS, SIZES):
+        if rank < ranks:
+            model, optimizer = _build(name, groups[ranks])
+            _train(model, optimizer, range(4))
+            optimizer.save(f"{folder}/{name}-{ranks}")
+            saved[name, ranks] = _values(optimizer)
+            losses[name, ranks] = _train(model, optimizer, range(4, 6))
+    dist.barrier()
+    loaded, resumed = dict[Any, Values](), dict[Any, list[float]]()
+    for pair in PAIRS:
+        one, before, other, ranks = pair
+        if rank < ranks:
+            model, optimizer = _build(other, groups[ranks])
+            optimizer.load(f"{folder}/{one}-{before}")
+            loaded[pair] = _values(optimizer)
+            resumed[pair] = _train(model, optimizer, range(4, 6))
+    return {"saved": saved, "losses": losses, "loaded": loaded, "resumed": resumed}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("precisions")
+    return run_ranks(cross, max(SIZES), str(folder), seconds=200)[0]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{0} at {1} to {2} at {3}".format(*pair))
+def test_load_when_precision_and_size_differ_then_values_are_those_saved_as_the_new_one_rounds_them(
+    found: dict[str, Any], pair: tuple[str, int, str, int]
+) -> None:
+    one, before, other, ranks = pair
+    saved, loaded, precision = found["saved"][one, before], found["loaded"][pair], PRECISIONS[other]
+    assert saved.keys() == loaded.keys() and len(saved) == 6
+    for number, state in saved.items():
+        assert state.keys() == loaded[number].keys()
+        for kind, value in state.items():
+            dtype = getattr(precision, f"{kind}_dtype", precision.main_params_dtype)
+            is_kept = vars(PRECISIONS[one]) == vars(precision) and before == ranks
+            error = 0.0 if is_kept else ERRORS[dtype] * (2 if kind == "exp_avg_sq" else 1)  # the root is rounded
+            difference = (loaded[number][kind].float() - value.float()).abs()
+            assert float(difference.max()) <= error * float(value.abs().max()), (number, kind)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{0} at {1} to {2} at {3}".format(*pair))
+def test_resume_when_precision_and_size_differ_then_training_goes_on(
+    found: dict[str, Any], pair: tuple[str, int, str, int]
+) -> None:
+    one, before, other, ranks = pair
+    expected, resumed = found["losses"][one, before], found["resumed"][pair]
+    if vars(PRECISIONS[one]) == vars(PRECISIONS[other]) and before == ranks:
+        assert resumed == expected  # to the bit
+    # A state that is lost or misplaced changes these losses by more than 0.1.
+    assert resumed == pytest.approx(expected, abs=0.02)
