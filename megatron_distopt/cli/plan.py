@@ -96,6 +96,7 @@ def _title(plan: ChoicePlan, times: Times) -> str:
     sent = "" if choice.reduce_dtype is None else f" sent as {choice.reduce_dtype}"
     bucket = {"all": "one bucket", AUTO: "buckets as runs choose them"}
     sizes += [f"{choice.dtype} with {choice.grad_dtype} grads{sent}"]
+    sizes += [choice.state] * bool(choice.state)
     sizes += [bucket.get(_bucket(choice), f"buckets of {_bucket(choice)}")]
     exposed = time_text(times.exposed_seconds or 0.0)
     return f"{', '.join(sizes)}: {exposed} of {time_text(times.seconds)} of communication exposed"
@@ -124,6 +125,9 @@ def _choice_document(plan: ChoicePlan, times: Times) -> dict[str, Any]:
         "dtype": choice.dtype,
         "grad_dtype": choice.grad_dtype,
         "reduce_dtype": choice.reduce_dtype,
+        "main_params_dtype": choice.main_params_dtype,
+        "exp_avg_dtype": choice.exp_avg_dtype,
+        "exp_avg_sq_dtype": choice.exp_avg_sq_dtype,
         "bucket_size": choice.bucket_size,
         "stages": [_stage_document(plan, stage) for stage in plan.stages],
         "fullest_stage": plan.fullest.stage,
@@ -215,6 +219,7 @@ _COLUMNS = (
     _Column("ep", lambda plan, times: str(plan.choice.cut.ep), usual="1"),
     _Column("dtype", lambda plan, times: plan.choice.dtype),
     _Column("grads", lambda plan, times: plan.choice.grad_dtype),
+    _Column("state", lambda plan, times: plan.choice.state or "float32", usual="float32"),
     _Column("reduce dtype", lambda plan, times: plan.choice.reduce_dtype or "none", usual="none"),
     _Column("bucket", lambda plan, times: _bucket(plan.choice), usual="all"),
     _Column("stage", lambda plan, times: ranges(plan.stage_numbers(plan.fullest)), usual="0"),

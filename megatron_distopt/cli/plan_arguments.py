@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distopt.cli.plan_choice import Assumed
-from megatron_distopt.cli.plan_model import AUTO, DTYPES, REDUCE_NBYTES, Choice, GptSizes, ParallelSizes
+from megatron_distopt.cli.plan_model import (
+    AUTO,
+    DTYPES,
+    MAIN_NBYTES,
+    MOMENT_NBYTES,
+    REDUCE_NBYTES,
+    Choice,
+    GptSizes,
+    ParallelSizes,
+)
 from megatron_distopt.errors import ConfigError, refusal
 
 __all__ = ["DESCRIPTION", "add_arguments", "assumed_of", "choices_of", "sizes_in_mapping", "sizes_of"]
@@ -82,6 +91,9 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
         ("--dtype", tuple(DTYPES), "dtype of the params; bf16"),
         ("--grad-dtype", ("fp32", "param"), "dtype of the grads; fp32"),
         ("--reduce-dtype", (_AS_THEY_ARE, *REDUCE_NBYTES), "dtype in which fp32 grads are communicated; none for fp32"),
+        ("--main-params-dtype", tuple(MAIN_NBYTES), "form of the main params of 16-bit params; float32"),
+        ("--exp-avg-dtype", tuple(MOMENT_NBYTES), "form of the first moment; float32"),
+        ("--exp-avg-sq-dtype", tuple(MOMENT_NBYTES), "form of the second moment; float32"),
     ):
         group.add_argument(flag, choices=words, nargs="+", default=[words[0]], help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
@@ -161,9 +173,12 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
         for dp, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep)
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
+    states = itertools.product(parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype)
     return [
-        Choice(cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce)
-        for cut, dtype, grads, reduce, bucket in itertools.product(cuts, *others)
+        Choice(
+            cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce, *state
+        )
+        for cut, dtype, grads, reduce, bucket, state in itertools.product(cuts, *others, list(states))
     ]
 
 

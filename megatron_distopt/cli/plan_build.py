@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -135,7 +135,7 @@ def _optimizers(
     layouts = [layout_of(part.params, plan.choice, group.size) for part, group in zip(plan.parts, groups, strict=True)]
     marks.append(clock())
     buffers = [_buffer(*each, plan.choice) for each in zip(groups, named, layouts, strict=True)]
-    steps = [_step_plan(part, group, everybody) for part, group in zip(plan.parts, groups, strict=True)]
+    steps = [_step_plan(part, plan.choice, group, everybody) for part, group in zip(plan.parts, groups, strict=True)]
     optimizers = [ShardedOptimizer([buffer], step) for buffer, step in zip(buffers, steps, strict=True)]
     marks.append(clock())
     for optimizer in optimizers:
@@ -173,9 +173,15 @@ def _buffer(data: Group, params: dict[str, Parameter], layout: BufferLayout, cho
     return ShardedBuffer(layout, data.rank, grad, param)
 
 
-def _step_plan(part: PlannedBuffer, data: Group, everybody: Group) -> StepPlan:
-    choice, scale = choose_inner(_CONFIG, _META.type), make_loss_scale(_CONFIG, _META)
-    return StepPlan(_groups(part.params), choice, _CONFIG, scale, lambda: everybody, data.size)
+def _step_plan(part: PlannedBuffer, choice: Choice, data: Group, everybody: Group) -> StepPlan:
+    config = replace(
+        _CONFIG,
+        main_params_dtype=choice.main_params_dtype,
+        exp_avg_dtype=choice.exp_avg_dtype,
+        exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
+    )
+    inner, scale = choose_inner(config, _META.type), make_loss_scale(config, _META)
+    return StepPlan(_groups(part.params), inner, config, scale, lambda: everybody, data.size)
 
 
 def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:

@@ -14,6 +14,8 @@ from megatron_distopt.layout.estimate import Widths
 __all__ = [
     "AUTO",
     "DTYPES",
+    "MAIN_NBYTES",
+    "MOMENT_NBYTES",
     "REDUCE_NBYTES",
     "Choice",
     "GptSizes",
@@ -27,6 +29,10 @@ __all__ = [
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 #: Bytes an element of each `DistOptConfig.reduce_dtype`.
 REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
+#: Bytes an element of each form of main params and moments, without scales, and the forms that have scales.
+MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
+MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+_WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Megatron makes the width of a gated MLP a multiple of this.
@@ -175,9 +181,12 @@ class Choice:
         has_fp32_grads: whether the grad buffer is fp32, whatever the dtype of the params.
         bucket_size: elements of a bucket; None for one bucket a buffer, or `AUTO`.
         reduce_dtype: the dtype in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32.
+        main_params_dtype: the form of main params, a key of `MAIN_NBYTES`.
+        exp_avg_dtype, exp_avg_sq_dtype: the forms of the moments, keys of `MOMENT_NBYTES`.
 
     Raises:
-        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, which training refuses as well.
+        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, or main params that belong to other params,
+            which training refuses as well.
     """
 
     cut: ParallelSizes
@@ -185,8 +194,14 @@ class Choice:
     has_fp32_grads: bool = True
     bucket_size: int | Literal["auto"] | None = None
     reduce_dtype: str | None = None
+    main_params_dtype: str = "float32"
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.main_params_dtype in ("remainder", "bfloat16") and self.dtype == "fp16":
+            got, remedy = f"{self.main_params_dtype} for params of float16", "Write --main-params-dtype float32"
+            raise ConfigError(refusal("main_params_dtype", got, "belong to params of bfloat16", remedy))
         if self.reduce_dtype is not None and self.grad_dtype != "fp32":
             got = f"{self.reduce_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
             remedy = "Write --grad-dtype fp32, or --reduce-dtype none"
@@ -197,8 +212,24 @@ class Choice:
         """Bytes an element."""
         width = DTYPES[self.dtype][1]
         reduce = 0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype]
-        grad, main = 4 if self.has_fp32_grads else width, 0 if self.dtype == "fp32" else 4
-        return Widths(param=width, grad=grad, main=main, reduce=reduce)
+        grad, main = 4 if self.has_fp32_grads else width, MAIN_NBYTES[self.main_params_dtype]
+        moments = (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        is_own = self.dtype == "fp32"
+        return Widths(
+            param=width,
+            grad=grad,
+            main=0 if is_own else main,
+            moments=sum(MOMENT_NBYTES[each] for each in moments),
+            reduce=reduce,
+            main_scales=int(self.main_params_dtype in _WITH_SCALES and not is_own),
+            moment_scales=sum(each in _WITH_SCALES for each in moments),
+        )
+
+    @property
+    def state(self) -> str:
+        """The forms of the state in a few words; empty where all of it is fp32."""
+        named = {"main": self.main_params_dtype, "exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return ", ".join(f"{name} {form}" for name, form in named.items() if form != "float32")
 
     @property
     def grad_dtype(self) -> str:

@@ -14,6 +14,8 @@ from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
 __all__ = ["Collective", "Footprint", "Kind", "Widths", "collectives_of", "estimate_footprint", "stats_collective"]
 
+#: Elements with one scale, where the state is kept in codes.
+_BLOCK_NUMEL = 128
 #: Every flat param has a tensor of its own in which its updates are counted: one fp32.
 _STEP_NBYTES = 4
 #: An fp32 copy of a 16-bit gradient lives from the statistics to the update.
@@ -32,6 +34,8 @@ class Widths:
         main: of main params of their own; 0 where the model param is its own main param.
         moments: of all that the inner optimizer keeps for an element.
         reduce: of a gradient while it is communicated; 0 for as many as in the grad buffer.
+        main_scales, moment_scales: of how many tensors that are kept for an element there is a scale of one byte for
+            every block of 128.
     """
 
     param: int
@@ -39,6 +43,8 @@ class Widths:
     main: int
     moments: int = 8
     reduce: int = 0
+    main_scales: int = 0
+    moment_scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,15 @@ def estimate_footprint(layout: BufferLayout, rank: int, widths: Widths, key_of: 
     """
     flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
     owned = sum(flat.in_buffer.numel for flat in flat_params)
+    blocks = sum(-(-flat.in_buffer.numel // _BLOCK_NUMEL) for flat in flat_params)
     numels = [slot.in_buffer.numel for slot in layout.slots]
+    scales = (widths.main_scales + widths.moment_scales) / _BLOCK_NUMEL
     return Footprint(
         param_nbytes=layout.numel * widths.param,
         grad_nbytes=layout.numel * widths.grad,
-        main_nbytes=owned * widths.main,
-        moment_nbytes=owned * widths.moments + len(flat_params) * _STEP_NBYTES,
-        undistributed_nbytes=sum(numels) * (widths.main + widths.moments),
+        main_nbytes=owned * widths.main + blocks * widths.main_scales,
+        moment_nbytes=owned * widths.moments + blocks * widths.moment_scales + len(flat_params) * _STEP_NBYTES,
+        undistributed_nbytes=round(sum(numels) * (widths.main + widths.moments + scales)),
         backward_nbytes=max(numels) * widths.param,
         step_nbytes=owned * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
         num_flat_params=len(flat_params),

@@ -77,7 +77,8 @@ class _Stretch:
         """Rounds the values into the forms, and the main param into the model param."""
         forms, noise = self.forms, None
         if forms.is_rounded_at_random:
-            noise = random_bits(self.start, self.stop - self.start, forms.step, forms.number)
+            count = forms.step.to(self.main.device)
+            noise = random_bits(self.start, self.stop - self.start, count, forms.number)
         self._write(forms.first, self.first, None)
         self._write(forms.second, self.second, noise)  # before the main param, which may write its signs
         self._write(forms.main, self.main, None if noise is None else noise >> 15)
@@ -117,10 +118,10 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         precision: Precision,
     ) -> None:
         device_type = next((param.device.type for group in params for param in group["params"]), CPU)
-        fused = has_torch_fused(device_type)
+        self._is_fused = has_torch_fused(device_type)
         # A group may name the kernel that it had before.
         plain = [{key: value for key, value in group.items() if key not in _KERNELS} for group in params]
-        super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
         self.decoupled, self.precision = decoupled, precision
 
     @torch.no_grad()
@@ -141,7 +142,8 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
     def _forms(self, number: int, main: Tensor) -> _Forms:
         state = self.state[main]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
+            # As torch does: where its fused kernel reads it, else on the CPU.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if self._is_fused else CPU)
         for kind in (_FIRST, _SECOND):
             self._bring_into_form(main, state, kind)
         kept = main.kept if isinstance(main, Coded) else Plain(main)
@@ -185,7 +187,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         options["beta1"], options["beta2"] = group["betas"]
         values = [[getattr(each, name) for each in stretches] for name in ("main", "grad", "first", "second")]
         counts = [each.forms.step for each in stretches]
-        if group["fused"]:
+        if self._is_fused:
             kernel: Callable[..., None] = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
             kernel(*values, [], counts, **options, **given)

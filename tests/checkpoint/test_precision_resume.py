@@ -106,7 +106,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(cross, max(SIZES), str(folder), seconds=200)[0]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{0} at {1} to {2} at {3}".format(*pair))
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{} at {} to {} at {}".format(*pair))
 def test_load_when_precision_and_size_differ_then_values_are_those_saved_as_the_new_one_rounds_them(
     found: dict[str, Any], pair: tuple[str, int, str, int]
 ) -> None:
@@ -123,7 +123,7 @@ def test_load_when_precision_and_size_differ_then_values_are_those_saved_as_the_
             assert float(difference.max()) <= error * float(value.abs().max()), (number, kind)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{0} at {1} to {2} at {3}".format(*pair))
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{} at {} to {} at {}".format(*pair))
 def test_resume_when_precision_and_size_differ_then_training_goes_on(
     found: dict[str, Any], pair: tuple[str, int, str, int]
 ) -> None:

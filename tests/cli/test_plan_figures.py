@@ -264,6 +264,14 @@ def test_stage_when_compared_with_megatron_core_then_names_shapes_and_order_are_
 MOST_PROCESS_NBYTES = 64 << 20
 TRILLION = GptSizes(layers=128, hidden=25600, heads=160, vocab=50257)
 MIXTURE = replace(GPT, experts=8, layers=4)
+#: State in other forms than fp32.
+REMAINDER_AND_BF16 = {
+    "main_params_dtype": "remainder",
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
+CODES = {"main_params_dtype": "float16", "exp_avg_dtype": "float8_e4m3fn", "exp_avg_sq_dtype": "float16"}
+SMALLEST = {"main_params_dtype": "bfloat16", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "float8_e5m2"}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +283,10 @@ MIXTURE = replace(GPT, experts=8, layers=4)
         (MIXTURE, Choice(ParallelSizes(dp=8, tp=2, ep=4), bucket_size=BUCKET), 13),
         (TRILLION, Choice(ParallelSizes(dp=4096), bucket_size=40_000_000), 4095),
         (TRILLION, Choice(ParallelSizes(dp=32, tp=8, pp=16)), 1234),
+        (GPT, Choice(ParallelSizes(dp=3), **REMAINDER_AND_BF16), 1),
+        (GPT, Choice(ParallelSizes(dp=3), "fp16", **CODES), 2),
+        (MIXTURE, Choice(ParallelSizes(dp=8, tp=2, ep=4), bucket_size=BUCKET, **SMALLEST), 13),
+        (TRILLION, Choice(ParallelSizes(dp=4096), **CODES), 4095),
     ],
 )
 def test_build_when_a_rank_is_built_then_it_holds_what_was_planned(gpt: GptSizes, choice: Choice, rank: int) -> None:
