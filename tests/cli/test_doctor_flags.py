@@ -68,9 +68,9 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(words: str, got:
 
 
 def test_flags_when_megatron_core_has_an_option_that_is_refused_then_a_problem(tmp_path: Path) -> None:
-    words = f"{FLAG} --use-precision-aware-optimizer"
+    words = f"{FLAG} --optimizer-cuda-graph"
     assert problems(launch(words, read(core(tmp_path)))) == [
-        Said("Invalid use_precision_aware_optimizer: set", "Drop --use-precision-aware-optimizer.")
+        Said("Invalid optimizer_cuda_graph: set", "Drop --optimizer-cuda-graph.")
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import (
@@ -45,7 +46,14 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "unfrozen after wrapping": lambda rank: _build(frozen_when_wrapped=True),
         "float64": lambda rank: _build(double=True),
         "fp16 params without fp16": lambda rank: _build(half=True),
-        "precision aware": lambda rank: _build(optimizer={"use_precision_aware_optimizer": True}),
+        "unknown precision": lambda rank: _build(
+            optimizer={
+                "use_precision_aware_optimizer": True,
+                "main_params_dtype": torch.float32,
+                "exp_avg_dtype": torch.float64,
+                "exp_avg_sq_dtype": torch.float32,
+            }
+        ),
         "cuda graph": lambda rank: _build(optimizer={"optimizer_cuda_graph": True}),
         "fp4 gather": lambda rank: _build(ddp_later={"fp4_param_gather": True}),
         "custom fsdp": lambda rank: _build(ddp_later={"use_custom_fsdp": True}),
@@ -233,10 +241,9 @@ WANTED: dict[str, Refusal] = {
         ConfigError,
         "Invalid loss_scale: None with fp16 params. Must be a number or 'dynamic'. Write loss_scale='dynamic'.",
     ),
-    "precision aware": (
+    "unknown precision": (
         ConfigError,
-        "Invalid use_precision_aware_optimizer: set. Must be off with this distributed optimizer. "
-        "Drop --use-precision-aware-optimizer.",
+        "Invalid exp_avg_dtype: float64. Must be one of float32, bfloat16, float16, uint8. Write --exp-avg-dtype fp32.",
     ),
     "cuda graph": (
         ConfigError,

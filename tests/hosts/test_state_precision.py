@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -116,6 +117,56 @@ def verdict(trained: Mapping[Precision, Trained], precision: Precision) -> str:
 def _are_equal(one: Trained, other: Trained) -> bool:
     are_params = all(torch.equal(one.params[name], other.params[name]) for name in one.params)
     return one.losses == other.losses and are_params
+
+
+#: By megatron-core's own fields, what they mean.
+OWN_FIELDS = {
+    Precision("remainder"): {},
+    Precision("float16", "float8_e4m3fn", "float16"): {
+        "main_params_dtype": torch.float16,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.float16,
+    },
+    Precision("float32", "bfloat16", "bfloat16"): {
+        "store_param_remainders": False,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
+}
+
+
+def train_core_with_its_own_fields(rank: int, size: int) -> dict[Precision, tuple[Trained, Trained]]:
+    """By what the host's fields mean: trained with them, and with ours. Empty where the host has no such fields."""
+    gpt = import_module("tests.support.gpt")
+    build = gpt.optimizer_config
+    found = {}
+    for precision, fields in OWN_FIELDS.items():
+
+        def with_fields(case: Case, fields: dict[str, object] = fields) -> object:
+            config = build(case)
+            # After it was checked, because it asks for TransformerEngine.
+            for name, value in {"use_precision_aware_optimizer": True, **fields}.items():
+                setattr(config, name, value)
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            return config
+
+        if not hasattr(gpt.OptimizerConfig, "store_param_remainders"):
+            return {}
+        gpt.optimizer_config = with_fields
+        theirs = _train_core()
+        gpt.optimizer_config = build
+        with asked_for(precision):
+            found[precision] = theirs, _train_core()
+    return found
+
+
+def test_megatron_core_when_its_own_fields_ask_for_a_precision_then_it_is_ours() -> None:
+    found = run_ranks(train_core_with_its_own_fields, 2)[0]
+    if not found:
+        pytest.skip("this megatron-core has no precision-aware optimizer")
+    for precision, (theirs, ours) in found.items():
+        assert _are_equal(theirs, ours), precision
+    assert len({theirs.losses for theirs, _ in found.values()}) == len(OWN_FIELDS)
 
 
 @pytest.fixture(scope="module", params=HOSTS)
