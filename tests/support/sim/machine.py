@@ -86,10 +86,12 @@ class Stream(torch.Stream):
         stream: Stream = super().__new__(cls, stream_id=number, device_index=0, device_type=_PRIVATE_USE_1)
         stream.name, stream.num_issued, stream.num_done = name or f"stream {number}", 0, 0
         stream.queue = deque[Operation]()
+        stream.number = number
         machine.streams.append(stream)
         return stream
 
     name: str
+    number: int
     num_issued: int
     num_done: int
     queue: deque[Operation]
@@ -154,6 +156,8 @@ class Machine:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
+        #: Those with queued operations: a test makes thousands of streams, and uses few at a time.
+        self.busy: dict[Stream, None] = {}
         self.counts = Counts()
         #: Where operations go while a graph is recorded.
         self.recording: list[Operation] | None = None
@@ -201,6 +205,7 @@ class Machine:
                 return
             on.queue.append(operation)
             on.num_issued += 1
+            self.busy.setdefault(on)
             if self._random.random() < self._eagerness:
                 for _ in range(self._random.randrange(8)):
                     self._step()
@@ -228,7 +233,7 @@ class Machine:
 
     def finish(self) -> None:
         """Carries out everything, uncounted: for tests."""
-        self._wait_until(lambda: not any(stream.queue for stream in self.streams))
+        self._wait_until(lambda: not self.busy)
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SECONDS
@@ -241,7 +246,7 @@ class Machine:
                 has_moved = self._step()
             if has_moved:
                 deadline = time.monotonic() + _SECONDS
-            elif not any(stream.queue and stream.queue[0].under_way for stream in self.streams):
+            elif not any(stream.queue[0].under_way for stream in self.busy):
                 raise SimError(f"the streams wait for each other: {self._heads()}")
             elif time.monotonic() > deadline:
                 raise SimError(f"no other rank came to {self._heads()}")
@@ -249,7 +254,7 @@ class Machine:
                 time.sleep(2e-4)
 
     def _heads(self) -> list[str]:
-        return [f"{stream.name}: {stream.queue[0].name}" for stream in self.streams if stream.queue]
+        return [f"{stream.name}: {stream.queue[0].name}" for stream in self.busy]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -260,7 +265,7 @@ class Machine:
 
     def _step(self) -> bool:
         """Carries out one operation, if one can be."""
-        waiting = [stream for stream in self.streams if stream.queue]
+        waiting = sorted(self.busy, key=lambda stream: stream.number)
         if self._random.random() < 0.1:
             self._priorities = {stream: self._random.random() for stream in waiting}
         waiting.sort(key=lambda stream: self._priorities.setdefault(stream, self._random.random()))
@@ -283,6 +288,8 @@ class Machine:
         if is_done:
             stream.queue.popleft()
             stream.num_done += 1
+            if not stream.queue:
+                del self.busy[stream]
         return is_done
 
     def _go_on(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.support.sim.machine import DEVICE, SimError, machine
 from tests.support.sim.memory import contiguous_strides, memory, void
@@ -75,14 +74,31 @@ def _check(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name}: the device has no {tensor.dtype}")
 
 
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Changes what arguments or results consist of; torch's own function for it takes most of the time of a test."""
+    if isinstance(values, (list, tuple)):
+        return type(values)([_mapped(change, each) for each in values])
+    if isinstance(values, dict):
+        return {key: _mapped(change, each) for key, each in values.items()}
+    return change(values)
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (each for each in tree_flatten(values)[0] if isinstance(each, Tensor))
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from _tensors(each)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
 def _captured(name: str, values: Any) -> Any:
     """Arguments for the CPU: memory of the device by reference, a number of the host by value."""
 
-    def take(each: Tensor) -> Tensor:
+    def take(each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
         if each.device.type == DEVICE:
             _check(each, name)
             return memory.on_cpu(each)
@@ -90,12 +106,15 @@ def _captured(name: str, values: Any) -> Any:
             return each.clone()
         raise SimError(f"{name}: one tensor is on {each.device}, another one on {DEVICE}")
 
-    return tree_map_only(Tensor, take, values)
+    return _mapped(take, values)
 
 
 def _on_host(values: Any) -> Any:
     """Devices among the arguments become the CPU."""
-    return tree_map_only(torch.device, lambda each: torch.device("cpu") if each.type == DEVICE else each, values)
+    def take(each: Any) -> Any:
+        return torch.device("cpu") if isinstance(each, torch.device) and each.type == DEVICE else each
+
+    return _mapped(take, values)
 
 
 def _grow_outputs(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -170,8 +189,12 @@ def _outputs(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Output
         return _Outputs(written[0] if len(returns) == 1 else tuple(written), flat, [])
     like = _as_zeros if op._schema.name in _ROUND_ELSEWHERE else _as_meta
     shapes = op(*like(args), **like(dict(kwargs)))
-    made = tree_map_only(Tensor, lambda each: memory.allocate(each.shape, each.stride(), each.dtype), shapes)
+    made = _mapped(_allocated, shapes)
     return _Outputs(made, flat, list(_tensors(made)))
+
+
+def _allocated(like: Any) -> Any:
+    return memory.allocate(like.shape, like.stride(), like.dtype) if isinstance(like, Tensor) else like
 
 
 def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -183,29 +206,28 @@ def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _as_meta(values: Any) -> Any:
-    def take(each: Tensor) -> Tensor:
-        if each.device.type == "cpu" and each.dim() == 0:
+    def take(each: Any) -> Any:
+        if isinstance(each, torch.device):
+            return torch.device("meta") if each.type == DEVICE else each
+        if not isinstance(each, Tensor) or (each.device.type == "cpu" and each.dim() == 0):
             return each
         return torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device="meta")
 
-    flat, spec = tree_flatten(values)
-    meta = torch.device("meta")
-    flat = [
-        take(x) if isinstance(x, Tensor) else meta if isinstance(x, torch.device) and x.type == DEVICE else x
-        for x in flat
-    ]
-    return tree_unflatten(flat, spec)
+    return _mapped(take, values)
 
 
 def _as_zeros(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: torch.zeros(each.shape, dtype=each.dtype), _on_host(values))
+    def take(each: Any) -> Any:
+        return torch.zeros(each.shape, dtype=each.dtype) if isinstance(each, Tensor) else each
+
+    return _mapped(take, _on_host(values))
 
 
 def _read(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The host waits for the current stream and reads."""
     given, named = _captured(name, (list(args), dict(kwargs)))
     machine.synchronise(name, machine.current.now)
-    return tree_map_only(Tensor, to_device, op(*given, **named))
+    return _mapped(lambda each: to_device(each) if isinstance(each, Tensor) else each, op(*given, **named))
 
 
 def to_device(tensor: Tensor) -> Tensor:
