@@ -231,6 +231,20 @@ class DistOptConfig:
         "steps between two log lines that say how much of a step's communication was hidden; none for no such lines",
         rule=at_least(1, " step", 1, ", or leave it out"),
     )
+    log_digests: int | None = option(
+        None,
+        "steps between two records of checksums of gradients, main params and optimizer state, by param, for "
+        "megatron-distopt diff; none for no such records",
+        rule=at_least(1, " step", 100, ", or leave it out"),
+    )
+    digest_folder: str = option(
+        "digests",
+        "the folder of those records, on a disk that all ranks write to; each start of the run adds a folder to it",
+    )
+    deterministic: bool = option(
+        False,
+        "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes",
+    )
     debug: bool = option(
         False,
         "make every access to params or gradients that a collective is using an error that names the param and the "

@@ -1,4 +1,4 @@
-"""`megatron-distopt diff`: in what two checkpoints differ, and by how much."""
+"""`megatron-distopt diff`: in what two checkpoints differ, and by how much; of two runs see diff_runs.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, settings_of
+from megatron_distopt.cli.diff_runs import answer_about_runs, are_runs
 from megatron_distopt.cli.show import Answer, counted, listed, more, number_text, progress_of, rows, titled
 from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
@@ -32,11 +33,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Compares two checkpoints.
+    """Compares two checkpoints, or two runs that have logged digests.
 
     Raises:
-        CheckpointError: a path holds no checkpoint, or a damaged one.
+        CheckpointError: a path holds no checkpoint, or a damaged one; or it is of another kind than the other path.
     """
+    if are_runs(parsed.first, parsed.second):
+        return answer_about_runs(parsed.first, parsed.second)
     places = find(parsed.first), find(parsed.second)
     compared = _compare_all(*(open_any(place.path) for place in places))
     document = _document(places, compared)

@@ -57,7 +57,12 @@ absolute difference, the same against the largest value in A, and how many
 elements differ; then options, steps and loss scales. Exit status 0 if they
 are equal to the bit, 1 if not, 2 if one cannot be read.
 
-A and B are what inspect takes for CKPT."""
+Of two runs with --distopt-log-digests: the first step at which they differ,
+whether in gradients, params or moments, of which params, and what that says
+about the cause.
+
+A and B are what inspect takes for CKPT, or two digest folders: of a run, or
+of one of its starts, such as digests/start-0001."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
   distopt     of this package; loads at any size
@@ -127,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("checkpoint", type=Path, metavar="CKPT")
     verify = _command(commands, "verify", "is a checkpoint whole?", _VERIFY)
     verify.add_argument("checkpoint", type=Path, metavar="CKPT")
-    diff = _command(commands, "diff", "in what do two checkpoints differ?", _DIFF)
-    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint")
+    diff = _command(commands, "diff", "in what do two checkpoints or runs differ?", _DIFF)
+    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest folder")
     diff.add_argument("second", type=Path, metavar="B", help="another")
     diff.set_defaults(refused=2)
     _add_convert(commands)

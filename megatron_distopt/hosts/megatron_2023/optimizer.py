@@ -78,7 +78,8 @@ class DistributedOptimizer(BuiltOptimizer):
         _check_no_closure(args)
         phase, sharded = phases(args, timers), self.sharded
         self.finish_param_gather()
-        notice = self._look_between_steps()
+        notice, digests = self._look_between_steps(), self._checkpoints.digests
+        digests.begin_step()
         with phase(TIMERS.attach):
             sharded.attach_grads()
         with phase(TIMERS.measure):
@@ -86,6 +87,7 @@ class DistributedOptimizer(BuiltOptimizer):
             measured = measure([sharded], self.everyone, notice)
             (decision,) = decide([sharded], measured, self.everyone)
         if decision.action is StepAction.SKIP:
+            digests.end_step(decision)
             self._used.mark()
             return False, None, None
         with phase(TIMERS.clip):
@@ -96,6 +98,7 @@ class DistributedOptimizer(BuiltOptimizer):
             advance(sharded, decision.divisor, decision.found_inf)
         with phase(TIMERS.write):
             write_model(sharded)
+        digests.end_step(decision)
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
     def _look_between_steps(self) -> Notice:

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.hosts.megatron_core.digests import DigestCalls
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     check_takes_boxes,
     load_sharded_state,
@@ -32,7 +31,7 @@ from megatron_distopt.optimizer import count_updates
 __all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
 
 
-class CheckpointCalls(MegatronOptimizer):
+class CheckpointCalls(DigestCalls):
     """What a class of ours answers to the host's checkpointing; mixed in before the host's class, as `StepCalls`."""
 
     _saver: Saver | None = None
@@ -109,6 +108,7 @@ class CheckpointCalls(MegatronOptimizer):
             if group.param_gather_handle is not None:
                 group.start_param_sync(force_sync=True)
         yield
+        self.digests.restart()
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
 

@@ -311,6 +311,7 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
             self.load_sharded(state_dict)
         else:
             super().load_state_dict(state_dict)
+            self.digests.restart()
 
 
 def _inner_for(
