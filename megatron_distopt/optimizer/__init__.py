@@ -4,6 +4,7 @@ from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, f
 from megatron_distopt.optimizer.choice import IMPLEMENTATION, adopt_instance, choose_inner, fused_instance
 from megatron_distopt.optimizer.coded import plain, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
+from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
@@ -55,6 +56,7 @@ __all__ = [
     "StepPlan",
     "adopt_instance",
     "advance",
+    "check_deterministic",
     "check_devices",
     "check_precision",
     "choose_inner",

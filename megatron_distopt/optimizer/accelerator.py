@@ -6,7 +6,7 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,11 +23,13 @@ __all__ = [
     "CPU",
     "CUDA",
     "Accelerator",
+    "Setting",
     "check_devices",
     "find_accelerator",
     "has_torch_fused",
     "mark_ranges",
     "refusing_synchronisation",
+    "repeatable_settings",
     "stats_dtype",
     "usable_device",
 ]
@@ -131,6 +133,38 @@ def _has_float64(device_type: str) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of the device's libraries that decides whether they repeat their results to the bit.
+
+    Args:
+        name: as it is written.
+        found: its value now; "not set" where it has none.
+        allowed: values with which results are repeated.
+        remedy: what to type.
+    """
+
+    name: str
+    found: str
+    allowed: tuple[str, ...]
+    remedy: str
+
+
+def repeatable_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """The settings of an NVIDIA GPU. Source: torch's notes on reproducibility, and cuBLAS's on results.
+
+    Args:
+        environ: of this process, as it was before the device was used first.
+    """
+    workspace = "CUBLAS_WORKSPACE_CONFIG"
+    remedy = f"Write {workspace}=:4096:8 in the environment of all ranks"
+    benchmark = "torch.backends.cudnn.benchmark"
+    return (
+        Setting(workspace, environ.get(workspace, "not set"), (":4096:8", ":16:8"), remedy),
+        Setting(benchmark, str(torch.backends.cudnn.benchmark), ("False",), f"Write {benchmark} = False"),
+    )
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for,
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.optimizer import StepPlan
+from megatron_distopt.optimizer import StepPlan, check_deterministic
 
 __all__ = ["OverlapPlan", "Request", "Start", "num_microbatches_of", "plan_start"]
 
@@ -138,6 +138,7 @@ def plan_start(request: Request, everyone: Group) -> Start:
     config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
     device = check_model(request.models, named, config)
     inner, data = choose_for(request.base, config, args, device.type), dense_group()
+    check_deterministic(config, device, data)
     buffers = plan_grad_buffers(request.models, names)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
@@ -223,6 +224,8 @@ def _why_not(
         "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),
         # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
         "its ranks share memory": shares_memory(device, data),
+        # Another machine could decide otherwise, and then has other buckets, in which sums have another order.
+        "deterministic": config.deterministic and not config.overlap_grad_reduce,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

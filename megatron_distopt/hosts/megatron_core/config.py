@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
+from megatron_distopt.comm import Group
 from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
@@ -16,7 +17,7 @@ from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.optimizer import check_devices, choose_inner, find_accelerator
+from megatron_distopt.optimizer import check_deterministic, check_devices, choose_inner, find_accelerator
 from megatron_distopt.options import flag_of
 
 __all__ = [
@@ -121,6 +122,7 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
         choose_inner(config, device.type)
+        check_deterministic(config, device, Group.of())
     for chunk in chunks:
         _check_ddp(chunk)
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]

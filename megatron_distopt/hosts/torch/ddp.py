@@ -74,10 +74,11 @@ class DDPWatch:
 
     Args:
         overlaps: whether the optimizer itself reduces gradients while backward computes others.
+        must_repeat: whether the order in which gradients are summed must be that of another run.
     """
 
-    def __init__(self, *, overlaps: bool) -> None:
-        self._overlaps = overlaps
+    def __init__(self, *, overlaps: bool, must_repeat: bool) -> None:
+        self._overlaps, self._must_repeat = overlaps, must_repeat
         #: By the id of a param, all instances that have it: one that was dropped may exist until Python collects it.
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
@@ -112,6 +113,8 @@ class DDPWatch:
             yield _not_averaged()
         elif self._used and self._overlaps:
             yield _averaged_twice()
+        elif self._used and self._must_repeat:
+            yield _in_other_buckets()
 
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
@@ -142,3 +145,10 @@ def _averaged_twice() -> ConfigError:
     rule = "be False for a model in DistributedDataParallel, which averages gradients by itself"
     remedy = "Leave overlap_grad_reduce out, or do not wrap the model"
     return ConfigError(refusal("overlap_grad_reduce", True, rule, remedy))
+
+
+def _in_other_buckets() -> ConfigError:
+    """DDP fills its buckets anew after its first backward, and a ring adds up in an order that depends on them."""
+    got = "gradients of a model in DistributedDataParallel, which sums those of its first backward in another order"
+    remedy = "Do not wrap the model: distribute(...) averages gradients by itself"
+    return ConfigError(refusal("deterministic", got, "have gradients that are summed in one order", remedy))

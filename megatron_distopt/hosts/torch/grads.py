@@ -45,13 +45,16 @@ class Grads:
     Args:
         communicator: of the model; reduces the buffers.
         needs_scaling: whether every backward has to begin at a loss that `scaled` returned.
+        is_deterministic: whether they have to be repeated to the bit.
     """
 
-    def __init__(self, communicator: Communicator, *, needs_scaling: bool) -> None:
+    def __init__(self, communicator: Communicator, *, needs_scaling: bool, is_deterministic: bool) -> None:
         self._communicator, self._needs_scaling = communicator, needs_scaling
         self._data = communicator.group
         self._buffers: list[ShardedBuffer] = []
-        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads)
+        self._ddp = DDPWatch(
+            overlaps=communicator.overlaps_grads, must_repeat=is_deterministic and communicator.group.size > 2
+        )
         self._handles: list[RemovableHandle] = []
         self._owned: dict[str, Span] = {}
         self._is_scaled = self._has_arrived = False

@@ -92,7 +92,7 @@ class ShardedModel:
             overlap_params=plan.config.overlap_param_gather,
         )
         needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
-        self.grads = Grads(self.communicator, needs_scaling=needs_scaling)
+        self.grads = Grads(self.communicator, needs_scaling=needs_scaling, is_deterministic=plan.config.deterministic)
         self.params = Params(chunks)
         self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)

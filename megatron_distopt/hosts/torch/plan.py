@@ -33,6 +33,7 @@ from megatron_distopt.optimizer import (
     InnerChoice,
     ParamGroup,
     adopt_instance,
+    check_deterministic,
     check_devices,
     choose_inner,
     find_accelerator,
@@ -106,6 +107,7 @@ def decide(request: UserRequest, data: Group) -> Plan:
     check_own_memory(named)
     device = check_devices({param.device for param in trained.values()}, find_accelerator(config.accelerator))
     _check_backend(data, device)
+    check_deterministic(config, device, data)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
     own = request.optimizer
     if own is None:
