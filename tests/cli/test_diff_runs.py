@@ -170,7 +170,7 @@ def test_diff_when_a_resumed_run_began_with_other_values_then_it_is_said(
     assert any("step 3" in line and PARAMS[2] in line for line in lines)
 
 
-@pytest.mark.parametrize("cut", [1, 40, 300])
+@pytest.mark.parametrize("cut", [1, 40, 150])
 def test_diff_when_a_rank_was_killed_in_a_line_then_that_step_is_left_out(
     cut: int, first: Path, tmp_path: Path, capsys: Output
 ) -> None:

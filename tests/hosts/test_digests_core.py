@@ -1,0 +1,89 @@
+"""Digests of runs in megatron-core: a run that is resumed is the same to the bit. One spawn of two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_distopt.checkpoint.digest_files import LoggedRun, differing, read_run
+from tests.hosts.test_megatron_core_checkpoints import OVERLAPPED, Run, _Bench, pytestmark
+from tests.support.spawn import run_ranks
+
+__all__ = ["pytestmark"]
+
+SAVED_AT, STEPS = 3, 6
+FP32 = Run("distopt", clip_grad=0.5)
+TRAININGS = {
+    "dp 2": FP32.at(dp=2),
+    "overlapped": FP32.at(dp=2, **OVERLAPPED),
+    "fp16": Run("distopt", precision="fp16", loss_scale_window=3).at(dp=2),
+    "tp 2": FP32.at(tp=2),
+    "pp 2": FP32.at(pp=2),
+}
+#: Layouts at which the checkpoint of "dp 2" is loaded.
+OTHERS = {"tp 2": FP32.at(tp=2), "pp 2": FP32.at(pp=2)}
+#: By training, what it logged without and with a restart; and by layout what a run logged that was resumed at that one.
+Found = tuple[dict[str, tuple[LoggedRun, LoggedRun]], dict[str, LoggedRun]]
+
+
+@contextmanager
+def _training(bench: _Bench, run: Run, folder: Path) -> Iterator[Any]:
+    options = (("LOG_DIGESTS", "1"), ("DIGEST_FOLDER", str(folder)))
+    with bench.training(dataclasses.replace(run, of_options=options)) as training:
+        yield training
+        training.optimizer.digests.finish()
+    dist.barrier()
+
+
+def _resumed(bench: _Bench, run: Run, checkpoint: Path, folder: Path) -> LoggedRun:
+    with _training(bench, run, folder) as training:
+        training.optimizer.load(checkpoint)
+        bench.begin_at(training, SAVED_AT)
+        for _ in range(SAVED_AT, STEPS):
+            training.step()
+    return read_run(folder)
+
+
+def _train(rank: int, size: int, folder: Path) -> Found:
+    bench, found = _Bench(rank, str(folder)), {}
+    for name, run in TRAININGS.items():
+        where = folder / name
+        with _training(bench, run, where / "straight") as training:
+            for number in range(STEPS):
+                if number == SAVED_AT:
+                    training.params()  # gathers them, which the host does before it saves
+                    training.optimizer.save(where / "checkpoint")
+                training.step()
+        found[name] = read_run(where / "straight"), _resumed(bench, run, where / "checkpoint", where / "resumed")
+    checkpoint = folder / "dp 2" / "checkpoint"
+    others = {name: _resumed(bench, run, checkpoint, folder / "at" / name) for name, run in OTHERS.items()}
+    return found, others
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(_train, 2, tmp_path_factory.mktemp("core"))[0]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_run_when_resumed_then_equal_to_the_bit(name: str, found: Found) -> None:
+    straight, resumed = found[0][name]
+    assert [*straight.steps] == [*range(STEPS + 1)]
+    assert [*resumed.steps] == [*range(SAVED_AT, STEPS + 1)]
+    assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
+    last = straight.steps[STEPS]
+    assert {key.kind for key in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
+    assert {key.name for key in differing(straight.steps[0], last)} == {key.name for key in last.digests}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_digests(name: str, found: Found) -> None:
+    before = found[0]["dp 2"][0].steps[SAVED_AT]
+    digests = found[1][name].steps[SAVED_AT].digests
+    assert digests == {key: value for key, value in before.digests.items() if key.kind != "grad"}
