@@ -14,7 +14,7 @@ Source: multilinear hashing; Lemire and Kaser, "Strongly universal string hashin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, shards_of
 from megatron_distopt.device import CPU
-from megatron_distopt.optimizer import moments_of, plain
+from megatron_distopt.layout import ParamShard, Span
+from megatron_distopt.optimizer import FlatParam, moments_of, plain
 
 __all__ = ["GRADS", "DigestKey", "LocalDigests", "OwnedPieces", "digest_of"]
 
@@ -32,6 +33,8 @@ __all__ = ["GRADS", "DigestKey", "LocalDigests", "OwnedPieces", "digest_of"]
 GRADS = "grad"
 #: Elements that are summed at once: on the CPU they stay in the cache, elsewhere it limits the memory (8 bytes each).
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 22
+#: Elements of a piece, which limit what is copied: values of several kinds side by side, and those that are decoded.
+_PIECE_NUMEL = 1 << 21
 #: Weights of this many indices of a dimension are kept; those of larger indices are made of them each time.
 _NUM_KEPT = 1 << 16
 #: As signed integers of 64 bits, which is what torch has. Source: splitmix64 (Steele, Lea, Flood 2014).
@@ -77,7 +80,12 @@ class OwnedPieces:
     """
 
     def __init__(self, model: WholeModel) -> None:
-        self._pieces = [piece for piece in owned_pieces(model) if piece.share.writes(piece.shard.name)]
+        self._pieces = [
+            piece
+            for share in model.shares
+            for flat, shard in shards_of(share.optimizer)
+            for piece in _cut(share, flat, shard)
+        ]
         self._device = model.shares[0].optimizer.device
 
     def grads(self) -> LocalDigests:
@@ -98,6 +106,14 @@ class OwnedPieces:
             sums.append(_of_piece(piece, [plain(piece.view(tensor)) for tensor in tensors.values()]))
         total = torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=self._device)
         return LocalDigests(tuple(keys), total, {kind: ",".join(sorted(found)) for kind, found in dtypes.items()})
+
+
+def _cut(share: Share, flat: FlatParam, shard: ParamShard) -> Iterator[OwnedPiece]:
+    """The pieces of a shard that this rank counts."""
+    placement, whole = share.placements[shard.name], shard.in_param
+    for start in range(whole.start, whole.stop, _PIECE_NUMEL) if share.writes(shard.name) else ():
+        for piece in placement.pieces(Span(start, min(start + _PIECE_NUMEL, whole.stop))):
+            yield OwnedPiece(share, flat, shard, placement, piece)
 
 
 def _state_of(piece: OwnedPiece) -> dict[str, Tensor]:

@@ -54,6 +54,13 @@ def test_digest_when_the_layout_is_another_then_it_is_the_same(name: str) -> Non
     assert grads == {DigestKey(GRADS, key.name): value for key, value in expected.items() if key.kind == "main"}
 
 
+def test_digest_when_pieces_are_small_then_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = _of_world(ALONE)
+    monkeypatch.setattr("megatron_distopt.checkpoint.digests._PIECE_NUMEL", 17)
+    monkeypatch.setattr("megatron_distopt.checkpoint.digests._AT_ONCE_ON_CPU", 5)
+    assert _of_world(World.of(MODEL, dp=2, tp=2))[0] == expected
+
+
 def _weight(dim: int, index: int) -> int:
     """The weight of an index below 2**16, by splitmix64 as it is published."""
     number = (index + (dim << 40) + 1) * 0x9E3779B97F4A7C15 % MODULUS
