@@ -30,12 +30,18 @@ from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_t
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.triton_low_precision import Wanted
 
 __all__ = ["adam_options", "best_adam", "low_precision_adam", "named_adam"]
 
 
-#: Values of `adam` that name none of the implementations that keep fp32 state only.
-_LOW_PRECISION_FROM = ("auto", "torch_fused", "torch_foreach")
+#: By value of `adam`, what updates state in low precision; others keep fp32 state only.
+_LOW_PRECISION_FROM = {
+    "auto": Wanted.BEST,
+    "triton": Wanted.KERNEL,
+    "torch_fused": Wanted.STRETCHES,
+    "torch_foreach": Wanted.STRETCHES,
+}
 
 
 @dataclass(frozen=True)
@@ -73,25 +79,29 @@ def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
     return InnerChoice(config.adam, partial(_ADAMS[config.adam].build, config=config), ("asked for by name",))
 
 
-def low_precision_adam(config: DistOptConfig, options: Mapping[str, Any] | None = None) -> Build:
+def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None) -> Build:
     """Builds Adam for state in the precision that a config asks for.
 
     Args:
         config: says the precision, and the other options where these are not given.
+        device_type: of the main params.
         options: lr, betas, eps, weight_decay and decoupled.
 
     Raises:
-        ConfigError: another Adam was asked for by name; or, from the function that is returned, a param group asks for
-            what this one does not do.
+        ConfigError: another Adam was asked for by name, or one that is not there; or, from the function that is
+            returned, a param group asks for what this one does not do.
     """
     if config.adam not in _LOW_PRECISION_FROM:
         got, rule = f"{config.adam!r} for state in low precision", f"be one of {', '.join(_LOW_PRECISION_FROM)}"
         raise ConfigError(refusal("adam", got, rule, "Write adam='auto', or leave the dtypes of the state at float32"))
+    if config.adam == "triton":
+        named_adam(config, device_type)
     given = {**adam_options(config), "decoupled": config.is_decoupled} if options is None else dict(options)
 
     def build(groups: Groups) -> Optimizer:
         _check_groups(groups, LOW_PRECISION, is_decoupled=given["decoupled"])
-        return LowPrecisionAdam(groups, **given, precision=Precision.of(config))
+        wanted = _LOW_PRECISION_FROM[config.adam]
+        return LowPrecisionAdam(groups, **given, precision=Precision.of(config), wanted=wanted)
 
     return build
 

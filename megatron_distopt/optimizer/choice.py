@@ -49,7 +49,9 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
     if not Precision.of(config).is_full:
         if config.optimizer != "adam":
             raise _keeps_fp32(repr(config.optimizer))
-        return InnerChoice(LOW_PRECISION, low_precision_adam(config), ("the precision of the state asks for it",))
+        return InnerChoice(
+            LOW_PRECISION, low_precision_adam(config, device_type), ("the precision of the state asks for it",)
+        )
     if config.optimizer == "sgd":
         return InnerChoice("torch_sgd", partial(_build_sgd, config=config, device_type=device_type))
     if config.optimizer != "adam":
@@ -94,7 +96,7 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
         None where the instance is to be used itself.
     """
     if not Precision.of(config).is_full:
-        return _low_precision_instance(instance, config)
+        return _low_precision_instance(instance, config, device_type)
     known = _FUSED.get(type(instance))
     others = [option for option in IMPLEMENTATION if option != "fused"]
     has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
@@ -111,14 +113,14 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     )
 
 
-def _low_precision_instance(instance: Optimizer, config: DistOptConfig) -> InnerChoice:
+def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
     if type(instance) not in (torch.optim.Adam, torch.optim.AdamW):
         raise _keeps_fp32(type(instance).__name__)
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
-    return InnerChoice(LOW_PRECISION, low_precision_adam(config, options), why, defaults)
+    return InnerChoice(LOW_PRECISION, low_precision_adam(config, device_type, options), why, defaults)
 
 
 def _keeps_fp32(name: str) -> ConfigError:

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, round_to_bf16
 
-__all__ = ["Blocks", "Kept", "Plain", "Remainder", "zeros_kept"]
+__all__ = ["Blocks", "Kept", "Plain", "Remainder", "phase_of", "zeros_in_phase", "zeros_kept"]
 
 _LOWER = 1 << 16
+#: Elements of a vector of 16-bit params; see [Note: in phase] in main_params.py.
+_IN_PHASE = 8
 _HALF = 1 << 15
 
 
@@ -326,7 +328,25 @@ def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
     return values.view(num_blocks, BLOCK_NUMEL)
 
 
-def zeros_kept(numel: int, device: torch.device, dtype: str, *, is_second: bool, has_ties: bool) -> Plain | Blocks:
+def phase_of(kept: Kept) -> int:
+    """What is allocated for every value begins so many values behind an address that is aligned.
+
+    See [Note: in phase] in main_params.py. Scales of blocks begin there as well, so that a vector is in one block. It
+    follows from the layout alone, not from addresses, because it decides which values have one scale.
+    """
+    if isinstance(kept, Remainder):
+        return kept.second.phase if isinstance(kept.second, Blocks) else phase_of(Plain(kept.model))
+    return kept.phase if isinstance(kept, Blocks) else int(kept.parts[0].storage_offset()) % _IN_PHASE
+
+
+def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-D, see `phase_of`."""
+    return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
+
+
+def zeros_kept(
+    numel: int, device: torch.device, dtype: str, *, is_second: bool, has_ties: bool, phase: int = 0
+) -> Plain | Blocks:
     """Memory for one moment of a flat param.
 
     Args:
@@ -334,10 +354,11 @@ def zeros_kept(numel: int, device: torch.device, dtype: str, *, is_second: bool,
         dtype: "float32", "bfloat16", or a name of `CODES`.
         is_second: whether it is the second moment.
         has_ties: see `Plain`.
+        phase: see `phase_of`.
     """
     if dtype not in CODES:
-        return Plain(torch.zeros(numel, dtype=getattr(torch, dtype), device=device), has_ties)
-    code, num_blocks = CODES[dtype], -(-numel // BLOCK_NUMEL)
-    codes = torch.zeros(numel, dtype=code.storage, device=device)
+        return Plain(zeros_in_phase(numel, phase, getattr(torch, dtype), device), has_ties)
+    code, num_blocks = CODES[dtype], -(-(phase + numel) // BLOCK_NUMEL)
+    codes = zeros_in_phase(numel, phase, code.storage, device)
     exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
-    return Blocks(codes, exponents, code, is_root=is_second, has_ties=has_ties)
+    return Blocks(codes, exponents, code, phase, is_root=is_second, has_ties=has_ties)

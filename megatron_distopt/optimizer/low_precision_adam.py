@@ -1,5 +1,7 @@
 """Adam whose state is kept in other forms than fp32: read, updated by torch's kernel and rounded back by stretches.
 
+Where Triton compiles for the device, one kernel does all of it in one pass instead (triton_low_precision.py).
+
 A stretch is small enough to stay in the cache of a CPU between these, so memory is read and written once, in the forms
 in which the state is kept. What the kernel computes is what it computes on fp32 state: [Note: remainder] in kept.py is
 equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
@@ -18,10 +20,11 @@ from torch import Tensor
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
 from megatron_distopt.optimizer.coded import Coded
-from megatron_distopt.optimizer.codes import random_bits
+from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.inner import Groups, KeepsMoments, RoundsItself
 from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
 from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.triton_low_precision import OnePass, Wanted
 
 __all__ = ["LowPrecisionAdam"]
 
@@ -33,36 +36,10 @@ _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True, eq=False)
-class _Forms:
-    """A flat param that is updated in this step.
-
-    Args:
-        number: among all of them, for random bits.
-        main, first, second: the forms of its state.
-        grad: fp32 1-D.
-        step: its count of updates.
-        model: what the main param is rounded into, if it does not write it by itself.
-    """
-
-    number: int
-    main: Kept
-    first: Kept
-    second: Kept
-    grad: Tensor
-    step: Tensor
-    model: Tensor | None
-
-    @property
-    def is_rounded_at_random(self) -> bool:
-        """Whether anything of it is."""
-        return self.main.is_rounded_at_random or self.second.is_rounded_at_random
-
-
-@dataclass(frozen=True, eq=False)
 class _Stretch:
     """Some neighbouring elements of a flat param, with fp32 values of its state."""
 
-    forms: _Forms
+    forms: Forms
     start: int
     stop: int
     main: Tensor
@@ -75,20 +52,7 @@ class _Stretch:
 
     def write_back(self) -> None:
         """Rounds the values into the forms, and the main param into the model param."""
-        forms, noise = self.forms, None
-        if forms.is_rounded_at_random:
-            count = forms.step.to(self.main.device)
-            noise = random_bits(self.start, self.stop - self.start, count, forms.number)
-        self._write(forms.first, self.first, None)
-        self._write(forms.second, self.second, noise)  # before the main param, which may write its signs
-        self._write(forms.main, self.main, None if noise is None else noise >> 15)
-        if forms.model is not None:
-            # What is kept is rounded, not what was computed, so that a checkpoint gives the same model param.
-            forms.model[self.start : self.stop].copy_(forms.main.read(self.start, self.stop))
-
-    def _write(self, kept: Kept, values: Tensor, noise: Tensor | None) -> None:
-        if not kept.is_read_in_place:
-            kept.update(self.start, self.stop, values, noise if kept.is_rounded_at_random else None)
+        self.forms.write(self.start, self.stop, self.main, self.first, self.second)
 
 
 class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
@@ -101,6 +65,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         lr, betas, eps, weight_decay: as torch's.
         decoupled: False for a decay that is added to the gradient.
         precision: of the moments.
+        wanted: which implementation of the update.
     """
 
     #: See `inner.READS_TENSORS`.
@@ -116,6 +81,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         *,
         decoupled: bool = True,
         precision: Precision,
+        wanted: Wanted = Wanted.STRETCHES,
     ) -> None:
         device_type = next((param.device.type for group in params for param in group["params"]), CPU)
         self._is_fused = has_torch_fused(device_type)
@@ -123,15 +89,23 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         plain = [{key: value for key, value in group.items() if key not in _KERNELS} for group in params]
         super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
         self.decoupled, self.precision = decoupled, precision
+        self._one_pass, self.leaves_grads = OnePass(wanted), False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every param that has a gradient."""
-        number = 0
-        for group in self.param_groups:
+        number, waiting = 0, []
+        for index, group in enumerate(self.param_groups):
             mains = [main for main in group["params"] if main.grad is not None]
-            forms = [self._forms(number + index, main) for index, main in enumerate(mains)]
+            waiting += [self._forms(number + place, index, main) for place, main in enumerate(mains)]
             number += len(group["params"])
+        swept = self._one_pass.choose(waiting, self.param_groups, decoupled=self.decoupled)
+        self.leaves_grads = self._one_pass.is_all_there_is(waiting, swept)
+        given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        self._one_pass.update(swept, self.param_groups, decoupled=self.decoupled, **given)
+        done = set(swept)
+        for index, group in enumerate(self.param_groups):
+            forms = [each for each in waiting if each.group == index and each not in done]
             if forms:
                 self._update(group, forms)
 
@@ -139,7 +113,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         """See `KeepsMoments`."""
         return self.precision.second(main) if kind == _SECOND else self.precision.first(main)
 
-    def _forms(self, number: int, main: Tensor) -> _Forms:
+    def _forms(self, number: int, group: int, main: Tensor) -> Forms:
         state = self.state[main]
         if "step" not in state:
             # As torch does: where its fused kernel reads it, else on the CPU.
@@ -154,7 +128,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         first, second = (_kept(state[kind]) for kind in (_FIRST, _SECOND))
         if main.grad is None:
             raise ValueError("a main param without a gradient is not updated")
-        return _Forms(number, kept, first, second, main.grad, state["step"], model)
+        return Forms(number, group, kept, first, second, main.grad, state["step"], model)
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
         """Moments of which others have made plain tensors, as by loading them, go back into the form."""
@@ -171,7 +145,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         dtype = self.precision.exp_avg_sq_dtype if kind == _SECOND else self.precision.exp_avg_dtype
         return isinstance(moment, Coded) or moment.dtype == getattr(torch, dtype)
 
-    def _update(self, group: dict[str, Any], forms: list[_Forms]) -> None:
+    def _update(self, group: dict[str, Any], forms: list[Forms]) -> None:
         steps, found_inf = [each.step for each in forms], getattr(self, "found_inf", None)
         torch._foreach_add_(steps, 1)
         for stretches in _gathered(forms):
@@ -202,7 +176,7 @@ def _kept(moment: Tensor) -> Kept:
     return moment.kept if isinstance(moment, Coded) else Plain(moment)
 
 
-def _gathered(forms: Iterable[_Forms]) -> Iterator[list[_Stretch]]:
+def _gathered(forms: Iterable[Forms]) -> Iterator[list[_Stretch]]:
     """Stretches of about the same number of elements in all, for one call of the kernel."""
     gathered: list[_Stretch] = []
     for stretch in (stretch for each in forms for stretch in _stretches(each)):
@@ -218,7 +192,7 @@ def _numel(device: torch.device) -> int:
     return _STRETCH_ON_CPU * torch.get_num_threads() if device.type == CPU else _STRETCH
 
 
-def _stretches(forms: _Forms) -> Iterator[_Stretch]:
+def _stretches(forms: Forms) -> Iterator[_Stretch]:
     start, numel = 0, _numel(forms.grad.device)
     while start < forms.main.numel:
         stop = forms.second.end_of_stretch(start, numel)

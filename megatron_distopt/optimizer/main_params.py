@@ -23,7 +23,7 @@ from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.coded import Coded, part_of
-from megatron_distopt.optimizer.kept import Remainder
+from megatron_distopt.optimizer.kept import Remainder, phase_of
 from megatron_distopt.optimizer.precision import FULL, Precision
 
 __all__ = [
@@ -232,7 +232,9 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
 
 def _phase(tensor: Tensor) -> int:
     """How many elements behind the beginning of a vector of `_IN_PHASE` elements its first one lies."""
-    return 0 if isinstance(tensor, Coded) else tensor.data_ptr() // tensor.element_size() % _IN_PHASE
+    if isinstance(tensor, Coded):
+        return phase_of(tensor.kept) % _IN_PHASE
+    return tensor.data_ptr() // tensor.element_size() % _IN_PHASE
 
 
 def beside(main: Tensor, kept: Tensor) -> Tensor:

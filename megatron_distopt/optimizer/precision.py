@@ -16,7 +16,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.coded import Coded
 from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES
-from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, zeros_kept
+from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, phase_of, zeros_in_phase, zeros_kept
 
 __all__ = ["FULL", "Precision", "check_precision"]
 
@@ -67,20 +67,21 @@ class Precision:
         return [self._main(model) for model in models]
 
     def _main(self, model: Tensor) -> Tensor:
+        kept = Plain(model)
         if self.main_params_dtype == "remainder":
-            low = torch.zeros(model.numel(), dtype=torch.int16, device=model.device)
-            return Coded(Remainder(model, low, self._second_kept(model, has_ties=True)))
+            low = zeros_in_phase(model.numel(), phase_of(kept), torch.int16, model.device)
+            return Coded(Remainder(model, low, self._zeros(kept, self.exp_avg_sq_dtype, is_second=True, has_ties=True)))
         if self.main_params_dtype == "bfloat16":
-            return Coded(Plain(model))
-        kept = zeros_kept(model.numel(), model.device, self.main_params_dtype, is_second=False, has_ties=False)
-        return Coded(kept).copy_(model)
+            return Coded(kept)
+        return Coded(self._zeros(kept, self.main_params_dtype)).copy_(model)
 
-    def _second_kept(self, like: Tensor, *, has_ties: bool) -> Plain | Blocks:
-        return zeros_kept(like.numel(), like.device, self.exp_avg_sq_dtype, is_second=True, has_ties=has_ties)
+    def _zeros(self, like: Kept, dtype: str, *, is_second: bool = False, has_ties: bool = False) -> Plain | Blocks:
+        phase = phase_of(like)
+        return zeros_kept(like.numel, like.device, dtype, is_second=is_second, has_ties=has_ties, phase=phase)
 
     def first(self, main: Tensor) -> Tensor:
         """A first moment of zeros for a main param."""
-        return _tensor(zeros_kept(main.numel(), main.device, self.exp_avg_dtype, is_second=False, has_ties=False))
+        return _tensor(self._zeros(_kept(main), self.exp_avg_dtype))
 
     def second(self, main: Tensor) -> Tensor:
         """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
@@ -88,7 +89,7 @@ class Precision:
             moment = Coded(main.kept.second)
             moment.zero_()
             return moment
-        return _tensor(self._second_kept(main, has_ties=False))
+        return _tensor(self._zeros(_kept(main), self.exp_avg_sq_dtype, is_second=True))
 
 
 #: What is kept where no option says anything.
@@ -98,6 +99,10 @@ FULL = Precision()
 def _tensor(kept: Kept) -> Tensor:
     """A plain tensor where operators may as well use it as it is."""
     return kept.tensor if isinstance(kept, Plain) and not kept.has_ties else Coded(kept)
+
+
+def _kept(main: Tensor) -> Kept:
+    return main.kept if isinstance(main, Coded) else Plain(main)
 
 
 def _nbytes_of(dtype: str) -> float:

@@ -31,13 +31,12 @@ from megatron_distopt.optimizer.triton_table import (
     SWEEP_BLOCK,
     SWEEP_WARPS,
     GradPlace,
+    GroupNumbers,
     SweepRow,
     SweepTable,
     Tables,
-    Uploaded,
     launch,
     place_grads,
-    upload,
 )
 
 __all__ = ["TritonAdamW"]
@@ -90,7 +89,7 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.decoupled = decoupled
         self._tables: Tables[SweepTable] = Tables()
-        self._numbers: Tables[Uploaded] = Tables()
+        self._numbers = GroupNumbers()
         for number, group in enumerate(self.param_groups):
             for option in ("amsgrad", "maximize"):
                 if group[option]:
@@ -134,7 +133,7 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
         sources, places = place_grads([member.grad for member in members])
         rows = tuple(self._row(member, place) for member, place in zip(members, places, strict=True))
         table = self._tables.get(rows, device, lambda: SweepTable.of(rows, device))
-        rates, options = self._rates(device), self._options(device)
+        rates, options = self._numbers.of(self.param_groups, device)
         found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         divisor = torch.ones((), device=device) if divisor is None else divisor
@@ -179,27 +178,3 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
             member.param.numel(),
             member.group,
         )
-
-    def _rates(self, device: torch.device) -> Tensor:
-        """float64 [groups, 2], see `prepare`; the product is made in the dtype of the rate."""
-        pairs = [(group["lr"], group["lr"] * group["weight_decay"]) for group in self.param_groups]
-        flat = [each for pair in pairs for each in pair]
-        if not any(isinstance(each, Tensor) and each.device == device for each in flat):
-            return self._uploaded(tuple(map(float, flat)), device).view(-1, 2)
-        return torch.stack([_wide(each, device) for each in flat]).view(-1, 2)
-
-    def _options(self, device: torch.device) -> Tensor:
-        groups = self.param_groups
-        flat = [float(each) for group in groups for each in (*group["betas"], group["eps"], group["weight_decay"])]
-        return self._uploaded(tuple(flat), device).view(-1, 4)
-
-    def _uploaded(self, values: tuple[float, ...], device: torch.device) -> Tensor:
-        wide = self._numbers.get(values, device, lambda: upload(torch.tensor(values, dtype=torch.float64), device))
-        return wide.tensor
-
-
-def _wide(number: float | Tensor, device: torch.device) -> Tensor:
-    """float64, 0-D."""
-    if isinstance(number, Tensor):
-        return number.to(device, torch.float64, non_blocking=True)
-    return torch.full((), number, dtype=torch.float64, device=device)

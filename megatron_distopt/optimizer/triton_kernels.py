@@ -63,13 +63,39 @@ def _source(number, grads0, grads1, grads2, grads3):
 
 
 @triton.jit
-def _rounded(x, kind):
-    """The bits of x in bf16 or fp16, as int16."""
+def _nearest_bf16(x):
+    """The bits of x in bf16, as int32."""
     # To nearest, ties to even, in integers: Triton's interpreter would cut the last bits off where compilers round.
     bits = x.to(tl.int32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    bits = tl.where(is_nan, bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
-    return tl.where(kind == _BF16, (bits >> 16).to(tl.int16), x.to(tl.float16).to(tl.int16, bitcast=True))
+    return tl.where(is_nan, bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def _rounded(x, kind):
+    """The bits of x in bf16 or fp16, as int16."""
+    return tl.where(kind == _BF16, _nearest_bf16(x).to(tl.int16), x.to(tl.float16).to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def _adam(x, g, m, v, scalars, divisor, DECOUPLED: tl.constexpr):
+    """What becomes of a main param and both moments.
+
+    Args:
+        x, g, m, v: fp32: main param, gradient, moments.
+        scalars: fp32 [8] of the flat param, from `prepare`.
+        divisor: fp32, of the gradient.
+    """
+    shrink, step_size, root, eps = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
+    beta2, kept1, kept2 = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
+    g = tl.div_rn(g, tl.load(divisor))
+    if DECOUPLED:
+        x = x * shrink
+    else:
+        g = g + x * tl.load(scalars + 7)
+    m = m + kept1 * (g - m)
+    v = beta2 * v + kept2 * g * g
+    return x - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps), m, v
 
 
 @triton.jit
@@ -91,20 +117,11 @@ def _update(
     first = _pointer(_cell(table, _FIRST_MOMENT, num, row) + skipped * 4, tl.float32, IS_ALIGNED)
     second = _pointer(_cell(table, _SECOND_MOMENT, num, row) + skipped * 4, tl.float32, IS_ALIGNED)
     grad = _pointer(source + _cell(table, _GRAD, num, row) + skipped * 4, tl.float32, IS_ALIGNED)
-    scalars += row * _SCALARS
-    shrink, step_size, root, eps = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
-    beta2, kept1, kept2 = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
     x = tl.load(main + at, mask=is_here, other=0.0)
-    g = tl.div_rn(tl.load(grad + at, mask=is_here, other=0.0), tl.load(divisor))
+    g = tl.load(grad + at, mask=is_here, other=0.0)
     m = tl.load(first + at, mask=is_here, other=0.0)
     v = tl.load(second + at, mask=is_here, other=0.0)
-    if DECOUPLED:
-        x = x * shrink
-    else:
-        g = g + x * tl.load(scalars + 7)
-    m = m + kept1 * (g - m)
-    v = beta2 * v + kept2 * g * g
-    x = x - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    x, m, v = _adam(x, g, m, v, scalars + row * _SCALARS, divisor, DECOUPLED)
     tl.store(first + at, m, mask=is_here)
     tl.store(second + at, v, mask=is_here)
     tl.store(main + at, x, mask=is_here)
@@ -170,7 +187,7 @@ def _power(base, count):
 
 
 @triton.jit(do_not_specialize=["num"])
-def prepare(table, rates, hyperparameters, found_inf, scalars, num, BLOCK: tl.constexpr):
+def prepare(table, rates, hyperparameters, found_inf, scalars, num, BLOCK: tl.constexpr, ROW_CELLS: tl.constexpr = 0):
     """Counts the updates of all flat params, and makes the scalars of each from float64.
 
     In fp32, 1 - beta2 ** count has few digits.
@@ -181,13 +198,18 @@ def prepare(table, rates, hyperparameters, found_inf, scalars, num, BLOCK: tl.co
         hyperparameters: float64 [groups, 4], both betas, eps and weight_decay.
         scalars: fp32 [num, 8], written: 1 - lr * weight_decay, lr / bias correction 1, root of bias correction 2, eps,
             beta2, 1 - beta1, 1 - beta2, weight_decay.
+        ROW_CELLS: of a table that lies in memory by row; 0 for one that lies there by column.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = row < num
-    step = tl.load(table + num * _STEP + row, mask=is_here, other=0).to(tl.pointer_type(tl.float32))
+    if ROW_CELLS > 0:
+        steps, groups = table + row * ROW_CELLS + _STEP, table + row * ROW_CELLS + _GROUP
+    else:
+        steps, groups = table + num * _STEP + row, table + num * _GROUP + row
+    step = tl.load(steps, mask=is_here, other=0).to(tl.pointer_type(tl.float32))
     count = tl.load(step, mask=is_here, other=1.0) + 1 - tl.load(found_inf)
     tl.store(step, count, mask=is_here)
-    group = tl.load(table + num * _GROUP + row, mask=is_here, other=0)
+    group = tl.load(groups, mask=is_here, other=0)
     lr, shrinkage = tl.load(rates + group * 2), tl.load(rates + group * 2 + 1)
     hyperparameters += group * 4
     beta1, beta2 = tl.load(hyperparameters), tl.load(hyperparameters + 1)

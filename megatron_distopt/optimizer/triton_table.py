@@ -8,7 +8,7 @@ of that memory, whose address is an argument of the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +25,7 @@ __all__ = [
     "SWEEP_WARPS",
     "Cut",
     "GradPlace",
+    "GroupNumbers",
     "StatsRow",
     "StatsTable",
     "SweepRow",
@@ -33,7 +34,9 @@ __all__ = [
     "Uploaded",
     "cut",
     "launch",
+    "owners_of",
     "place_grads",
+    "starts_of",
     "upload",
 ]
 
@@ -192,13 +195,13 @@ class SweepTable:
             [each.head for each in cuts],
             [each.body // 8 for each in cuts],
             [row.numel for row in rows],
-            _starts(bodies),
-            _starts(rests, sum(bodies)),
+            starts_of(bodies),
+            starts_of(rests, sum(bodies)),
             [row.step for row in rows],
             [row.group for row in rows],
         ]
         scalars = torch.empty(len(rows), 8, dtype=torch.float32, device=device)
-        owners = _owners(bodies, rests)
+        owners = owners_of(bodies, rests)
         return cls(upload(torch.tensor(columns), device), upload(owners, device), scalars, sum(bodies))
 
     @property
@@ -211,7 +214,7 @@ def _cut_of(row: SweepRow) -> Cut:
     return cut(row.numel, (row.main, row.first, row.second, row.grad.phase), row.model if row.kind else None)
 
 
-def _starts(programs: Sequence[int], first: int = 0) -> list[int]:
+def starts_of(programs: Sequence[int], first: int = 0) -> list[int]:
     """The first program of each flat param."""
     starts = [first]
     for each in programs:
@@ -219,7 +222,7 @@ def _starts(programs: Sequence[int], first: int = 0) -> list[int]:
     return starts[:-1]
 
 
-def _owners(*programs: Sequence[int]) -> Tensor:
+def owners_of(*programs: Sequence[int]) -> Tensor:
     """int32 [programs], the flat param of each.
 
     Args:
@@ -264,12 +267,12 @@ class StatsTable:
             [each.head for each in cuts],
             [each.body // 4 for each in cuts],
             [row.numel for row in rows],
-            _starts(programs),
+            starts_of(programs),
             [int(row.is_excluded) for row in rows],
         ]
         return cls(
             upload(torch.tensor(columns), device),
-            upload(_owners(programs), device),
+            upload(owners_of(programs), device),
             torch.empty(sum(programs), 2, dtype=dtype, device=device),
             torch.empty(sum(programs), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -283,8 +286,8 @@ class StatsTable:
         return self.zeros.numel()
 
 
-def launch(kernel: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launches one of triton_kernels.py.
+def launch(kernel: str, num_programs: int, *arguments: Any, module: str = "triton_kernels", **constants: Any) -> None:
+    """Launches a kernel.
 
     Multiplications and additions are not contracted: a GPU computes what Triton's interpreter does, to the bit, and
     compensated sums lose what they take for lost. Memory bounds all of these kernels, so it costs nothing.
@@ -293,9 +296,10 @@ def launch(kernel: str, num_programs: int, *arguments: Any, **constants: Any) ->
         kernel: its name.
         num_programs: of it.
         arguments: of the kernel, in order.
+        module: where it is, of this folder.
         constants: by name.
     """
-    kernels = import_module("megatron_distopt.optimizer.triton_kernels")
+    kernels = import_module(f"megatron_distopt.optimizer.{module}")
     getattr(kernels, kernel)[(num_programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
@@ -324,3 +328,42 @@ class Tables(Generic[Table]):
         while len(self._held) > self._most:
             del self._held[next(iter(self._held))]
         return table
+
+
+class GroupNumbers:
+    """What `prepare` reads of param groups, on the device; it is uploaded where it has changed."""
+
+    def __init__(self) -> None:
+        self._held: Tables[Uploaded] = Tables()
+
+    def of(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rates and other options, see `triton_kernels.prepare`.
+
+        Args:
+            groups: of torch's Adam.
+            device: of the result.
+        """
+        return self._rates(groups, device), self._options(groups, device)
+
+    def _rates(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+        """float64 [groups, 2]; the product is made in the dtype of the rate."""
+        pairs = [(group["lr"], group["lr"] * group["weight_decay"]) for group in groups]
+        flat = [each for pair in pairs for each in pair]
+        if not any(isinstance(each, Tensor) and each.device == device for each in flat):
+            return self._uploaded(tuple(map(float, flat)), device).view(-1, 2)
+        return torch.stack([_wide(each, device) for each in flat]).view(-1, 2)
+
+    def _options(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+        flat = [float(each) for group in groups for each in (*group["betas"], group["eps"], group["weight_decay"])]
+        return self._uploaded(tuple(flat), device).view(-1, 4)
+
+    def _uploaded(self, values: tuple[float, ...], device: torch.device) -> Tensor:
+        wide = self._held.get(values, device, lambda: upload(torch.tensor(values, dtype=torch.float64), device))
+        return wide.tensor
+
+
+def _wide(number: float | Tensor, device: torch.device) -> Tensor:
+    """float64, 0-D."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float64, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)

@@ -85,7 +85,7 @@ _PREPARE = {"table": "*i64", "rates": "*fp64", "hyperparameters": "*fp64", "foun
 
 VARIANTS = {
     "sweep": _sweep(decoupled=True),
-    "prepare": Variant("prepare", {**_PREPARE, "num": "i32"}, {"BLOCK": 128}),
+    "prepare": Variant("prepare", {**_PREPARE, "num": "i32"}, {"BLOCK": 128, "ROW_CELLS": 0}),
     "statistics in float64": _statistics("fp64"),
     "sweep with L2 decay": _sweep(decoupled=False),
     "statistics in fp32": _statistics("fp32"),
@@ -151,7 +151,18 @@ def _read_ptx(text: str, log: str) -> Compiled:
 
 
 #: Bits by ending of an instruction's name.
-_AMD_BITS = {"ubyte": 8, "ushort": 16, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
+_AMD_BITS = {
+    "ubyte": 8,
+    "byte": 8,
+    "sbyte": 8,
+    "sshort": 16,
+    "ushort": 16,
+    "short": 16,
+    "dword": 32,
+    "dwordx2": 64,
+    "dwordx3": 96,
+    "dwordx4": 128,
+}
 
 
 def _read_amdgcn(text: str) -> Compiled:

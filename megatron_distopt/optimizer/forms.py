@@ -1,0 +1,67 @@
+"""The forms of one flat param's state during an update, and how computed values are rounded into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.optimizer.codes import random_bits
+from megatron_distopt.optimizer.kept import Kept
+
+__all__ = ["Forms"]
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """A flat param that is updated in this step.
+
+    Args:
+        number: among all of them, for random bits.
+        group: index of its param group.
+        main, first, second: the forms of its state.
+        grad: fp32 1-D.
+        step: its count of updates.
+        model: what the main param is rounded into, if it does not write it by itself.
+    """
+
+    number: int
+    group: int
+    main: Kept
+    first: Kept
+    second: Kept
+    grad: Tensor
+    step: Tensor
+    model: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated."""
+        return self.grad.device
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        """Whether anything of it is."""
+        return self.main.is_rounded_at_random or self.second.is_rounded_at_random
+
+    def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
+        """Rounds some values into the forms, and those of the main param into the model param.
+
+        Args:
+            start, stop: which.
+            main, first, second: fp32 [stop - start]; may be overwritten.
+        """
+        noise = None
+        if self.is_rounded_at_random:
+            noise = random_bits(start, stop - start, self.step.to(self.device), self.number)
+        for kept, values, random in (
+            (self.first, first, None),
+            (self.second, second, noise),  # before the main param, which may write its signs
+            (self.main, main, None if noise is None else noise >> 15),
+        ):
+            if not kept.is_read_in_place:
+                kept.update(start, stop, values, random if kept.is_rounded_at_random else None)
+        if self.model is not None:
+            # What is kept is rounded, not what was computed, so that a checkpoint gives the same model param.
+            self.model[start:stop].copy_(self.main.read(start, stop))

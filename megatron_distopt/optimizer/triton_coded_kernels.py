@@ -1,0 +1,440 @@
+"""The Triton kernel that updates state in other precisions than fp32: one pass, whatever its forms are.
+
+[Note: whole blocks] A program owns whole blocks of 128 values (codes.py), so their largest values are found among the
+lanes of a warp, in registers, and nothing is read twice. A flat param may begin inside of a block: `phase` values of
+its first block are not its own. All tensors are told by the address that value `-phase` would have, and a lane has 8
+values, which are 128 bits of a 16-bit tensor, twice 128 of fp32 and 64 of 8-bit codes. Where these addresses are
+aligned, and where the values of a program begin and end at multiples of 8, masks have that granularity
+([Note: full vectors] in triton_kernels.py); the other programs, at most the first and the last one of a flat param that
+lies in phase, move single values.
+
+Formulas and random bits are those of codes.py and kept.py: given equal fp32 values, equal bits are stored.
+
+This module imports Triton; others import it only where a kernel runs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from megatron_distopt.optimizer import triton_kernels
+
+# Triton is not installed everywhere, and mypy reads no types of it.
+triton: Any = import_module("triton")
+tl: Any = import_module("triton.language")
+
+__all__ = ["update_coded"]
+
+_adam, _source = triton_kernels._adam, triton_kernels._source
+_nearest_bf16, _SCALARS = triton_kernels._nearest_bf16, triton_kernels._SCALARS
+
+#: Cells of a row of the table; addresses are in bytes. STEP and GROUP are where `triton_kernels.prepare` reads them. It
+#: lies in memory by row, so that one address leads to all of it: registers for scalars are few on AMD's GPUs.
+_MAIN, _FIRST, _SECOND, _MODEL, _GRAD, _SOURCE = (tl.constexpr(column) for column in range(6))
+_MAIN_SCALES, _FIRST_SCALES, _SECOND_SCALES = (tl.constexpr(column) for column in range(6, 9))
+_NUMEL, _FIRST_PROGRAM, _PHASE, _STEP = (tl.constexpr(column) for column in range(9, 13))
+_NUMBER, _IS_ALIGNED = tl.constexpr(14), tl.constexpr(15)
+_CELLS = tl.constexpr(16)
+
+#: Forms: see `triton_low_precision.form_of`. Others are codes, 32 * shift + top of `codes.Code`.
+_FP32, _BF16, _REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: Model params that are rounded into: none, or (1) bf16, or fp16.
+_NO_MODEL, _BF16_MODEL = tl.constexpr(0), tl.constexpr(1)
+#: Values with one scale, and values of one lane.
+_BLOCK, _LANE = tl.constexpr(128), tl.constexpr(8)
+#: See codes.py: smallest and largest exponents of scales.
+_LEAST, _NAN = tl.constexpr(20), tl.constexpr(255)
+
+
+@triton.jit
+def _cell(table, column: tl.constexpr, row):
+    return tl.load(table + row * _CELLS + column)
+
+
+@triton.jit
+def _pointer(address, skipped, dtype: tl.constexpr, NBYTES: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Where the first value of a program lies, or would lie."""
+    address += skipped * NBYTES
+    if IS_ALIGNED:
+        VECTOR: tl.constexpr = 16 if NBYTES > 1 else 8
+        return tl.multiple_of(tl.multiple_of(address, VECTOR).to(tl.pointer_type(dtype)), VECTOR)
+    else:
+        return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _load(address, skipped, at, is_here, dtype: tl.constexpr, NBYTES: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    return tl.load(_pointer(address, skipped, dtype, NBYTES, IS_ALIGNED) + at, mask=is_here, other=0)
+
+
+@triton.jit
+def _store(address, skipped, at, is_here, values, dtype: tl.constexpr, NBYTES: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    tl.store(_pointer(address, skipped, dtype, NBYTES, IS_ALIGNED) + at, values.to(dtype), mask=is_here)
+
+
+@triton.jit
+def _scale(exponents):
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decoded(codes, exponents, CODE: tl.constexpr):
+    """fp32 values; see `codes.decode`.
+
+    Args:
+        codes: int32.
+        exponents: int32.
+    """
+    SHIFT: tl.constexpr = CODE >> 5
+    if SHIFT > 0:
+        codes = ((codes & 0x80) << 8) | ((codes & 0x7F) << SHIFT)
+    values = codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    scales = _scale(exponents + (15 - (CODE & 31)))
+    return values * tl.where(exponents == _NAN, float("nan"), scales)
+
+
+@triton.jit
+def _exponents_of(values, is_here, CODE: tl.constexpr):
+    """int32 [blocks, 1], the exponents of the scales of blocks; see `codes.encode`."""
+    magnitudes = tl.where(is_here, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = tl.max(magnitudes, axis=1, keep_dims=True)
+    SHIFT: tl.constexpr = CODE >> 5
+    return tl.minimum(tl.maximum((largest + ((1 << (13 + SHIFT)) - 1)) >> 23, _LEAST), _NAN)
+
+
+@triton.jit
+def _encoded(values, exponents, noise, CODE: tl.constexpr, IS_RANDOM: tl.constexpr):
+    """int32 codes; see `codes.encode`.
+
+    Args:
+        values: fp32.
+        exponents: int32.
+        noise: int32, used where IS_RANDOM.
+    """
+    SHIFT: tl.constexpr = CODE >> 5
+    scaled = values * _scale((CODE & 31) + 239 - tl.minimum(exponents, _NAN - 1))
+    bits = scaled.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    if SHIFT > 0:
+        LAST: tl.constexpr = 1 << SHIFT
+        magnitudes = bits & 0x7FFF
+        if IS_RANDOM:
+            magnitudes += noise & (LAST - 1)
+        else:
+            magnitudes += LAST >> 1
+        bits = ((magnitudes >> SHIFT) & 0x7F) | ((bits >> 8) & 0x80)
+    return bits
+
+
+@triton.jit
+def _noise(at, count, number):
+    """int32, 31 random bits for each value; see `codes.random_bits`."""
+    seed = count.to(tl.int32).to(tl.uint32) * 0xC2B2AE35 + number.to(tl.uint32) * 0x27D4EB2F
+    bits = at.to(tl.uint32) * 0x9E3779B1 + seed
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return ((bits ^ (bits >> 16)) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _random_bf16(x, noise):
+    """The bits of x in bf16, rounded up or down at random, as int32; see `codes.round_to_bf16`."""
+    bits = x.to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    return tl.where(is_finite, (bits + (noise & 0xFFFF)) >> 16, _nearest_bf16(x))
+
+
+@triton.jit
+def _read(
+    address,
+    scales,
+    skipped,
+    at,
+    block,
+    is_here,
+    is_block,
+    FORM: tl.constexpr,
+    HAS_TIES: tl.constexpr,
+    IS_ROOT: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """fp32 values, and int32 ties: 1 where the sign is set; see kept.py."""
+    if FORM == _FP32:
+        bits = _load(address, skipped, at, is_here, tl.int32, 4, IS_ALIGNED)
+        ties = (bits >> 31) & 1
+        if HAS_TIES:
+            bits = bits & 0x7FFFFFFF
+        return bits.to(tl.float32, bitcast=True), ties
+    elif FORM == _BF16:
+        bits = _load(address, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32)
+        ties = (bits >> 15) & 1
+        if HAS_TIES:
+            bits = bits & 0x7FFF
+        return (bits << 16).to(tl.float32, bitcast=True), ties
+    else:
+        exponents = tl.load(scales.to(tl.pointer_type(tl.uint8)) + block, mask=is_block, other=0).to(tl.int32)
+        if FORM >= 32:
+            codes = _load(address, skipped, at, is_here, tl.uint8, 1, IS_ALIGNED).to(tl.int32)
+            ties = codes >> 7
+            if IS_ROOT:
+                codes = codes & 0x7F
+        else:
+            codes = _load(address, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32)
+            ties = (codes >> 15) & 1
+            if IS_ROOT:
+                codes = codes & 0x7FFF
+        values = _decoded(codes, exponents, FORM)
+        if IS_ROOT:
+            values = values * values
+        return values, ties
+
+
+@triton.jit
+def _write(
+    address,
+    scales,
+    skipped,
+    at,
+    block,
+    is_here,
+    is_block,
+    values,
+    ties,
+    noise,
+    FORM: tl.constexpr,
+    HAS_TIES: tl.constexpr,
+    IS_ROOT: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Rounds to a form, and returns what `_read` would read now."""
+    if FORM == _FP32:
+        bits = values.to(tl.int32, bitcast=True)
+        if HAS_TIES:
+            bits = (bits & 0x7FFFFFFF) | (ties << 31)
+        _store(address, skipped, at, is_here, bits, tl.int32, 4, IS_ALIGNED)
+        return values
+    elif FORM == _BF16:
+        bits = _random_bf16(values, noise) if IS_RANDOM else _nearest_bf16(values)
+        if HAS_TIES:
+            bits = (bits & 0x7FFF) | (ties << 15)
+        _store(address, skipped, at, is_here, bits, tl.int16, 2, IS_ALIGNED)
+        return values
+    else:
+        if IS_ROOT:
+            values = tl.sqrt_rn(values)
+        exponents = _exponents_of(values, is_here, FORM)
+        tl.store(scales.to(tl.pointer_type(tl.uint8)) + block, exponents.to(tl.uint8), mask=is_block)
+        codes = _encoded(values, exponents, noise, FORM, IS_RANDOM and FORM >= 32)
+        read = _decoded(codes, exponents, FORM)
+        if IS_ROOT:
+            codes = tl.where((codes == 0) & (values > 0), 1, codes)
+        if FORM >= 32:
+            if HAS_TIES:
+                codes = codes | (ties << 7)
+            _store(address, skipped, at, is_here, codes, tl.uint8, 1, IS_ALIGNED)
+        else:
+            if HAS_TIES:
+                codes = codes | (ties << 15)
+            _store(address, skipped, at, is_here, codes, tl.int16, 2, IS_ALIGNED)
+        return read
+
+
+@triton.jit
+def _update(
+    table,
+    scalars,
+    divisor,
+    row,
+    place,
+    start,
+    stop,
+    source,
+    MAIN: tl.constexpr,
+    MODEL: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Some blocks of one flat param.
+
+    Args:
+        place: number of the program among those of the flat param.
+        start, stop: which values of these blocks belong to the flat param.
+        IS_ALIGNED: whether vectors are whole, see [Note: whole blocks].
+    """
+    if IS_ALIGNED:
+        start, stop = start // _LANE * _LANE, stop // _LANE * _LANE
+    block = tl.arange(0, BLOCKS)[:, None]
+    at = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    is_here, is_block = (at >= start) & (at < stop), block * _BLOCK < stop
+    skipped = place * (BLOCKS * _BLOCK) - _cell(table, _PHASE, row)
+    first_block = place * BLOCKS
+    main, model = _cell(table, _MAIN, row), _cell(table, _MODEL, row)
+    first, second = _cell(table, _FIRST, row), _cell(table, _SECOND, row)
+    main_scales = _cell(table, _MAIN_SCALES, row) + first_block
+    first_scales = _cell(table, _FIRST_SCALES, row) + first_block
+    second_scales = _cell(table, _SECOND_SCALES, row) + first_block
+    TIES: tl.constexpr = MAIN == _REMAINDER
+    grad = source + _cell(table, _GRAD, row)
+    g = _load(grad, skipped, at, is_here, tl.float32, 4, IS_ALIGNED)
+    m, _ = _read(first, first_scales, skipped, at, block, is_here, is_block, FIRST, False, False, IS_ALIGNED)
+    v, ties = _read(
+        second, second_scales, skipped, at, block, is_here, is_block, SECOND, TIES, SECOND > _REMAINDER, IS_ALIGNED
+    )
+    if MAIN == _REMAINDER:
+        upper = _load(model, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32) << 16
+        low = _load(main, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32)
+        x = (upper + low + (ties << 16)).to(tl.float32, bitcast=True)
+    else:
+        x, _ = _read(main, main_scales, skipped, at, block, is_here, is_block, MAIN, False, False, IS_ALIGNED)
+    x, m, v = _adam(x, g, m, v, scalars + row * _SCALARS, divisor, DECOUPLED)
+    noise = at
+    if MAIN == _BF16 or (SECOND == _BF16 or SECOND >= 32):
+        count = tl.load(_cell(table, _STEP, row).to(tl.pointer_type(tl.float32)))
+        noise = _noise(at + skipped, count, _cell(table, _NUMBER, row))
+    if MAIN == _REMAINDER:
+        upper = _nearest_bf16(x)
+        _store(model, skipped, at, is_here, upper, tl.int16, 2, IS_ALIGNED)
+        # NaN rounds to another NaN; there is nothing to add.
+        bits = x.to(tl.int32, bitcast=True)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        low = tl.where(is_nan, 0, bits - (upper << 16))
+        _store(main, skipped, at, is_here, low, tl.int16, 2, IS_ALIGNED)
+        ties = (low == 0x8000).to(tl.int32)
+    else:
+        x = _write(
+            main,
+            main_scales,
+            skipped,
+            at,
+            block,
+            is_here,
+            is_block,
+            x,
+            ties,
+            noise >> 15,
+            MAIN,
+            False,
+            False,
+            True,
+            IS_ALIGNED,
+        )
+        if MODEL == _BF16_MODEL:
+            _store(model, skipped, at, is_here, _nearest_bf16(x), tl.int16, 2, IS_ALIGNED)
+        elif MODEL != _NO_MODEL:
+            _store(model, skipped, at, is_here, x.to(tl.float16).to(tl.int16, bitcast=True), tl.int16, 2, IS_ALIGNED)
+    _write(
+        first,
+        first_scales,
+        skipped,
+        at,
+        block,
+        is_here,
+        is_block,
+        m,
+        ties,
+        noise,
+        FIRST,
+        False,
+        False,
+        False,
+        IS_ALIGNED,
+    )
+    _write(
+        second,
+        second_scales,
+        skipped,
+        at,
+        block,
+        is_here,
+        is_block,
+        v,
+        ties,
+        noise,
+        SECOND,
+        TIES,
+        SECOND > _REMAINDER,
+        True,
+        IS_ALIGNED,
+    )
+
+
+@triton.jit(do_not_specialize=["first_program", "grads0", "grads1", "grads2", "grads3"])
+def update_coded(
+    table,
+    owners,
+    scalars,
+    divisor,
+    found_inf,
+    first_program,
+    grads0,
+    grads1,
+    grads2,
+    grads3,
+    MAIN: tl.constexpr,
+    MODEL: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Some blocks of one flat param; one launch updates all flat params of the same forms.
+
+    Args:
+        table: int64 [num, 16], see `triton_low_precision`.
+        owners: int32, the flat param of each program of all launches.
+        scalars: fp32 [num, 8], from `triton_kernels.prepare`.
+        divisor, found_inf: fp32; where something is not finite nothing is read and nothing is written.
+        first_program: of this launch among `owners`.
+        grads0, ...: addresses that the places of gradients count from.
+        MAIN, FIRST, SECOND: forms of main param and moments, see `triton_low_precision.form_of`.
+        MODEL: kind of the model param that a main param of its own is rounded into.
+        BLOCKS: of a program.
+    """
+    if tl.load(found_inf) == 0:
+        program = tl.program_id(0) + first_program
+        row = tl.load(owners + program)
+        source = _source(_cell(table, _SOURCE, row), grads0, grads1, grads2, grads3)
+        place = program - _cell(table, _FIRST_PROGRAM, row)
+        phase, before = _cell(table, _PHASE, row), place * (BLOCKS * _BLOCK)
+        start = tl.maximum(phase - before, 0)
+        stop = tl.minimum(phase + _cell(table, _NUMEL, row) - before, BLOCKS * _BLOCK)
+        if (_cell(table, _IS_ALIGNED, row) != 0) & (start % _LANE == 0) & (stop % _LANE == 0):
+            _update(
+                table,
+                scalars,
+                divisor,
+                row,
+                place,
+                start,
+                stop,
+                source,
+                MAIN,
+                MODEL,
+                FIRST,
+                SECOND,
+                DECOUPLED,
+                BLOCKS,
+                True,
+            )
+        else:
+            _update(
+                table,
+                scalars,
+                divisor,
+                row,
+                place,
+                start,
+                stop,
+                source,
+                MAIN,
+                MODEL,
+                FIRST,
+                SECOND,
+                DECOUPLED,
+                BLOCKS,
+                False,
+            )
