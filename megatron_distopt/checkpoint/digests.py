@@ -198,7 +198,8 @@ def _weights(dim: int, start: int, numel: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _kept_weights(dim: int, device: torch.device) -> Tensor:
-    return _mixed(torch.arange(dim * _APART, dim * _APART + _NUM_KEPT, dtype=torch.int64, device=device))
+    """Made on the CPU, because the streams of all later steps read them: the copy has ended when it returns."""
+    return _mixed(torch.arange(dim * _APART, dim * _APART + _NUM_KEPT, dtype=torch.int64, device=CPU)).to(device)
 
 
 def _mixed(numbers: Tensor) -> Tensor:
