@@ -12,8 +12,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint import (
-    Share,
-    WholeModel,
     check_local_state_dict,
     load_local_state_dict,
     local_state_dict,
@@ -68,7 +66,7 @@ class StateCalls(Optimizer):
     def _torch_params(self) -> TorchParams:
         name_of, ranks = self._names_of_grouped(), self._model.ranks
         names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
-        return TorchParams(self._share(), names, self.param_groups, ranks.data, ranks.stats)
+        return TorchParams(self._model.share(), names, self.param_groups, ranks.data, ranks.stats)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -131,19 +129,6 @@ class StateCalls(Optimizer):
         whole = self.full_state_dict()
         self._consolidated = whole.get("state")
 
-    def _whole_model(self) -> WholeModel:
-        model, ranks = self._model, self._model.ranks
-        about: dict[str, str | int] = {
-            "host": "any torch module",
-            "ranks": ranks.stats.size,
-            "data_parallel": ranks.data.size,
-        }
-        return WholeModel([self._share()], frozen=model.frozen, about=about)
-
-    def _share(self) -> Share:
-        model, plan = self._model, self._model.sharded.plan
-        return Share(model.sharded, model.placements, lambda name: not plan.excluded_from_norm(name), model.resting())
-
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other data-parallel size.
 
@@ -155,7 +140,7 @@ class StateCalls(Optimizer):
             RanksDisagreeError: on the others.
         """
         self._before_state()
-        self._saver.save(Path(folder), self._whole_model())
+        self._saver.save(Path(folder), self._model.whole())
 
     @torch.no_grad()
     def _before_state(self, *, is_read: bool = True) -> None:
@@ -192,7 +177,7 @@ class StateCalls(Optimizer):
         if self._model.may_grow and is_checkpoint(Path(folder)):
             manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.ranks.stats, "load")
             self._model.grow_to(manifest.names)
-        load_any(Path(folder), self._whole_model(), self._model.ranks.stats)
+        load_any(Path(folder), self._model.whole(), self._model.ranks.stats)
         self._after_load()
 
     def _after_load(self) -> None:

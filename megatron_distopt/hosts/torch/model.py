@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, allocate_grads, dtype_name, move_into_buffer
-from megatron_distopt.checkpoint.whole_model import without_wrappers
+from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
 from megatron_distopt.comm import Communicator, Field, Group, compare, exchange, raise_together, share_initial, sum_over
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import named_params, spec_of
@@ -168,6 +168,20 @@ class ShardedModel:
         members = {number: group["params"] for number, group in enumerate(self._torch_groups)}
         found = {number: [param for param in params if param in name_of] for number, params in members.items()}
         return {number: tuple(name_of[param] for param in params) for number, params in found.items() if params}
+
+    def share(self) -> Share:
+        """What this rank holds, for checkpoints."""
+        plan = self.sharded.plan
+        return Share(self.sharded, self.placements, lambda name: not plan.excluded_from_norm(name), self.resting())
+
+    def whole(self) -> WholeModel:
+        """The model as all ranks together have it."""
+        about: dict[str, str | int] = {
+            "host": "any torch module",
+            "ranks": self.ranks.stats.size,
+            "data_parallel": self.ranks.data.size,
+        }
+        return WholeModel([self.share()], frozen=self.frozen, about=about)
 
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that have no state and a gradient: they were frozen or empty before."""

@@ -71,7 +71,7 @@ class TorchDistributedOptimizer(StateCalls):
         self._is_built = True
         self.param_groups = groups
         self.last_step: StepDecision | None = None
-        self._digests = DigestLog(model.config, self._whole_model, lambda: model.ranks.stats)
+        self._digests = DigestLog(model.config, model.whole, lambda: model.ranks.stats)
         self._stepper = Stepper(model, groups, self._digests)
         self._saver = Saver(model.config, model.ranks.stats)
         self._own()

@@ -111,6 +111,7 @@ def _captured(name: str, values: Any) -> Any:
 
 def _on_host(values: Any) -> Any:
     """Devices among the arguments become the CPU."""
+
     def take(each: Any) -> Any:
         return torch.device("cpu") if isinstance(each, torch.device) and each.type == DEVICE else each
 
