@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 sys.path.insert(0, str(ROOT))
 
-from tests.support.compiled import TARGETS, VARIANTS, Compiled, compile_for  # noqa: E402
+from tests.support.compiled import CODED, SOME_CODED, TARGETS, VARIANTS, Compiled, compile_for  # noqa: E402
 
 HEAD = (
     "| target | kernel | registers | bytes spilled | bytes of local memory | loads | stores |\n"
@@ -38,8 +38,9 @@ def _row(target: str, name: str, found: Compiled) -> str:
 
 def table() -> str:
     """Compiles everything."""
+    variants = {**VARIANTS, **{f"update_coded: {name}": CODED[name] for name in SOME_CODED}}
     rows = [
-        _row(target, name, compile_for(target, variant)) for target in TARGETS for name, variant in VARIANTS.items()
+        _row(target, name, compile_for(target, variant)) for target in TARGETS for name, variant in variants.items()
     ]
     return f"Triton {version('triton')}; widths in bits of one lane.\n\n{HEAD}{''.join(rows)}"
 

@@ -37,7 +37,7 @@ _NUMEL, _FIRST_PROGRAM, _PHASE, _STEP = (tl.constexpr(column) for column in rang
 _NUMBER, _IS_ALIGNED = tl.constexpr(14), tl.constexpr(15)
 _CELLS = tl.constexpr(16)
 
-#: Forms: see `triton_low_precision.form_of`. Others are codes, 32 * shift + top of `codes.Code`.
+#: See `triton_low_precision.FORMS`. Other forms are codes.
 _FP32, _BF16, _REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Model params that are rounded into: none, or (1) bf16, or fp16.
 _NO_MODEL, _BF16_MODEL = tl.constexpr(0), tl.constexpr(1)
@@ -291,6 +291,23 @@ def _update(
     else:
         x, _ = _read(main, main_scales, skipped, at, block, is_here, is_block, MAIN, False, False, IS_ALIGNED)
     x, m, v = _adam(x, g, m, v, scalars + row * _SCALARS, divisor, DECOUPLED)
+    _write(
+        first,
+        first_scales,
+        skipped,
+        at,
+        block,
+        is_here,
+        is_block,
+        m,
+        ties,
+        at,
+        FIRST,
+        False,
+        False,
+        False,
+        IS_ALIGNED,
+    )
     noise = at
     if MAIN == _BF16 or (SECOND == _BF16 or SECOND >= 32):
         count = tl.load(_cell(table, _STEP, row).to(tl.pointer_type(tl.float32)))
@@ -326,23 +343,6 @@ def _update(
             _store(model, skipped, at, is_here, _nearest_bf16(x), tl.int16, 2, IS_ALIGNED)
         elif MODEL != _NO_MODEL:
             _store(model, skipped, at, is_here, x.to(tl.float16).to(tl.int16, bitcast=True), tl.int16, 2, IS_ALIGNED)
-    _write(
-        first,
-        first_scales,
-        skipped,
-        at,
-        block,
-        is_here,
-        is_block,
-        m,
-        ties,
-        noise,
-        FIRST,
-        False,
-        False,
-        False,
-        IS_ALIGNED,
-    )
     _write(
         second,
         second_scales,
@@ -390,7 +390,7 @@ def update_coded(
         divisor, found_inf: fp32; where something is not finite nothing is read and nothing is written.
         first_program: of this launch among `owners`.
         grads0, ...: addresses that the places of gradients count from.
-        MAIN, FIRST, SECOND: forms of main param and moments, see `triton_low_precision.form_of`.
+        MAIN, FIRST, SECOND: forms of main param and moments, of `triton_low_precision.FORMS`.
         MODEL: kind of the model param that a main param of its own is rounded into.
         BLOCKS: of a program.
     """

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from megatron_distopt.optimizer.triton_table import (
     upload,
 )
 
-__all__ = ["BLOCKS", "Kinds", "OnePass", "Wanted", "form_of"]
+__all__ = ["BLOCKS", "FORMS", "MODELS", "Kinds", "OnePass", "Wanted", "form_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -46,10 +45,15 @@ _log = logging.getLogger("megatron_distopt")
 BLOCKS = 8
 #: Flat params of one program of `prepare`.
 _PREPARE_BLOCK = 128
-#: Forms that are not codes; see triton_coded_kernels.py.
-_FP32, _BF16, _REMAINDER = range(3)
+#: How the kernel is told of a form: a code by its shift and its top, which it takes out of the number again.
+FORMS = {
+    "float32": 0,
+    "bfloat16": 1,
+    "remainder": 2,
+    **{name: 32 * code.shift + code.top for name, code in CODES.items()},
+}
 #: What the main param is rounded into, by dtype of the model param.
-_MODELS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+MODELS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 _LANE_NUMEL, _VECTOR_NBYTES = 8, 16
 
 
@@ -78,17 +82,17 @@ class Kinds(NamedTuple):
     @classmethod
     def of(cls, forms: Forms) -> Kinds:
         """Those of one flat param."""
-        model = _MODELS[None if forms.model is None else forms.model.dtype]
+        model = MODELS[None if forms.model is None else forms.model.dtype]
         return cls(form_of(forms.main), model, form_of(forms.first), form_of(forms.second))
 
 
 def form_of(kept: Kept) -> int:
-    """The number of a form: a code is told by its shift and its top, which the kernel takes out of it again."""
+    """One of `FORMS`."""
     if isinstance(kept, Blocks):
-        return 32 * kept.code.shift + kept.code.top
+        return FORMS[kept.code.name]
     if isinstance(kept, Remainder):
-        return _REMAINDER
-    return _FP32 if kept.parts[0].dtype == torch.float32 else _BF16
+        return FORMS["remainder"]
+    return FORMS[str(kept.parts[0].dtype).removeprefix("torch.")]
 
 
 class _Row(NamedTuple):
@@ -156,7 +160,7 @@ class _Row(NamedTuple):
 
 def _itemsize(form: int) -> int:
     """Bytes of a value of a form; codes with a shift are of 8 bits."""
-    return {_FP32: 4}.get(form, 1 if form >= 32 else 2)
+    return 4 if form == FORMS["float32"] else 1 if form >= 32 else 2
 
 
 def _phase(forms: Forms) -> int:
@@ -364,11 +368,6 @@ def _tried(device: torch.device, kinds: Kinds, decoupled: bool) -> str | None:
     return None
 
 
-@cache
-def _codes() -> Mapping[int, str]:
-    return {_FP32: "float32", _BF16: "bfloat16", **{32 * code.shift + code.top: name for name, code in CODES.items()}}
-
-
 #: Values of the example, which ends inside a vector, and values of its first block that are not its own.
 _EXAMPLE_NUMEL, _EXAMPLE_PHASE = 2403, 3
 
@@ -376,15 +375,15 @@ _EXAMPLE_NUMEL, _EXAMPLE_PHASE = 2403, 3
 def _example(device: torch.device, kinds: Kinds, decoupled: bool) -> Forms:
     """A flat param of several programs; see `_update_example`."""
     numel, phase = _EXAMPLE_NUMEL, _EXAMPLE_PHASE
+    names = {number: name for name, number in FORMS.items()}
 
     def zeros(form: int, *, is_second: bool = False, has_ties: bool = False) -> Plain | Blocks:
-        dtype = _codes()[form]
-        return zeros_kept(numel, device, dtype, is_second=is_second, has_ties=has_ties, phase=phase)
+        return zeros_kept(numel, device, names[form], is_second=is_second, has_ties=has_ties, phase=phase)
 
     first = zeros(kinds.first)
-    second = zeros(kinds.second, is_second=True, has_ties=kinds.main == _REMAINDER)
+    second = zeros(kinds.second, is_second=True, has_ties=names[kinds.main] == "remainder")
     main: Kept
-    if kinds.main == _REMAINDER:
+    if names[kinds.main] == "remainder":
         rounded, low = (zeros_in_phase(numel, phase, dtype, device) for dtype in (torch.bfloat16, torch.int16))
         main = Remainder(rounded, low, second)
     else:
@@ -399,7 +398,7 @@ def _example(device: torch.device, kinds: Kinds, decoupled: bool) -> Forms:
     main.update(0, numel, values + at % 5 * 2.0**-12 if decoupled else values.masked_fill_(has_moments, 0.0))
     model = None
     if kinds.model:
-        dtype = {number: dtype for dtype, number in _MODELS.items()}[kinds.model]
+        dtype = {number: dtype for dtype, number in MODELS.items()}[kinds.model]
         model = zeros_in_phase(numel, phase, dtype or torch.float32, device)
     divided = zeros_in_phase(numel, phase, torch.float32, device).copy_(2.0 * grad)
     return Forms(5, 0, main, first, second, divided, torch.zeros((), device=device), model)

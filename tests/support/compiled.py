@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from megatron_distopt.optimizer.codes import CODES
+from megatron_distopt.optimizer.triton_low_precision import BLOCKS, FORMS
 from megatron_distopt.optimizer.triton_table import REST_BLOCK, STATS_BLOCK, SWEEP_BLOCK
 
-__all__ = ["TARGETS", "VARIANTS", "Compiled", "Variant", "compile_for"]
+__all__ = ["CODED", "SOME_CODED", "TARGETS", "VARIANTS", "Compiled", "Variant", "compile_for"]
 
 #: By name: backend, architecture and lanes of a warp.
 TARGETS = {
@@ -36,48 +38,87 @@ class Variant:
     """One way to compile a kernel.
 
     Args:
-        kernel: its name in triton_kernels.py.
+        kernel: its name.
         types: of its arguments, in Triton's spelling.
         constants: values of the others.
         lane_numel: elements of one lane, in a body; None for a kernel that moves no flat params, with 4 warps.
-        streams: (reads, writes) of 32 bits, and writes of 16 bits.
+        reads, writes: how many tensors of a flat param, by bytes of an element.
+        scales: tensors with one byte a block, which are read and written.
+        module: where the kernel is.
     """
 
     kernel: str
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     lane_numel: int | None = None
-    streams: tuple[int, int, int] = (0, 0, 0)
+    reads: Mapping[int, int] = field(default_factory=dict)
+    writes: Mapping[int, int] = field(default_factory=dict)
+    scales: int = 0
+    module: str = "triton_kernels"
 
     def num_warps(self, lanes: int) -> int:
         """Of one program, on a device with that many lanes a warp."""
-        return 4 if self.lane_numel is None else self.constants["BLOCK"] // self.lane_numel // lanes
+        return 4 if self.lane_numel is None else self._program_numel // self.lane_numel // lanes
 
     def wide_loads(self, lanes: int) -> int:
         """128-bit loads that bring all that one lane reads of a body."""
-        return self.streams[0] * self._numel(lanes) * 4 // 16
+        return self._vectors(self.reads, lanes)
 
     def wide_stores(self, lanes: int) -> int:
         """128-bit stores that write all that one lane writes of a body."""
-        return (self.streams[1] * 4 + self.streams[2] * 2) * self._numel(lanes) // 16
+        return self._vectors(self.writes, lanes)
+
+    @property
+    def stores_of_coded(self) -> dict[int, int]:
+        """All stores of one lane of `update_coded` by bits, in whole vectors and of single values.
+
+        8 values are 128 bits of 16-bit tensors, twice 128 of fp32 and 64 of codes of 8 bits. Scales are written in both
+        ways.
+        """
+        single = {8 * nbytes: 8 * count for nbytes, count in self.writes.items()}
+        single[8] = single.get(8, 0) + 2 * self.scales
+        found = {**single, 64: self.writes.get(1, 0), 128: self._vectors(self.writes, 32)}
+        return {bits: count for bits, count in sorted(found.items()) if count}
+
+    def _vectors(self, streams: Mapping[int, int], lanes: int) -> int:
+        return sum(nbytes * count for nbytes, count in streams.items() if nbytes > 1) * self._numel(lanes) // 16
 
     def _numel(self, lanes: int) -> int:
-        return self.constants["BLOCK"] // lanes // self.num_warps(lanes)
+        return self._program_numel // lanes // self.num_warps(lanes)
+
+    @property
+    def _program_numel(self) -> int:
+        return int(self.constants["BLOCK"] if "BLOCK" in self.constants else 128 * self.constants["BLOCKS"])
 
 
 def _sweep(*, decoupled: bool) -> Variant:
     types = {"table": "*i64", "owners": "*i32", "scalars": "*fp32", "divisor": "*fp32", "found_inf": "*fp32"}
     types |= {"num": "i32", "num_bodies": "i32", **_SOURCES}
-    return Variant(
-        "sweep", types, {"DECOUPLED": decoupled, "BLOCK": SWEEP_BLOCK, "REST_BLOCK": REST_BLOCK}, 8, (4, 3, 1)
-    )
+    constants = {"DECOUPLED": decoupled, "BLOCK": SWEEP_BLOCK, "REST_BLOCK": REST_BLOCK}
+    return Variant("sweep", types, constants, 8, {4: 4}, {4: 3, 2: 1})
 
 
 def _statistics(dtype: str) -> Variant:
     types = {"table": "*i64", "owners": "*i32", "sums": f"*{dtype}", "zeros": "*i32", "counter": "*i32"}
     types |= {"out": f"*{dtype}", **dict.fromkeys(("num", "num_programs", "blocks", "padding", "counts_zeros"), "i32")}
+    return Variant("statistics", {**types, **_SOURCES}, {"WIDE": dtype == "fp64", "BLOCK": STATS_BLOCK}, None, {4: 1})
+
+
+def _coded(main: str, model: int, first: str, second: str, *, decoupled: bool = True) -> Variant:
+    types = {"table": "*i64", "owners": "*i32", "scalars": "*fp32", "divisor": "*fp32", "found_inf": "*fp32"}
+    names = (main, first, second)
+    held = [4 if name == "float32" else 1 if FORMS[name] >= 32 else 2 for name in names]
+    read, written = [2] * (main == "remainder"), [2] * (main == "remainder" or model > 0)  # of the model param
+    constants = {"MAIN": FORMS[main], "MODEL": model, "FIRST": FORMS[first], "SECOND": FORMS[second]}
     return Variant(
-        "statistics", {**types, **_SOURCES}, {"WIDE": dtype == "fp64", "BLOCK": STATS_BLOCK}, None, (1, 0, 0)
+        "update_coded",
+        {**types, "first_program": "i32", **_SOURCES},
+        {**constants, "DECOUPLED": decoupled, "BLOCKS": BLOCKS},
+        8,
+        Counter([4, *held, *read]),  # the gradient is fp32
+        Counter([*held, *written]),
+        sum(name in CODES for name in names),
+        "triton_coded_kernels",
     )
 
 
@@ -90,6 +131,29 @@ VARIANTS = {
     "sweep with L2 decay": _sweep(decoupled=False),
     "statistics in fp32": _statistics("fp32"),
 }
+
+
+_MOMENTS = ("float32", "bfloat16", *CODES)
+#: Forms of main params with the kinds of model params that they are rounded into.
+_MAINS = {"float32": (0, 1, 2), "remainder": (0,), "bfloat16": (0,), "float16": (1, 2)}
+
+#: Every combination of forms, by its name.
+CODED = {
+    f"{main}{('', ' to bf16', ' to fp16')[model]}, {first}, {second}": _coded(main, model, first, second)
+    for main, models in _MAINS.items()
+    for model in models
+    for first in _MOMENTS
+    for second in _MOMENTS
+}
+#: Each form of main params and of moments at least once.
+SOME_CODED = (
+    "remainder, int8, int8",
+    "remainder, bfloat16, bfloat16",
+    "bfloat16, float8_e4m3fn, float8_e5m2",
+    "float16 to fp16, float16, float16",
+    "float32 to bf16, int8, float8_e4m3fn",
+    "float32, float32, int8",
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +183,7 @@ def compile_for(target: str, variant: Variant) -> Compiled:
     """
     triton = import_module("triton")
     compiler, backends = import_module("triton.compiler"), import_module("triton.backends.compiler")
-    kernel = getattr(import_module("megatron_distopt.optimizer.triton_kernels"), variant.kernel)
+    kernel = getattr(import_module(f"megatron_distopt.optimizer.{variant.module}"), variant.kernel)
     names = list(kernel.arg_names)
     pointers = [(number,) for number, name in enumerate(names) if variant.types.get(name, "").startswith("*")]
     source = compiler.ASTSource(
