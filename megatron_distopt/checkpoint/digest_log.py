@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.digest_files import DigestWriter, LoggedStep, Start, next_start
 from megatron_distopt.checkpoint.digests import DigestKey, LocalDigests, OwnedPieces
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.comm import Group, exchange_together, profiled, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import mark, pinned
 from megatron_distopt.optimizer import FlatParam, StepDecision, count_updates
@@ -68,7 +68,10 @@ class DigestLog:
         self._pending.write()
         if self._num_steps is None:
             self._num_steps = self._begin()
-        self._grads = self._owned().grads() if (self._num_steps + 1) % self._every == 0 else None
+        self._grads = None
+        if (self._num_steps + 1) % self._every == 0:
+            with profiled("digests of gradients"):
+                self._grads = self._owned().grads()
 
     @torch.no_grad()
     def end_step(self, decision: StepDecision) -> None:
@@ -82,8 +85,9 @@ class DigestLog:
         self._num_steps += 1
         if self._grads is not None:
             facts = _facts_of(self._model)
-            parts = [self._grads, self._owned().state()]
-            self._pending.keep(_Copied(self._num_steps, parts, facts, decision))
+            with profiled("digests of state"):
+                parts = [self._grads, self._owned().state()]
+                self._pending.keep(_Copied(self._num_steps, parts, facts, decision))
             self._grads = None
 
     def finish(self) -> None:

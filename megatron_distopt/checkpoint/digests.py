@@ -103,7 +103,8 @@ class OwnedPieces:
             for kind, tensor in tensors.items():
                 keys.append(DigestKey(kind, piece.placement.name))
                 dtypes.setdefault(kind, set()).add(str(tensor.dtype).removeprefix("torch."))
-            sums.append(_of_piece(piece, [plain(piece.view(tensor)) for tensor in tensors.values()]))
+            values = [plain(piece.view(tensor)) for tensor in tensors.values()]
+            sums.append(_of_piece(values, piece.piece.in_global.offsets, self._device))
         total = torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=self._device)
         return LocalDigests(tuple(keys), total, {kind: ",".join(sorted(found)) for kind, found in dtypes.items()})
 
@@ -120,13 +121,18 @@ def _state_of(piece: OwnedPiece) -> dict[str, Tensor]:
     return {MAIN: piece.flat.main, **moments_of(piece.share.optimizer.inner, piece.flat.main)}
 
 
-def _of_piece(piece: OwnedPiece, values: Sequence[Tensor]) -> Tensor:
-    """int64 [len(values)]. On a device all of one dtype are summed together, which takes fewer launches."""
-    offsets = piece.piece.in_global.offsets
-    is_one = values[0].device.type != CPU and len({each.dtype for each in values}) == 1
+def _of_piece(values: Sequence[Tensor], offsets: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [len(values)]. On an accelerator tensors of one dtype are summed together, which takes fewer launches.
+
+    Args:
+        values: of one box; a state may lie on the CPU while its gradient does not.
+        offsets: of the box.
+        device: of the result.
+    """
+    is_one = values[0].device.type != CPU and len({(each.dtype, each.device) for each in values}) == 1
     if is_one and len(values) > 1:
-        return _summed(_bits(torch.stack(list(values))), offsets)
-    return torch.cat([_summed(_bits(each[None]), offsets) for each in values])
+        return _summed(_bits(torch.stack(list(values))), offsets).to(device)
+    return torch.cat([_summed(_bits(each[None]), offsets).to(device) for each in values])
 
 
 def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
