@@ -6,15 +6,18 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_distopt.checkpoint.digest_files import LoggedRun, differing, read_run
+from megatron_distopt.errors import DistOptError
 from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks
 
 SAVED_AT, ITERATIONS = 3, 6
 BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 700"
 FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1"
+OURS = "--use-distributed-optimizer --distopt-deterministic --distopt-log-digests 1"
 #: Flags of trainings, by name.
 TRAININGS = {
     "bf16": "--bf16 --clip-grad 0.5",
@@ -27,9 +30,12 @@ TRAININGS = {
 
 def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[LoggedRun, LoggedRun]]:
     fork, found = MiniFork.imported(file_layout="gathered"), {}
+    with pytest.raises(DistOptError, match="use_deterministic_algorithms"):
+        fork.train("--use-distributed-optimizer", "--train-iters", "1", "--distopt-deterministic")
+    torch.use_deterministic_algorithms(True)
     for name, words in TRAININGS.items():
         where = folder / name.replace(" ", "_")
-        given = f"--use-distributed-optimizer {words} --train-iters {ITERATIONS} --distopt-log-digests 1"
+        given = f"{OURS} {words} --train-iters {ITERATIONS}"
         files = {"straight": f"--save {where} --save-interval {SAVED_AT}", "resumed": f"--load {where}"}
         for kind, of_kind in files.items():
             fork.train(*f"{given} --distopt-digest-folder {where}/{kind} {of_kind}".split())

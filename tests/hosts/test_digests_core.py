@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_distopt.checkpoint.digest_files import LoggedRun, differing, read_run
+from megatron_distopt.errors import DistOptError
 from tests.hosts.test_megatron_core_checkpoints import OVERLAPPED, Run, _Bench, pytestmark
 from tests.support.spawn import run_ranks
 
@@ -34,7 +36,7 @@ Found = tuple[dict[str, tuple[LoggedRun, LoggedRun]], dict[str, LoggedRun]]
 
 @contextmanager
 def _training(bench: _Bench, run: Run, folder: Path) -> Iterator[Any]:
-    options = (("LOG_DIGESTS", "1"), ("DIGEST_FOLDER", str(folder)))
+    options = (("LOG_DIGESTS", "1"), ("DIGEST_FOLDER", str(folder)), ("DETERMINISTIC", "yes"))
     with bench.training(dataclasses.replace(run, of_options=options)) as training:
         yield training
         training.optimizer.digests.finish()
@@ -52,6 +54,7 @@ def _resumed(bench: _Bench, run: Run, checkpoint: Path, folder: Path) -> LoggedR
 
 def _train(rank: int, size: int, folder: Path) -> Found:
     bench, found = _Bench(rank, str(folder)), {}
+    torch.use_deterministic_algorithms(True)
     for name, run in TRAININGS.items():
         where = folder / name
         with _training(bench, run, where / "straight") as training:
@@ -63,6 +66,9 @@ def _train(rank: int, size: int, folder: Path) -> Found:
         found[name] = read_run(where / "straight"), _resumed(bench, run, where / "checkpoint", where / "resumed")
     checkpoint = folder / "dp 2" / "checkpoint"
     others = {name: _resumed(bench, run, checkpoint, folder / "at" / name) for name, run in OTHERS.items()}
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(DistOptError, match="use_deterministic_algorithms"), _training(bench, FP32.at(dp=2), folder):
+        pass
     return found, others
 
 

@@ -318,7 +318,19 @@ def cases(rank: int, size: int, keys: list[str]) -> dict[str, str]:
         name, dtype, is_view = KEYS[key]
         options = {"bucket_size": 64, "overlap_param_gather": is_view}
         found[key] = outcome(CASES[name], dtype, {"gradient_as_bucket_view": is_view}, options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        deterministic(Loop(ours, torch.float32, {}, {"deterministic": True}))
+        found["deterministic"] = "taken"
+    except DistOptError as error:
+        found["deterministic"] = str(error)
     return found
+
+
+def deterministic(loop: Loop) -> None:
+    model, optimizer = loop.wrap_then_distribute()
+    model(loop.batch(0)).backward()
+    optimizer.step()
 
 
 @pytest.fixture(scope="module")
@@ -339,6 +351,14 @@ def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(on_two: l
 @pytest.mark.parametrize("key", KEYS_OF_THREE)
 def test_ddp_when_on_three_ranks_then_all_is_as_with_adamw(on_three: list[dict[str, str]], key: str) -> None:
     assert [each[key] for each in on_three] == ["equal"] * 3
+
+
+def test_ddp_when_sums_depend_on_its_buckets_then_deterministic_is_refused(
+    on_two: list[dict[str, str]], on_three: list[dict[str, str]]
+) -> None:
+    assert [each["deterministic"] for each in on_two] == ["taken"] * 2  # two numbers have one sum
+    assert all("deterministic" in each["deterministic"] for each in on_three)
+    assert all("DistributedDataParallel" in each["deterministic"] for each in on_three)
 
 
 def never_called(loop: Loop) -> None:
