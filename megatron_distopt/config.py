@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.options import (
+    FRACTION,
     NOT_NEGATIVE,
     VARIABLE_PREFIX,
     YES_OR_NO,
@@ -201,6 +202,12 @@ class DistOptConfig:
         "float32",
         "how Adam's second moment is kept; where it has scales its root is kept",
         rule=one_of(*_MOMENT_DTYPES),
+    )
+    offload_fraction: float = option(
+        0.0,
+        "the part of the optimizer state of 16-bit params, by buckets, that is kept in the host's memory and updated "
+        "there; 0 for none",
+        rule=FRACTION,
     )
     bucket_size: int | None = option(
         None,

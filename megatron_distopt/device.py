@@ -24,6 +24,8 @@ __all__ = [
     "is_recording",
     "keep_for_current_stream",
     "mark",
+    "new_stream",
+    "on_stream",
     "pinned",
     "record",
     "wait_for_streams",
@@ -61,6 +63,17 @@ def current_stream(device: torch.device) -> Any:
         return None
     known = _accelerator_of(device.type)
     return (known or _module(device)).current_stream(device)
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that nothing else uses; None on a device without streams, such as the CPU."""
+    kind = None if device.type == CPU else getattr(_module(device), "Stream", None)
+    return None if kind is None else kind(device=device)
+
+
+def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a stream that `new_stream` returned the current one of its device."""
+    return nullcontext() if stream is None else _module(device).stream(stream)
 
 
 def mark(device: torch.device) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from megatron_distopt.errors import ConfigError, refusal
 
 __all__ = [
+    "FRACTION",
     "NOT_NEGATIVE",
     "VARIABLE_PREFIX",
     "YES_OR_NO",
@@ -161,6 +162,8 @@ class Option:
             return None
         if "int" in self._type_names:
             return _whole_number(self.name, text, write)
+        if self._type_names == ["float"]:
+            return _number(self.name, text, self.default, write)
         if self.is_switch:
             return _switch(self.name, text, self.values, write)
         return text
@@ -228,6 +231,13 @@ def _whole_number(name: str, text: str, write: Write) -> int:
         raise ConfigError(refusal(name, repr(text), "be a whole number", write(name, 10))) from None
 
 
+def _number(name: str, text: str, default: object, write: Write) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(refusal(name, repr(text), "be a number", write(name, default))) from None
+
+
 def _switch(name: str, text: str, words: str, write: Write) -> bool:
     if text.lower() not in YES_OR_NO:
         raise ConfigError(refusal(name, repr(text), f"be {words}", write(name, True)))
@@ -267,6 +277,16 @@ def at_least(number: int, unit: str = "", meant: int | None = 1, otherwise: str 
             raise ConfigError(refusal(name, value, f"be at least {number}{unit}", write(name, meant) + otherwise))
 
     return Rule(f"a whole number of at least {number}", check)
+
+
+def _check_fraction(name: str, value: float, write: Write) -> None:
+    """Proposes the nearest fraction; what is above 1 and at most 100 was probably meant in percent."""
+    if not 0.0 <= value <= 1.0:
+        meant = value / 100 if 1.0 < value <= 100.0 else float(value > 100.0)
+        raise ConfigError(refusal(name, value, "be a number from 0 to 1", write(name, meant)))
+
+
+FRACTION = Rule("a number from 0 to 1", _check_fraction)
 
 
 def _check_not_negative(name: str, value: float, write: Write) -> None:

@@ -66,7 +66,20 @@ def describe(
                 * Precision.of(optimizer.config).nbytes_of_moments
             )
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
+        lines += [f"  host state {line}" for line in _describe_host_state(optimizer)]
     return "\n".join(lines)
+
+
+def _describe_host_state(optimizer: ShardedOptimizer) -> list[str]:
+    """How much of the state is on the host, see optimizer/offload.py; nothing where none was asked for."""
+    if not optimizer.config.offload_fraction:
+        return []
+    if optimizer.device.type == CPU:
+        return ["all of it, because the params are on the CPU; offload_fraction changes nothing"]
+    moved = [flat.main.numel() for flat in optimizer.flat_params if flat.on_host is not None]
+    total = sum(flat.main.numel() for flat in optimizer.flat_params)
+    staged = measure_memory(optimizer).staging_nbytes
+    return [f"of {sum(moved):,} of {total:,} elements of this rank, with {_with_unit(staged)} of pinned memory"]
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:

@@ -18,6 +18,7 @@ from megatron_distopt.optimizer.inner import (
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.offload import check_offload, host_nbytes
 from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
 from megatron_distopt.optimizer.step import (
@@ -58,6 +59,7 @@ __all__ = [
     "advance",
     "check_deterministic",
     "check_devices",
+    "check_offload",
     "check_precision",
     "choose_inner",
     "clip_divisor",
@@ -68,6 +70,7 @@ __all__ = [
     "finish_deferred_check",
     "forbid_synchronisations",
     "fused_instance",
+    "host_nbytes",
     "is_torchs",
     "make_loss_scale",
     "make_step",

@@ -35,6 +35,8 @@ from megatron_distopt.optimizer.triton_low_precision import Wanted
 __all__ = ["adam_options", "best_adam", "low_precision_adam", "named_adam"]
 
 
+#: By source, the one that updates what is on the host. They keep the same state; those of other packages do not.
+_ON_HOST = {**dict.fromkeys(("torch_fused", "triton"), "torch_fused"), "torch_foreach": "torch_foreach"}
 #: By value of `adam`, what updates state in low precision; others keep fp32 state only.
 _LOW_PRECISION_FROM = {
     "auto": Wanted.BEST,
@@ -65,10 +67,20 @@ def best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
     *better, last = _PREFERENCES.get(device_type, _PREFERENCE_ELSEWHERE)
     for name in better:
         reason = _ADAMS[name].missing(device_type) or _ADAMS[name].must_compile()
+        if config.offload_fraction and name not in _ON_HOST:
+            reason = "has no state on the host"
         if reason is None:
-            return InnerChoice(name, partial(_ADAMS[name].build, config=config), tuple(passed_over))
+            return _chosen(name, config, tuple(passed_over))
         passed_over.append(f"not {name}: {reason}")
-    return InnerChoice(last, partial(_ADAMS[last].build, config=config), tuple(passed_over))
+    return _chosen(last, config, tuple(passed_over))
+
+
+def _chosen(name: str, config: DistOptConfig, why: tuple[str, ...]) -> InnerChoice:
+    on_host = _ON_HOST.get(name)
+    if on_host == "torch_fused" and not has_torch_fused(CPU):
+        on_host = "torch_foreach"
+    builds = [None if each is None else partial(_ADAMS[each].build, config=config) for each in (name, on_host)]
+    return InnerChoice(name, builds[0] or partial(_ADAMS[name].build, config=config), why, on_host=builds[1])
 
 
 def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -76,7 +88,7 @@ def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
     if reason is not None:
         rule, remedy = "be usable when it is asked for by name", "Install it, or write adam='auto'"
         raise ConfigError(refusal(f"adam {config.adam!r}", reason, rule, remedy))
-    return InnerChoice(config.adam, partial(_ADAMS[config.adam].build, config=config), ("asked for by name",))
+    return _chosen(config.adam, config, ("asked for by name",))
 
 
 def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None) -> Build:

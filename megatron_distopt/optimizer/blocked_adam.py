@@ -55,7 +55,8 @@ class _InBlocks(RoundsItself, Optimizer):
             return None
         loss = super().step(closure)
         for main, model in self._models.items():
-            model.copy_(main)
+            if main.grad is not None:
+                model.copy_(main)
         return loss
 
     def _is_usual(self, group: Mapping[str, Any]) -> bool:

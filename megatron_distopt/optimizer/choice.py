@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -49,11 +49,11 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
     if not Precision.of(config).is_full:
         if config.optimizer != "adam":
             raise _keeps_fp32(repr(config.optimizer))
-        return InnerChoice(
-            LOW_PRECISION, low_precision_adam(config, device_type), ("the precision of the state asks for it",)
-        )
+        builds = _low_precision_builds(config, device_type)
+        return InnerChoice(LOW_PRECISION, builds[0], ("the precision of the state asks for it",), on_host=builds[1])
     if config.optimizer == "sgd":
-        return InnerChoice("torch_sgd", partial(_build_sgd, config=config, device_type=device_type))
+        builds = [partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU)]
+        return InnerChoice("torch_sgd", builds[0], on_host=builds[1])
     if config.optimizer != "adam":
         return InnerChoice(config.optimizer, _user_class(config, device_type))
     if config.adam != "auto":
@@ -81,7 +81,9 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
         check_elementwise(rebuild, type(instance).__name__, instance.param_groups, device)
     defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
     build = partial(_retarget, instance, rebuild)
-    return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults)
+    # torch's own keep nothing in their param groups, so that two of them can share a state.
+    on_host = build if type(instance).__module__.startswith("torch.optim.") else None
+    return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults, on_host)
 
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
@@ -104,13 +106,16 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     if known is None or has_chosen or has_refused or config.adam != "auto" or not has_torch_fused(device_type):
         return None
     name, on_cpu = known
-    chosen = on_cpu if device_type == CPU else type(instance)
+    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
+    on_host = _fused_build(on_cpu, instance)
+    build = on_host if device_type == CPU else _fused_build(type(instance), instance)
+    return InnerChoice(name, build, (f"{type(instance).__name__} was given",), defaults, on_host)
+
+
+def _fused_build(chosen: type[Optimizer], instance: Optimizer) -> Build:
     accepted = inspect.signature(chosen).parameters
     options = {key: value for key, value in instance.defaults.items() if key in accepted and key not in IMPLEMENTATION}
-    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
-    return InnerChoice(
-        name, partial(_build_fused, chosen, options), (f"{type(instance).__name__} was given",), defaults
-    )
+    return partial(_build_fused, chosen, options)
 
 
 def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -120,7 +125,16 @@ def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_t
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
-    return InnerChoice(LOW_PRECISION, low_precision_adam(config, device_type, options), why, defaults)
+    builds = _low_precision_builds(config, device_type, options)
+    return InnerChoice(LOW_PRECISION, builds[0], why, defaults, builds[1])
+
+
+def _low_precision_builds(
+    config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None
+) -> tuple[Build, Build]:
+    """For the device, and for the host, where a kernel of the device that was asked for by name is not."""
+    on_host = replace(config, adam="auto") if config.adam == "triton" else config
+    return low_precision_adam(config, device_type, options), low_precision_adam(on_host, CPU, options)
 
 
 def _keeps_fp32(name: str) -> ConfigError:

@@ -35,7 +35,7 @@ from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
 
-__all__ = ["DeferredCheck", "Notice", "deferred_divisor", "deferred_norm", "found_inf_of"]
+__all__ = ["DeferredCheck", "HostCopy", "Notice", "deferred_divisor", "deferred_norm", "found_inf_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -72,9 +72,9 @@ class DeferredCheck:
     ) -> None:
         self._numbers, self._stream = numbers, current_stream(numbers.device)
         self.counts_zeros = counts_zeros
-        self._copy = _HostCopy(numbers)
+        self._copy = HostCopy(numbers)
         self._plans = tuple(flat.plan for flat in flat_params)  # which hold no tensors
-        self._notice = None if notice is None else (_HostCopy(notice.head), notice.act)
+        self._notice = None if notice is None else (HostCopy(notice.head), notice.act)
         self._report: finalize[Any, Any] | None = None
 
     @property
@@ -115,7 +115,7 @@ class DeferredCheck:
             self._report.detach()
 
 
-class _HostCopy:
+class HostCopy:
     """Numbers of a device that are on their way to the CPU."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -132,11 +132,11 @@ class _HostCopy:
         return values
 
 
-def _nonfinite_of(numbers: _HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
+def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
     return [_described(plan) for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
 
 
-def _report_nonfinite(numbers: _HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
+def _report_nonfinite(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
     if numbers.values[2] > 0:
         where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
         _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)

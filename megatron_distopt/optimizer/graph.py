@@ -163,6 +163,9 @@ class CapturedStep:
 
 
 def _check_deferred(optimizer: ShardedOptimizer) -> None:
+    if optimizer.host_updates is not None:
+        rule, remedy = "keep all state on the device", "Write offload_fraction=0.0, or call optimizer.step()"
+        raise ConfigError(refusal("captured step", "with state on the host", rule, remedy))
     if not optimizer.defers_check:
         scale, name = type(optimizer.loss_scale).__name__, optimizer.plan.choice.name
         rule = "leave no decision to the CPU"

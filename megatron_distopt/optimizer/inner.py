@@ -88,12 +88,14 @@ class InnerChoice:
         build: from param groups of main params.
         why: how it came to that; one line for each better source that was passed over.
         defaults: of an optimizer that brings its own, for comparison between ranks.
+        on_host: builds the same for params on the host, with the same form of state; None where there is no such.
     """
 
     name: str
     build: Build
     why: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
+    on_host: Build | None = None
 
     @property
     def is_adam(self) -> bool:

@@ -9,7 +9,7 @@ equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -83,22 +83,27 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         precision: Precision,
         wanted: Wanted = Wanted.STRETCHES,
     ) -> None:
-        device_type = next((param.device.type for group in params for param in group["params"]), CPU)
-        self._is_fused = has_torch_fused(device_type)
+        device_types = {param.device.type for group in params for param in group["params"]}
+        self._is_fused = all(map(has_torch_fused, device_types))
         # A group may name the kernel that it had before.
         plain = [{key: value for key, value in group.items() if key not in _KERNELS} for group in params]
         super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
         self.decoupled, self.precision = decoupled, precision
         self._one_pass, self.leaves_grads = OnePass(wanted), False
+        #: By main param its number for random bits; `numbered` where empty.
+        self.numbers: Mapping[Tensor, int] = {}
+
+    def numbered(self) -> dict[Tensor, int]:
+        """All main params by their place in the param groups."""
+        return {main: n for n, main in enumerate(main for group in self.param_groups for main in group["params"])}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every param that has a gradient."""
-        number, waiting = 0, []
+        numbers, waiting = self.numbers or self.numbered(), []
         for index, group in enumerate(self.param_groups):
             mains = [main for main in group["params"] if main.grad is not None]
-            waiting += [self._forms(number + place, index, main) for place, main in enumerate(mains)]
-            number += len(group["params"])
+            waiting += [self._forms(numbers[main], index, main) for main in mains]
         swept = self._one_pass.choose(waiting, self.param_groups, decoupled=self.decoupled)
         self.leaves_grads = self._one_pass.is_all_there_is(waiting, swept)
         given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}

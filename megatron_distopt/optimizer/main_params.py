@@ -11,7 +11,7 @@ full vectors. Model param and gradient have the same place in their buffers; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, view_of
+from megatron_distopt.device import pinned
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.coded import Coded, part_of
@@ -29,6 +30,7 @@ from megatron_distopt.optimizer.precision import FULL, Precision
 __all__ = [
     "FlatParam",
     "FlatParamKey",
+    "OnHost",
     "ParamGroup",
     "attach_grads",
     "beside",
@@ -67,6 +69,26 @@ class FlatParamKey:
     excluded_from_norm: bool
 
 
+@dataclass(eq=False)
+class OnHost:
+    """What a flat param has beside its main param where that is kept on the host; see offload.py.
+
+    Args:
+        model: pinned, 1-D; what the main param is rounded into before it is copied to the model param. Main params in
+            low precision may use it as a part of themselves, as they use the model param on a device.
+        arrived: pinned, fp32 1-D; where the gradient is copied to.
+        grad: fp32 1-D; the gradient on the device, while it is attached.
+    """
+
+    model: Tensor
+    arrived: Tensor
+    grad: Tensor | None = None
+
+    def part(self, span: Span) -> OnHost:
+        """The same for some of the elements, in the same memory; no gradient may be attached."""
+        return OnHost(self.model[span.as_slice()], self.arrived[span.as_slice()])
+
+
 @dataclass(frozen=True, eq=False)
 class FlatParam:
     """One flat main param with the model params and grads of the same elements.
@@ -76,12 +98,14 @@ class FlatParam:
         main: fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param.
         model: 1-D, the same elements of the param buffer.
         grad: 1-D, the same elements of the grad buffer.
+        on_host: of one whose main param is on the host while the model param is on a device; None for all others.
     """
 
     plan: FlatParamPlan[FlatParamKey]
     main: Tensor
     model: Tensor
     grad: Tensor
+    on_host: OnHost | None = None
 
     @property
     def owns_memory(self) -> bool:
@@ -89,20 +113,33 @@ class FlatParam:
         return self.model.dtype != torch.float32
 
     @property
+    def attached_grad(self) -> Tensor | None:
+        """fp32 1-D on the device of the model param, or None where no gradient is attached."""
+        return self.main.grad if self.on_host is None else self.on_host.grad
+
+    def hold_grad(self, grad: Tensor | None) -> None:
+        """Makes a gradient the one that is attached; None for none."""
+        if self.on_host is None:
+            self.main.grad = grad
+        else:
+            self.on_host.grad = grad
+
+    @property
     def main_grad(self) -> Tensor:
         """fp32 1-D, between `attach_grad` and `ShardedOptimizer.release_grads`."""
-        if self.main.grad is None:
+        grad = self.attached_grad
+        if grad is None:
             raise InvariantError(
                 refusal("main grad", "none", "be attached before it is read", "Call attach_grad first")
             )
-        return self.main.grad
+        return grad
 
     def cut(self, tensor: Tensor, shard: ParamShard) -> Tensor:
         """The elements of one of its param shards, in a tensor as long as itself."""
         return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def attach_grad(self) -> None:
-        """Gives `main` its gradient, see `attach_grads`."""
+        """Attaches the gradient, see `attach_grads`."""
         attach_grads((self,))
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,12 +148,14 @@ class FlatParam:
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""
-        if self.owns_memory:
+        if self.on_host is not None:
+            self.model.copy_(self.on_host.model.copy_(self.main))
+        elif self.owns_memory:
             self.model.copy_(self.main)
 
     def differs_from_model(self) -> bool:
         """Whether the model param is not what `main` rounds to."""
-        return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model)
+        return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model.to(self.main.device))
 
     @property
     def can_tell_changes(self) -> bool:
@@ -138,12 +177,15 @@ class FlatParam:
         The others keep the bits below the model's precision, as if the user had changed fp32 weights.
         """
         if self.owns_memory:
-            main, model = self.cut(self.main, shard), self.cut(self.model, shard)
+            main, model = self.cut(self.main, shard), self.cut(self.model, shard).to(self.main.device)
             main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
 
 
 def build_flat_params(
-    buffers: Sequence[ShardedBuffer], key_of: Callable[[str], FlatParamKey | None], precision: Precision = FULL
+    buffers: Sequence[ShardedBuffer],
+    key_of: Callable[[str], FlatParamKey | None],
+    precision: Precision = FULL,
+    on_host: Sequence[Collection[int]] = (),
 ) -> tuple[FlatParam, ...]:
     """The main params of this rank, in buffer order.
 
@@ -151,20 +193,57 @@ def build_flat_params(
         buffers: all of one device.
         key_of: from a param's name; None for one that is not updated.
         precision: of the main params of 16-bit params.
+        on_host: by buffer, the buckets whose main params are kept on the host; empty for none.
     """
-    return tuple(flat for buffer in buffers for flat in _of_buffer(buffer, key_of, precision))
+    buckets = on_host or [()] * len(buffers)
+    pairs = zip(buffers, buckets, strict=True)
+    return tuple(flat for buffer, chosen in pairs for flat in _of_buffer(buffer, key_of, precision, chosen))
 
 
 def _of_buffer(
-    buffer: ShardedBuffer, key_of: Callable[[str], FlatParamKey | None], precision: Precision
+    buffer: ShardedBuffer,
+    key_of: Callable[[str], FlatParamKey | None],
+    precision: Precision,
+    on_host: Collection[int],
 ) -> list[FlatParam]:
-    flat_params = plan_flat_params(
+    plans = plan_flat_params(
         owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
     )
-    models = [buffer.param_of(flat.in_buffer) for flat in flat_params]
-    mains = models if buffer.param.dtype == torch.float32 else _mains(models, precision)
-    grads = [view_of(buffer.grad, flat.in_buffer) for flat in flat_params]
-    return [FlatParam(*parts) for parts in zip(flat_params, mains, models, grads, strict=True)]
+    models = [buffer.param_of(plan.in_buffer) for plan in plans]
+    hosts = _on_host(plans, models, on_host)
+    sources = [model if host is None else host.model for host, model in zip(hosts, models, strict=True)]
+    mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(sources, precision)
+    grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
+    return [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
+
+
+def _on_host(
+    plans: Sequence[FlatParamPlan[FlatParamKey]], models: Sequence[Tensor], buckets: Collection[int]
+) -> list[OnHost | None]:
+    """What those in the buckets have on the host, with the values of the model params; None for the others.
+
+    The memory of a bucket is one piece, in buffer order, so that neighbours can be copied at once.
+    """
+    hosts: list[OnHost | None] = [None] * len(plans)
+    for _, members in groupby(enumerate(plans), key=lambda each: each[1].bucket):
+        chosen = [(index, plan.in_buffer) for index, plan in members if plan.bucket in buckets]
+        if chosen:
+            model, start = models[chosen[0][0]], chosen[0][1].start
+            numel = chosen[-1][1].stop - start
+            whole = OnHost(*(pinned([numel], dtype, model.device) for dtype in (model.dtype, torch.float32)))
+            for index, in_buffer in chosen:
+                hosts[index] = part = whole.part(in_buffer.relative_to(start))
+                part.model.copy_(models[index])
+    return hosts
+
+
+def _mains_by_place(models: Sequence[Tensor], precision: Precision) -> list[Tensor]:
+    """Main params beside model params, some of which may be copies on the host."""
+    places = list(dict.fromkeys(model.device for model in models))
+    by_place = {
+        place: iter(_mains([model for model in models if model.device == place], precision)) for place in places
+    }
+    return [next(by_place[model.device]) for model in models]
 
 
 def _mains(models: Sequence[Tensor], precision: Precision) -> list[Tensor]:
@@ -185,29 +264,28 @@ def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tupl
 
 def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
-    part = in_buffer.relative_to(flat.plan.in_buffer.start).as_slice()
-    plan = FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
-    main = part_of(flat.main.detach(), in_buffer.relative_to(flat.plan.in_buffer.start))
-    return FlatParam(plan, main, flat.model[part], flat.grad[part])
+    span = in_buffer.relative_to(flat.plan.in_buffer.start)
+    part, plan = span.as_slice(), FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
+    on_host = None if flat.on_host is None else flat.on_host.part(span)
+    return FlatParam(plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host)
 
 
 def attach_grads(flat_params: Sequence[FlatParam]) -> None:
-    """Gives every main param its gradient: the grad buffer itself, or an fp32 copy of a 16-bit one.
+    """Attaches every gradient: the grad buffer itself, or an fp32 copy of a 16-bit one, on the device of the buffer.
 
     The copies lie in one allocation, so that their places in it are the same in every step.
 
     Args:
         flat_params: those that have a gradient already keep it.
     """
-    waiting = [flat for flat in flat_params if flat.main.grad is None]
+    waiting = [flat for flat in flat_params if flat.attached_grad is None]
     narrow = [flat for flat in waiting if flat.grad.dtype != torch.float32]
-    for flat, copied in zip(
-        narrow, _copy_flat([flat.grad for flat in narrow], [flat.main for flat in narrow]), strict=True
-    ):
-        flat.main.grad = copied
+    beside = [flat.main if flat.on_host is None else flat.model for flat in narrow]
+    for flat, copied in zip(narrow, _copy_flat([flat.grad for flat in narrow], beside), strict=True):
+        flat.hold_grad(copied)
     for flat in waiting:
-        if flat.main.grad is None:
-            flat.main.grad = flat.grad
+        if flat.attached_grad is None:
+            flat.hold_grad(flat.grad)
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:

@@ -30,11 +30,13 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
+from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
 from megatron_distopt.optimizer.coded import Coded, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck
@@ -49,6 +51,7 @@ from megatron_distopt.optimizer.main_params import (
     build_flat_params,
     split_flat_param,
 )
+from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
 from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["Memory", "ShardedOptimizer", "StepPlan", "measure_memory"]
@@ -94,6 +97,7 @@ class ShardedOptimizer:
         device: of the params, also where this rank owns none.
         flat_params: in buffer order.
         inner: updates them.
+        host_updates: of those whose state is on the host; None where there are none. See offload.py.
         deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
     """
 
@@ -107,11 +111,13 @@ class ShardedOptimizer:
         self.flat_params, groups = _flatten(buffers, plan.groups, plan)
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
+        self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
         self._round_into_model()
 
     def _round_into_model(self) -> None:
         if isinstance(self.inner, RoundsItself):
-            self.inner.round_into({flat.main: flat.model for flat in self.flat_params if flat.owns_memory})
+            on_device = [flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None]
+            self.inner.round_into({flat.main: flat.model for flat in on_device})
 
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
@@ -203,13 +209,15 @@ class ShardedOptimizer:
                 self.inner.param_groups.append(group)
         self.buffers += tuple(buffers)
         self.flat_params += flat_params
+        if self.host_updates is None:
+            self.host_updates = _host_updates(self.plan, flat_params, self.inner, self.device)
         self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
         self._round_into_model()
 
     def release_grads(self) -> None:
         """Lets go of attached grads."""
         for flat in self.flat_params:
-            flat.main.grad = None
+            flat.hold_grad(None)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -247,9 +255,22 @@ def _flatten(
     def key_of(name: str) -> FlatParamKey | None:
         return FlatParamKey(group_of[name], plan.excluded_from_norm(name)) if name in group_of else None
 
-    flat_params = build_flat_params(buffers, key_of, Precision.of(plan.config))
+    layouts = [(buffer.layout, buffer.param.dtype) for buffer in buffers]
+    on_host = buckets_on_host(layouts, plan.config.offload_fraction, plan.loss_scale.scale.device)
+    flat_params = build_flat_params(buffers, key_of, Precision.of(plan.config), on_host)
     mains = [[flat.main for flat in flat_params if flat.plan.key.group == index] for index in range(len(groups))]
     return flat_params, [{**group.options, "params": params} for group, params in zip(groups, mains, strict=True)]
+
+
+def _host_updates(
+    plan: StepPlan, flat_params: Sequence[FlatParam], inner: Optimizer, device: torch.device
+) -> HostUpdates | None:
+    if all(flat.on_host is None for flat in flat_params):
+        return None
+    if plan.choice.on_host is None:
+        rule, remedy = "have a kernel for state on the host", "Write adam='torch_fused', or offload_fraction=0.0"
+        raise ConfigError(refusal("inner optimizer", plan.choice.name, rule, remedy))
+    return HostUpdates(inner, plan.choice.on_host, device)
 
 
 @dataclass(frozen=True)
@@ -261,6 +282,8 @@ class Memory:
         grad_nbytes: grad buffers, padding included.
         main_nbytes: main params that are not the model params themselves.
         moment_nbytes: what the inner optimizer keeps; 0 before the first step.
+        host_nbytes: of main params and moments, those on the host while the params are on a device.
+        staging_nbytes: pinned memory of the host for gradients on their way there and params on their way back.
         undistributed_state_nbytes: what `state_nbytes` would be if this rank held the state of all params.
     """
 
@@ -268,6 +291,8 @@ class Memory:
     grad_nbytes: int
     main_nbytes: int
     moment_nbytes: int
+    host_nbytes: int
+    staging_nbytes: int
     undistributed_state_nbytes: int
 
     @property
@@ -279,11 +304,14 @@ class Memory:
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     """Adds up what `optimizer` holds."""
     owning = [flat for flat in optimizer.flat_params if flat.owns_memory]
+    on_host = [(flat, flat.on_host) for flat in owning if flat.on_host is not None]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(_main_nbytes(flat) for flat in owning),
         moment_nbytes=sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat)),
+        host_nbytes=sum(_main_nbytes(flat) + sum(map(_nbytes, _moments(optimizer, flat))) for flat, _ in on_host),
+        staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
         undistributed_state_nbytes=_undistributed(optimizer),
     )
 

@@ -320,15 +320,22 @@ def advance(optimizer: ShardedOptimizer, divisor: float | Tensor, found_inf: Ten
         optimizer, divisor, found_inf: see `StepDecision`.
     """
     with profiled("update"):
+        descent = optimizer.host_updates and optimizer.host_updates.bring_down(
+            optimizer.flat_params, divisor, found_inf
+        )
         grads = [flat.main.grad for flat in optimizer.flat_params if flat.main.grad is not None]
         step_divided(optimizer.inner, grads, divisor, found_inf)
+    if optimizer.host_updates and descent:
+        with profiled("update on the host"):
+            optimizer.host_updates.update(descent)
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:
-    """The second half: rounds into this rank's shards of the param buffers, if the inner optimizer has not."""
+    """The second half: rounds into this rank's shards of the param buffers, where that was not done by the update."""
     with profiled("write model params"):
         for flat in () if isinstance(optimizer.inner, RoundsItself) else optimizer.flat_params:
-            flat.write_model()
+            if flat.on_host is None:
+                flat.write_model()
         optimizer.release_grads()
 
 

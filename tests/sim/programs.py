@@ -50,6 +50,8 @@ class Program:
 BF16, FP16 = torch.bfloat16, torch.float16
 #: Several buckets, so that collectives of some run while others are computed.
 _OVERLAP: Mapping[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 128}
+_LOW = {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
+_RANDOM = {"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 _MIXED = {"wide.bias": torch.float32, "norm.weight": torch.float32}
 
 PROGRAMS: dict[str, Program] = {
@@ -90,6 +92,30 @@ PROGRAMS: dict[str, Program] = {
     "gradients kept": Program(_OVERLAP, BF16, variant="kept"),
     "a module's buffers": Program(_OVERLAP, variant="buffers"),
     "step on a stream": Program(_OVERLAP, BF16, variant="step stream"),
+    # --- state on the host
+    "host half": Program({"offload_fraction": 0.5, "clip_grad": 1.0, **_OVERLAP}, BF16),
+    "host all": Program({"offload_fraction": 1.0, "clip_grad": 1.0, "bucket_size": 128}, BF16),
+    "host all, mixed": Program({"offload_fraction": 1.0, **_OVERLAP}, BF16, _MIXED),
+    "host half, grads in bf16": Program({"offload_fraction": 0.5, "grads_in_fp32": False, **_OVERLAP}, BF16),
+    "host half, low precision": Program({"offload_fraction": 0.5, "clip_grad": 1.0, **_LOW, **_OVERLAP}, BF16),
+    "host all, rounded at random": Program({"offload_fraction": 1.0, **_RANDOM, **_OVERLAP}, BF16),
+    "host half, fp16 dynamic": Program(
+        {"offload_fraction": 0.5, "loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2
+    ),
+    "host half, nan skip": Program(
+        {"offload_fraction": 0.5, "nonfinite": "skip", "clip_grad": 1.0, **_OVERLAP}, BF16, bad=2
+    ),
+    "host half, nan raise": Program({"offload_fraction": 0.5, "nonfinite": "raise", **_OVERLAP}, BF16, bad=2),
+    "host half, nan log": Program({"offload_fraction": 0.5, "nonfinite": "log", **_OVERLAP}, BF16, bad=3),
+    "host half, saved in the background": Program(
+        {"offload_fraction": 0.5, "async_save": True, **_LOW, **_OVERLAP}, BF16, steps=5, variant="save"
+    ),
+    "host half, gradients kept": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="kept"),
+    "host half, weights changed": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="weights"),
+    "host half, state read": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="state"),
+    "host half, a param begins to train": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="unfrozen"),
+    "host half, step on a stream": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="step stream"),
+    "host half, weights written behind torch": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="reloaded"),
 }
 #: Those that a device without float64, fp16 and graphs can run.
 SMALL = tuple(name for name, each in PROGRAMS.items() if each.dtype is not FP16 and each.variant != "captured")

@@ -35,6 +35,7 @@ from megatron_distopt.optimizer import (
     adopt_instance,
     check_deterministic,
     check_devices,
+    check_offload,
     choose_inner,
     find_accelerator,
     fused_instance,
@@ -115,6 +116,7 @@ def decide(request: UserRequest, data: Group) -> Plan:
     else:
         choice = fused_instance(own, config, device.type) or adopt_instance(own)
     sets = plan_sets(trained, config, data.size)
+    check_offload([(each.layout, _dtype_of(each.named)) for each in sets], config, device, choice)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
     return Plan(config, named, torch_groups, groups, sets, choice, device, how)
@@ -209,5 +211,8 @@ def _plan_set(members: Mapping[str, Parameter], config: DistOptConfig, num_shard
     if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
     layout = lay_out(specs, num_shards=num_shards, bucket_size=bucket_size)
-    dtype = next(iter(members.values())).dtype
-    return ParamSet(members, layout, torch.float32 if config.grads_in_fp32 else dtype)
+    return ParamSet(members, layout, torch.float32 if config.grads_in_fp32 else _dtype_of(members))
+
+
+def _dtype_of(members: Mapping[str, Parameter]) -> torch.dtype:
+    return next(iter(members.values())).dtype

@@ -129,7 +129,17 @@ def _grow_outputs(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
                 torch.ops.aten.set_.source_Tensor(into, made)
 
 
+def _as_declared(op: Any, args: Sequence[Any]) -> list[Any]:
+    """Numbers become tensors where no number is taken: torch hands a tensor made of a number on as the number."""
+    tensors = [str(each.type) == "Tensor" for each in op._schema.arguments[: len(args)]]
+    return [
+        torch.tensor(each) if is_tensor and isinstance(each, (int, float)) else each
+        for each, is_tensor in zip(args, tensors, strict=True)
+    ]
+
+
 def _launch(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    args = _as_declared(op, args)
     _grow_outputs(op, args, kwargs)
     given, named = _captured(name, (list(args), dict(kwargs)))
     given, named = _on_host(given), _on_host(named)

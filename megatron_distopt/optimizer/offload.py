@@ -1,0 +1,311 @@
+"""State on the host: some buckets keep their main params and moments in the host's memory and are updated there.
+
+[Note: state on the host] A fraction of the state of 16-bit params lives in the memory of the host, by whole buckets:
+those whose gradients arrive first in backward. Model params and gradients stay in the device's buffers, every element
+has one main param, and the gradient statistics are measured on the device. A step
+
+1. queues copies of the gradients down, bucket by bucket, on a stream of their own;
+2. queues the update of what the device keeps;
+3. waits for the numbers of the step (divisor and non-finite flag), if the check is deferred and they are on the device;
+4. for each bucket waits for its gradients, updates it with the CPU's kernel, and queues the copy of the rounded params
+   up on another stream;
+5. makes the current stream wait for those copies, so that the all-gather sends the new params.
+
+So copies down, the CPU's kernel, copies up and the device's update run at the same time. The CPU waits once for each
+bucket, which a step without state on the host does not. What is copied is pinned; main params and moments are not,
+because only the CPU uses them. An fp32 param is its own main param, in the param buffer on the device, and so is its
+state: another main param of it on the host would be a second copy of every value.
+
+Every bit is as without where the kernel is the same (tests/sim/programs.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
+from megatron_distopt.errors import ConfigError, InvariantError, refusal
+from megatron_distopt.layout import BufferLayout
+from megatron_distopt.optimizer.deferred import HostCopy
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, RoundsItself, divides_in_place, step_divided
+from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.main_params import FlatParam, OnHost
+from megatron_distopt.optimizer.precision import Precision
+
+__all__ = ["Descent", "HostUpdates", "buckets_on_host", "check_offload", "host_nbytes"]
+
+#: Options of a param group that choose a kernel, which is another one on the host.
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+
+
+def buckets_on_host(
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device
+) -> list[frozenset[int]]:
+    """The buckets whose state is on the host, by buffer; the same on all ranks that share the layouts.
+
+    Args:
+        layouts: of the buffers, with the dtype of their params, in the order in which gradients arrive.
+        fraction: of the elements of 16-bit params; buckets are taken until it is reached.
+        device: of the params; nothing is taken from the CPU, where all of it is on the host already.
+    """
+    eligible = [(number, layout) for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32]
+    wanted = fraction * sum(layout.numel for _, layout in eligible) if device.type != CPU else 0.0
+    chosen: list[set[int]] = [set() for _ in layouts]
+    taken = 0
+    for number, layout in eligible:
+        for bucket in layout.buckets:
+            if taken < wanted:
+                chosen[number].add(bucket.index)
+                taken += bucket.in_buffer.numel
+    return [frozenset(each) for each in chosen]
+
+
+def host_nbytes(
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, device: torch.device
+) -> int:
+    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params."""
+    precision = Precision.of(config)
+    by_element = precision.nbytes_of_main + precision.nbytes_of_moments + 4
+    total = 0.0
+    chosen = buckets_on_host(layouts, config.offload_fraction, device)
+    for (layout, dtype), buckets in zip(layouts, chosen, strict=True):
+        numel = sum(each.in_buffer.numel for each in layout.buckets if each.index in buckets) // layout.num_shards
+        total += numel * (by_element + dtype.itemsize)
+    return round(total)
+
+
+def check_offload(
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]],
+    config: DistOptConfig,
+    device: torch.device,
+    choice: InnerChoice | None = None,
+) -> None:
+    """Checks, before anything is allocated, that the state can be on the host.
+
+    Args:
+        layouts: see `buckets_on_host`.
+        config: merged.
+        device: of the params.
+        choice: the inner optimizer, where it is known already.
+
+    Raises:
+        ConfigError: the inner optimizer has no kernel there, all params are fp32, or the machine's memory is too small
+            for the state of its ranks.
+    """
+    if config.offload_fraction == 0.0 or device.type == CPU or not layouts:
+        return
+    if choice is not None and choice.on_host is None:
+        got, rule = (
+            f"{choice.name} with offload_fraction={config.offload_fraction}",
+            "be one of torch's Adam and SGD for that",
+        )
+        raise ConfigError(refusal("inner optimizer", got, rule, "Write adam='torch_fused', or offload_fraction=0.0"))
+    if all(dtype == torch.float32 for _, dtype in layouts):
+        got, rule = (
+            f"{config.offload_fraction} for fp32 params",
+            "be 0 for them, because they are their own main params",
+        )
+        raise ConfigError(refusal("offload_fraction", got, rule, "Write offload_fraction=0.0, or train in bf16"))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed, available = num_ranks * host_nbytes(layouts, config, device), _available_nbytes()
+    if needed > available:
+        fitting = int(100 * config.offload_fraction * available / needed) / 100
+        got = f"{config.offload_fraction}, which needs {needed:,} bytes on this machine for {num_ranks} rank(s)"
+        rule, remedy = f"need at most the {available:,} bytes that are available", f"Write offload_fraction={fitting}"
+        raise ConfigError(refusal("offload_fraction", got, rule, remedy))
+
+
+def _available_nbytes() -> int:
+    """Memory of this machine that could be allocated now, also within a limit of the container."""
+    meminfo, limit = _numbers_in("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    known = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
+    if limit.exists() and limit.read_text().strip().isdigit():
+        known.append(int(limit.read_text()) - _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0))
+    return max(min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0)
+
+
+def _numbers_in(path: str) -> dict[str, int]:
+    """The first two words of each line of a file of the kernel; empty where there is no such file."""
+    file = Path(path)
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """Gradients on their way to the host, and what they are to be divided by.
+
+    Args:
+        buckets: flat params of a bucket that have a gradient, each with a call that waits for their gradients.
+        divisor: of the gradients, where it is known already.
+        numbers: divisor and non-finite flag, where they are on their way as well.
+        groups: options of the param groups, as they are before the device's update.
+    """
+
+    buckets: Sequence[tuple[Sequence[FlatParam], Callable[[], None]]]
+    divisor: float | Tensor
+    numbers: HostCopy | None
+    groups: Groups
+
+    def wait_for_numbers(self) -> tuple[float, bool]:
+        """The divisor, and whether the step changes nothing; waits until both are known."""
+        if self.numbers is None:
+            return float(self.divisor), False
+        divisor, found_inf = self.numbers.values
+        return divisor, found_inf > 0
+
+
+class HostUpdates:
+    """Updates the flat params whose state is on the host; see [Note: state on the host].
+
+    Args:
+        inner: of all flat params; its state and the options of its param groups count.
+        build: makes the same optimizer for params of the host.
+        device: of the model params.
+    """
+
+    def __init__(self, inner: Optimizer, build: Build, device: torch.device) -> None:
+        self._inner, self._build, self._device = inner, build, device
+        self._down, self._up = new_stream(device), new_stream(device)
+        self._on_host: Optimizer | None = None
+
+    def bring_down(
+        self, flat_params: Sequence[FlatParam], divisor: float | Tensor, found_inf: Tensor | None
+    ) -> Descent:
+        """Queues the copies of all attached gradients; waits for nothing.
+
+        Args:
+            flat_params: of the optimizer; those on the host are meant.
+            divisor, found_inf: see `step.advance`.
+        """
+        numbers = _copied(divisor, found_inf, self._device)
+        chosen = [flat for flat in flat_params if flat.on_host is not None and flat.on_host.grad is not None]
+        measured, buckets = fence(self._device), []
+        with on_stream(self._down, self._device):
+            measured()
+            for _, members in groupby(
+                chosen, key=lambda flat: (flat.model.untyped_storage().data_ptr(), flat.plan.bucket)
+            ):
+                bucket = list(members)
+                _copy_all([(_host_of(flat).arrived, flat.main_grad) for flat in bucket])
+                buckets.append((bucket, mark(self._device)))
+        groups = [
+            {key: _plain(value) for key, value in group.items() if key not in ("params", *_KERNELS)}
+            for group in self._inner.param_groups
+        ]
+        return Descent(buckets, divisor, numbers, groups)
+
+    def update(self, descent: Descent) -> None:
+        """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for the new params."""
+        divisor, is_skipped = descent.wait_for_numbers()
+        if is_skipped or not descent.buckets:
+            return
+        inner = self._prepared([flat for bucket, _ in descent.buckets for flat in bucket], len(descent.groups))
+        uploaded = fence(self._device)
+        for bucket, wait in descent.buckets:
+            wait()
+            self._step(inner, bucket, descent.groups, divisor)
+            with on_stream(self._up, self._device):
+                _copy_all([(flat.model, _host_of(flat).model) for flat in bucket])
+                uploaded = fence(self._device)
+        uploaded()
+        if divides_in_place(self._inner):
+            _divide([flat.main_grad for bucket, _ in descent.buckets for flat in bucket], divisor)
+
+    def _prepared(self, flat_params: Sequence[FlatParam], num_groups: int) -> Optimizer:
+        """The optimizer of the host, built anew where there are more param groups."""
+        if self._on_host is None or len(self._on_host.param_groups) != num_groups:
+            options = [
+                {key: value for key, value in group.items() if key not in _KERNELS}
+                for group in self._inner.param_groups
+            ]
+            self._on_host = self._build(
+                [{**group, "params": _mains_of(flat_params, n)} for n, group in enumerate(options)]
+            )
+            self._on_host.state = self._inner.state
+        inner = self._on_host
+        if isinstance(inner, RoundsItself):
+            inner.round_into({flat.main: _host_of(flat).model for flat in flat_params})
+        if isinstance(inner, LowPrecisionAdam) and isinstance(self._inner, LowPrecisionAdam):
+            inner.numbers = self._inner.numbered()
+        return inner
+
+    def _step(self, inner: Optimizer, bucket: Sequence[FlatParam], options: Groups, divisor: float) -> None:
+        for number, (group, wanted) in enumerate(zip(inner.param_groups, options, strict=True)):
+            group.update(wanted)
+            group["params"] = _mains_of(bucket, number)
+        for flat in bucket:
+            flat.main.grad = _host_of(flat).arrived
+        step_divided(inner, [_host_of(flat).arrived for flat in bucket], divisor)
+        for flat in bucket:
+            flat.main.grad = None
+            if not isinstance(inner, RoundsItself):
+                _host_of(flat).model.copy_(flat.main)
+
+
+def _host_of(flat: FlatParam) -> OnHost:
+    if flat.on_host is None:
+        raise InvariantError(refusal("flat param", "on the device", "be on the host", "Update it on the device"))
+    return flat.on_host
+
+
+def _mains_of(flat_params: Iterable[FlatParam], group: int) -> list[Tensor]:
+    return [flat.main for flat in flat_params if flat.plan.key.group == group]
+
+
+def _copied(divisor: float | Tensor, found_inf: Tensor | None, device: torch.device) -> HostCopy | None:
+    """Both as numbers on their way to the host; None where they are known there."""
+    if not isinstance(divisor, Tensor) and found_inf is None:
+        return None
+    known = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, dtype=torch.float32, device=device)
+    return HostCopy(torch.stack([known, torch.zeros_like(known) if found_inf is None else found_inf]))
+
+
+def _plain(value: Any) -> Any:
+    """An option as the host's kernels take it; a tensor of a device is waited for."""
+    return value.item() if isinstance(value, Tensor) and value.device.type != CPU else value
+
+
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies the second of every pair into the first, neighbours at once; waits for nothing."""
+    for into, source in _joined(pairs):
+        into.copy_(source, non_blocking=True)
+
+
+def _joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of 1-D tensors, with those made one that are neighbours in both memories."""
+    waiting: list[tuple[Tensor, Tensor]] = []
+    for pair in pairs:
+        if waiting and not all(map(_follows, pair, waiting[-1])):
+            yield _one_of(waiting)
+            waiting = []
+        waiting.append(pair)
+    if waiting:
+        yield _one_of(waiting)
+
+
+def _follows(tensor: Tensor, other: Tensor) -> bool:
+    is_same = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return is_same and tensor.storage_offset() == other.storage_offset() + other.numel()
+
+
+def _one_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    numel = sum(into.numel() for into, _ in pairs)
+    into, source = (each.as_strided((numel,), (1,), each.storage_offset()) for each in pairs[0])
+    return into, source
+
+
+def _divide(grads: Sequence[Tensor], divisor: float) -> None:
+    """Leaves the gradients on the device as the device's own kernel leaves those that it divides."""
+    if divisor != 1.0:
+        torch._foreach_div_(list(grads), torch.full((), divisor, dtype=torch.float32, device=grads[0].device))
