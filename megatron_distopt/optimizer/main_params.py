@@ -161,9 +161,10 @@ class FlatParam:
     def can_tell_changes(self) -> bool:
         """Whether it has what is needed to find out that the model param was changed by others.
 
-        A main param that is a remainder of the model param changes with it, and keeps the remainder.
+        A main param that is a remainder of the model param changes with it, and keeps the remainder; on the host it is
+        one of a copy.
         """
-        kept = self.main.kept if isinstance(self.main, Coded) else None
+        kept = self.main.kept if isinstance(self.main, Coded) and self.on_host is None else None
         return not isinstance(kept, Remainder) or bool(kept.held) or not bool(kept.low.any())
 
     def read_model(self) -> None:

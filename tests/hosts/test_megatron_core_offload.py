@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,12 @@ CASES = {
     "fp32": Case("distopt", dp=SIZE, precision="fp32"),
     "fp16": Case("distopt", dp=SIZE, precision="fp16"),
     "tensor parallel": Case("distopt", tp=SIZE, precision="bf16"),
+}
+#: State in other forms than fp32, by name: variables that ask for it.
+FORMS = {
+    "remainder and int8": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"},
+    "bf16 alone": dict.fromkeys(("MAIN_PARAMS_DTYPE", "EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE"), "bfloat16"),
+    "float16 and fp8": {"MAIN_PARAMS_DTYPE": "float16", "EXP_AVG_SQ_DTYPE": "float8_e4m3fn"},
 }
 Facts = dict[str, Any]
 
@@ -105,6 +112,17 @@ def _freed(case: Case) -> Facts:
         }
 
 
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    given = {f"MEGATRON_DISTOPT_{name}": value for name, value in variables.items()}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
+
+
 def _refused_meanwhile(rank: int, case: Case, folder: str) -> Facts:
     from tests.support import gpt
 
@@ -145,6 +163,9 @@ def collect(rank: int, size: int, folder: str) -> Facts:
     facts: Facts = {
         name: {way: _trained(case, between) for way, between in WAYS.items()} for name, case in CASES.items()
     }
+    for name, variables in FORMS.items():
+        with _environment(variables):
+            facts[name] = {way: _trained(CASES["bf16"], between) for way, between in WAYS.items()}
     facts["freed"] = {name: _freed(CASES[name]) for name in ("bf16", "fp32")}
     return facts | {"refused": _refused_meanwhile(rank, CASES["bf16"], folder)}
 
@@ -155,7 +176,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "none"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *FORMS])
 def test_run_when_state_moves_away_and_back_between_steps_then_every_bit_is_the_same(
     found: list[Facts], case: str, way: str
 ) -> None:
@@ -197,7 +218,7 @@ def test_main_params_when_something_of_another_size_is_assigned_then_refused(fou
 def test_step_when_the_state_is_on_another_device_then_refused() -> None:
     from megatron_distopt.hosts.megatron_core.offload import OffloadedState
 
-    flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True)
+    flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True, on_host=None)
     sharded = SimpleNamespace(flat_params=[flat], inner=torch.optim.SGD([flat.main]))
     with pytest.raises(LayoutError) as error:
         OffloadedState(cast("Any", sharded), []).check_is_back()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +16,12 @@ from tests.support.cases import Case
 from tests.support.mini_fork import MiniFork
 from tests.support.sim.machine import Event, Stream
 
+if TYPE_CHECKING:
+    from tests.support import gpt
+
 _FORK = "--use-distributed-optimizer --distopt-adam torch_fused --lr 0.01 --train-iters 3 --distopt-bucket-size 700"
 _BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather"
+_LOW = "--distopt-offload-fraction 0.5 --distopt-main-params-dtype remainder --distopt-exp-avg-dtype int8"
 _CORE = Case("distopt", steps=3, precision="bf16", clip_grad=0.0)
 _OVERLAP = _CORE.of(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=4000)
 
@@ -29,6 +34,9 @@ FORK = {
     "fp16 that overflows": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 1e30 {_BOTH}",
     "tp2": f"{_FORK} --clip-grad 0 --bf16 --tensor-model-parallel-size 2 {_BOTH}",
     "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 {_BOTH}",
+    "host half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms --distopt-offload-fraction 0.5 {_BOTH}",
+    "host all, fp16": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 --cpu-optimizer --cpu-torch-adam",
+    "host half, low precision": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_LOW} {_BOTH}",
     "reduced in bf16": f"{_FORK} --clip-grad 0 --bf16 --distopt-reduce-dtype bfloat16 {_BOTH}",
 }
 CORE = {
@@ -37,8 +45,18 @@ CORE = {
     "fp32 overlap": _OVERLAP.of(dp=2, precision="fp32"),
     "fp16 overlap": _OVERLAP.of(dp=2, precision="fp16"),
     "average in the collective": _OVERLAP.of(dp=2, average_in_collective=True),
+    "host half": _OVERLAP.of(dp=2),
+    "host all, low precision": _OVERLAP.of(dp=2),
+    "moved away and back": _OVERLAP.of(dp=2),
     "tp2": _OVERLAP.of(tp=2),
     "pp2": _OVERLAP.of(pp=2, tied=False),
+}
+_REMAINDER = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}
+#: Variables of some of megatron-core's.
+VARIABLES = {
+    "host half": {"OFFLOAD_FRACTION": "0.5"},
+    "host all, low precision": {"OFFLOAD_FRACTION": "1", **_REMAINDER},
+    "moved away and back": {"OFFLOAD_FRACTION": "0.5", **_REMAINDER},
 }
 
 
@@ -89,11 +107,36 @@ def train_core(name: str, device: str) -> Trained:
     from tests.support import gpt
 
     prepare_core(device)
-    with streams_of(device):
-        curve = gpt.train(CORE[name])
+    with streams_of(device), variables(VARIABLES.get(name, {})):
+        curve = _train_and_move(CORE[name]) if name == "moved away and back" else gpt.train(CORE[name])
     norms = [float(step.grad_norm) for step in curve.steps if step.grad_norm is not None]
     losses = [float(step.loss) for step in curve.steps]
     return Trained(losses, norms, {key: param.cpu() for key, param in curve.params.items()})
+
+
+def _train_and_move(case: Case) -> gpt.Curve:
+    """As gpt.train; after every step the state leaves the device and comes back."""
+    from tests.support import gpt
+
+    with contextlib.closing(gpt.Training(case)) as training:
+        steps = []
+        for _ in range(case.steps):
+            steps.append(training.step())
+            training.optimizer.offload_to_cpu()
+            training.optimizer.restore_from_cpu()
+        return gpt.Curve(tuple(steps), {}, training.params())
+
+
+@contextlib.contextmanager
+def variables(given: Mapping[str, str]) -> Iterator[None]:
+    """Options as variables of the environment, by the names of the variables without what all begin with."""
+    named = {f"MEGATRON_DISTOPT_{name}": value for name, value in given.items()}
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        for name in named:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

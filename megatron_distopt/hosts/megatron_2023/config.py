@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
@@ -19,7 +20,7 @@ from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_op
 from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
 from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
 
-__all__ = ["Inner", "check_model", "choose_for", "merge_config"]
+__all__ = ["Inner", "check_model", "choose_for", "merge_config", "with_host_state"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,20 @@ def merge_config(
         "loss_scale": None if grad_scaler is None else "dynamic",
     }
     return with_hosts_own(options, own)
+
+
+def with_host_state(config: DistOptConfig, args: object, device_type: str) -> DistOptConfig:
+    """Takes --cpu-optimizer of a fork for all state on the host, unless the option for it is given.
+
+    Args:
+        config: merged.
+        args: of the fork.
+        device_type: of the params; on the CPU the flag names an implementation, see `choose_for`.
+    """
+    is_asked_for = getattr(args, "cpu_optimizer", False) and device_type != CPU
+    if not is_asked_for or "offload_fraction" in config.explicit:
+        return config
+    return dataclasses.replace(config, offload_fraction=1.0)
 
 
 def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type: str) -> Inner:
@@ -116,7 +131,8 @@ def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
         return config
     if getattr(args, "ds_fused_adam", False):
         return dataclasses.replace(config, adam="deepspeed")
-    if getattr(args, "cpu_optimizer", False) and not getattr(args, "cpu_torch_adam", False):
+    wants_deepspeed = getattr(args, "cpu_optimizer", False) and not getattr(args, "cpu_torch_adam", False)
+    if wants_deepspeed and not config.offload_fraction:
         return dataclasses.replace(config, adam="deepspeed_cpu")
     return config
 

@@ -24,11 +24,11 @@ from megatron_distopt.config import DistOptConfig, config_from_arguments, config
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config
+from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config, with_host_state
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.optimizer import StepPlan, check_deterministic
+from megatron_distopt.optimizer import InnerChoice, StepPlan, check_deterministic, check_offload
 
 __all__ = ["OverlapPlan", "Request", "Start", "num_microbatches_of", "plan_start"]
 
@@ -137,9 +137,11 @@ def plan_start(request: Request, everyone: Group) -> Start:
     own = config_from_environment(os.environ, config_from_arguments(args, request.options))
     config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
     device = check_model(request.models, named, config)
+    config = with_host_state(config, args, device.type)
     inner, data = choose_for(request.base, config, args, device.type), dense_group()
     check_deterministic(config, device, data)
     buffers = plan_grad_buffers(request.models, names)
+    _check_host_state(buffers, config, device, inner.choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
         groups=plan_groups(named, inner.groups),
@@ -152,6 +154,16 @@ def plan_start(request: Request, everyone: Group) -> Start:
     )
     how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
     return Start(named, buffers, data, device, plan, how)
+
+
+def _check_host_state(
+    buffers: Sequence[BufferPlan], config: DistOptConfig, device: torch.device, choice: InnerChoice
+) -> None:
+    """See `check_offload`. A grad buffer may hold fp32 params as well, whose state stays on the device."""
+    dtypes = [{param.dtype for param in buffer.params.values()} for buffer in buffers]
+    shorts = [next(iter(each - {torch.float32}), torch.float32) for each in dtypes]
+    layouts = [(buffer.layout, short) for buffer, short in zip(buffers, shorts, strict=True)]
+    check_offload(layouts, config, device, choice)
 
 
 def _is_excluded_from_norm(param: Parameter) -> bool:

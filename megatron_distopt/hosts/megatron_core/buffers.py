@@ -30,8 +30,8 @@ def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer
     return ShardedBuffer(_layout_of(buffer, name_of, group.size()), group.rank(), buffer.grad_data, buffer.param_data)
 
 
-def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> None:
-    """Checks that the layout of one `_ParamAndGradBuffer` can be adopted.
+def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
+    """Checks that the layout of one `_ParamAndGradBuffer` can be adopted, and returns it.
 
     Raises:
         LayoutError
@@ -43,7 +43,7 @@ def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> None:
             remedy = "Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it "
             remedy += "misplaces an embedding that pipeline stages share"
             raise LayoutError(refusal(f"param {name_of[param]!r}", got, "lie in its bucket", remedy))
-    _layout_of(buffer, name_of, buffer.data_parallel_group.size())
+    return _layout_of(buffer, name_of, buffer.data_parallel_group.size())
 
 
 def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -> BufferLayout:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
@@ -16,8 +17,16 @@ from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
+from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.optimizer import check_deterministic, check_devices, choose_inner, find_accelerator
+from megatron_distopt.layout import BufferLayout
+from megatron_distopt.optimizer import (
+    check_deterministic,
+    check_devices,
+    check_offload,
+    choose_inner,
+    find_accelerator,
+)
 from megatron_distopt.options import flag_of
 
 __all__ = [
@@ -73,7 +82,7 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    return with_hosts_own(options, {**own, **precision_of(host)})
+    return with_hosts_own(options, {**own, **precision_of(host), **host_state_of(host)})
 
 
 def _check_own(options: DistOptConfig) -> None:
@@ -123,6 +132,7 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
         device = check_devices(devices, find_accelerator(config.accelerator))
         choose_inner(config, device.type)
         check_deterministic(config, device, Group.of())
+    layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
@@ -134,7 +144,9 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
                 rule, remedy = "lie in a buffer of its DistributedDataParallel", "Unfreeze params before wrapping"
                 raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
-            check_layout(buffer, names)
+            layouts.append((check_layout(buffer, names), buffer.param_data.dtype))
+    if devices:
+        check_offload(layouts, config, device)
 
 
 def _check_not_rematerialised(named: Mapping[str, Parameter]) -> None:

@@ -63,7 +63,6 @@ class Refused:
 
 
 REFUSED = (
-    Refused("config", "optimizer_cpu_offload", "Drop --optimizer-cpu-offload"),
     Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
     Refused("config", "use_layer_wise_distributed_optimizer", "Drop --use-layer-wise-distributed-optimizer"),
     Refused("config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),

@@ -36,16 +36,22 @@ SERVED_BY_CONFIG = (
     "min_loss_scale",
     "min_lr",
     "optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "overlap_param_gather_with_optimizer_step",
     "params_dtype",
+    "pin_cpu_grads",
+    "pin_cpu_params",
     "sgd_momentum",
     "store_param_remainders",
     "timers",
     "use_distributed_optimizer",
     "use_precision_aware_optimizer",
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+    "use_torch_optimizer_for_cpu_offload",
     "weight_decay",
 )
 #: Those that change nothing unless a refused field or another optimizer is set, and a folder for the host's own log.
@@ -69,14 +75,9 @@ IDLE_IN_CONFIG = (
     "muon_tp_mode",
     "muon_use_nesterov",
     "muon_use_syrk",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
     "soap_precondition_frequency",
     "soap_shampoo_beta",
     "soap_use_kl_shampoo",
-    "use_torch_optimizer_for_cpu_offload",
 )
 #: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as they are.
 SERVED_BY_DDP = (

@@ -65,32 +65,65 @@ class MainParams(Tensor):
 
 
 def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> list[MainParams]:
-    """One for each allocation.
+    """One for each allocation on the device.
 
     Args:
         sharded: whose flat params they are.
         published: views of main params that others hold.
     """
     views: dict[int, list[Tensor]] = {}
-    for view in (*(flat.main for flat in _owning(sharded)), *(each for each in published if not _is_coded(each))):
+    stays = {
+        _address(flat.main) for flat in sharded.flat_params if flat.on_host is not None and not _is_coded(flat.main)
+    }
+    others = [each for each in published if not _is_coded(each) and _address(each) not in stays]
+    for view in (*(flat.main for flat in _owning(sharded)), *others):
         views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
     return [MainParams.of(each) for each in views.values()]
 
 
 def _owning(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
-    return (flat for flat in sharded.flat_params if flat.owns_memory and not _is_coded(flat.main))
+    return (flat for flat in _on_device(sharded) if flat.owns_memory and not _is_coded(flat.main))
+
+
+def _on_device(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
+    """Those whose state belongs on the device; that of the others is on the host in every phase."""
+    return (flat for flat in sharded.flat_params if flat.on_host is None)
 
 
 def _is_coded(tensor: Tensor) -> bool:
     return not any(part is tensor for part in storages_of(tensor))
 
 
+def _memory_of(tensor: Tensor, model: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the values of a coded one, for it alone; none for a tensor that holds its own.
+
+    Args:
+        tensor: a main param or a moment.
+        model: the model param of the same elements, which may be a main param in low precision as it is.
+    """
+    if _is_coded(tensor):
+        yield from (part for part in storages_of(tensor) if part.untyped_storage().data_ptr() != _address(model))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _device_of(tensor: Tensor, model: Tensor) -> torch.device:
+    """Where the values are; a coded tensor itself names the device on which it was made."""
+    memory = [*_memory_of(tensor, model)]
+    return memory[0].device if memory else tensor.device
+
+
 class OffloadedState:
-    """Moves the state of one optimizer away and back.
+    """Moves the state of one optimizer away and back, in whichever precision it is.
+
+    What is kept in another form than fp32 moves in that form: its memory gets another place, and every tensor that
+    shows its values follows. What is on the host in every phase (optimizer/offload.py) stays there.
 
     Args:
         sharded: whose state it is.
-        main_params: all of them.
+        main_params: all of them that are plain fp32 tensors on the device.
     """
 
     def __init__(self, sharded: ShardedOptimizer, main_params: Sequence[MainParams]) -> None:
@@ -101,6 +134,8 @@ class OffloadedState:
         """Moves main params and everything that the inner optimizer keeps of them; what is there already stays."""
         for main in self._main_params:
             main.data = main.data.to(device)
+        for _, part in self._coded_memory():
+            part.data = part.data.to(device)
         for flat, kept, name in self._kept():
             self._homes.setdefault((flat.main, name), kept[name].device)
             kept[name] = kept[name].to(device)
@@ -110,6 +145,8 @@ class OffloadedState:
         """Moves all of it to where it was."""
         for main, device in zip(self._main_params, self._devices(), strict=True):
             main.data = main.data.to(device)
+        for flat, part in self._coded_memory():
+            part.data = part.data.to(flat.model.device)
         for flat, kept, name in self._kept():
             usual = flat.model.device if kept[name].shape == flat.main.shape else kept[name].device
             kept[name] = kept[name].to(self._homes.get((flat.main, name), usual))
@@ -121,7 +158,7 @@ class OffloadedState:
         Raises:
             LayoutError: other code has emptied it meanwhile.
         """
-        for flat, kept, name in self._kept():
+        for flat, kept, name in self._all_kept(self._sharded.flat_params):
             if (kept[name].numel() == 0 and flat.main.numel() > 0) or kept[name].is_meta:
                 rule, remedy = "have its values", "Call what your framework has to load it again before"
                 raise LayoutError(refusal("optimizer state", f"emptied ({name} has no values)", rule, remedy))
@@ -129,23 +166,51 @@ class OffloadedState:
     def check_is_back(self) -> None:
         """Checks that everything is where an update needs it.
 
+        Frameworks bring all moments to the device. Those that belong on the host go back there.
+
         Raises:
             LayoutError
         """
         self.check_is_there()
+        self._bring_home()
         moments = [(flat, kept[name]) for flat, kept, name in self._kept() if kept[name].shape == flat.main.shape]
-        for flat, tensor in [*((flat, flat.main) for flat in _owning(self._sharded)), *moments]:
-            if tensor.device != flat.model.device:
+        mains = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
+        for flat, tensor in [*mains, *moments]:
+            device = _device_of(tensor, flat.model)
+            if device != flat.model.device and not _is_model(tensor, flat.model):
                 rule = f"be on {flat.model.device} during a step"
                 remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before"
-                raise LayoutError(refusal("optimizer state", f"offloaded to {tensor.device}", rule, remedy))
+                raise LayoutError(refusal("optimizer state", f"offloaded to {device}", rule, remedy))
+
+    def _bring_home(self) -> None:
+        """Moments of main params on the host, which others have moved to the device."""
+        elsewhere = [flat for flat in self._sharded.flat_params if flat.on_host is not None]
+        for flat, kept, name in self._all_kept(elsewhere):
+            if not _is_coded(kept[name]) and kept[name].device != flat.main.device:
+                kept[name] = kept[name].to(flat.main.device)
 
     def _devices(self) -> list[torch.device]:
-        home = {flat.main.untyped_storage().data_ptr(): flat.model.device for flat in _owning(self._sharded)}
-        return [home[main.data.untyped_storage().data_ptr()] for main in self._main_params]
+        home = {_address(flat.main): flat.model.device for flat in _owning(self._sharded)}
+        return [home[_address(main.data)] for main in self._main_params]
 
     def _kept(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
-        """Every tensor that the inner optimizer keeps: of which flat param, in which dict, under which name."""
-        for flat in self._sharded.flat_params:
+        """Every plain tensor that the inner optimizer keeps on the device: of what, in which dict, under which name."""
+        found = self._all_kept(_on_device(self._sharded))
+        return ((flat, kept, name) for flat, kept, name in found if not _is_coded(kept[name]))
+
+    def _all_kept(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
+        for flat in flat_params:
             kept = self._sharded.inner.state.get(flat.main, {})
             yield from ((flat, kept, name) for name in list(kept) if torch.is_tensor(kept[name]))
+
+    def _coded_memory(self) -> Iterator[tuple[FlatParam, Tensor]]:
+        """The memory of everything that is kept in another form, with the flat param that it is of."""
+        for flat in _on_device(self._sharded):
+            kept = self._sharded.inner.state.get(flat.main, {}).values()
+            for tensor in (flat.main, *(each for each in kept if torch.is_tensor(each))):
+                yield from ((flat, part) for part in _memory_of(tensor, flat.model))
+
+
+def _is_model(tensor: Tensor, model: Tensor) -> bool:
+    """Whether a main param is the model param as it is."""
+    return _is_coded(tensor) and not any(True for _ in _memory_of(tensor, model))

@@ -44,12 +44,16 @@ def precision_of(host: Any) -> dict[str, str]:
 
 @contextmanager
 def in_full_precision(config: Any) -> Iterator[None]:
-    """In the block the host builds an inner optimizer as if all state were fp32: ours replaces it.
+    """In the block the host builds an inner optimizer as if all state were fp32 and on the device: ours replaces it.
 
     Args:
         config: the host's OptimizerConfig.
     """
-    names = ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
+    names = (
+        "use_precision_aware_optimizer",
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "optimizer_cpu_offload",
+    )
     before = {name: getattr(config, name) for name in names if getattr(config, name, False)}
     for name in before:
         setattr(config, name, False)
