@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -71,6 +71,12 @@ class Kept(ABC):
     @abstractmethod
     def map(self, move: Callable[[Tensor], Tensor]) -> Kept:
         """The same values, with every part of memory replaced by what a function makes of it."""
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """As `map`, but in this object, so that every tensor that shows its values follows."""
+        moved = self.map(move)
+        for each in fields(self):  # type: ignore[arg-type]  # every class of them is a dataclass
+            object.__setattr__(self, each.name, getattr(moved, each.name))
 
     @property
     def is_read_in_place(self) -> bool:

@@ -211,13 +211,13 @@ class HostUpdates:
         if is_skipped or not descent.buckets:
             return
         inner = self._prepared([flat for bucket, _ in descent.buckets for flat in bucket], len(descent.groups))
-        uploaded = fence(self._device)
-        for bucket, wait in descent.buckets:
-            wait()
+        for bucket, arrived in descent.buckets:
+            arrived()
             self._step(inner, bucket, descent.groups, divisor)
             with on_stream(self._up, self._device):
                 _copy_all([(flat.model, _host_of(flat).model) for flat in bucket])
-                uploaded = fence(self._device)
+        with on_stream(self._up, self._device):
+            uploaded = fence(self._device)
         uploaded()
         if divides_in_place(self._inner):
             _divide([flat.main_grad for bucket, _ in descent.buckets for flat in bucket], divisor)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, storages_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer
+from megatron_distopt.optimizer.coded import Coded
+from megatron_distopt.optimizer.kept import Kept
 
 __all__ = ["MainParams", "OffloadedState", "main_params_of"]
 
@@ -72,17 +74,16 @@ def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> li
         published: views of main params that others hold.
     """
     views: dict[int, list[Tensor]] = {}
-    stays = {
-        _address(flat.main) for flat in sharded.flat_params if flat.on_host is not None and not _is_coded(flat.main)
-    }
-    others = [each for each in published if not _is_coded(each) and _address(each) not in stays]
+    on_host = [flat.main for flat in sharded.flat_params if flat.on_host is not None]
+    stays = {_address(main) for main in on_host if not isinstance(main, Coded)}
+    others = [each for each in published if not isinstance(each, Coded) and _address(each) not in stays]
     for view in (*(flat.main for flat in _owning(sharded)), *others):
         views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
     return [MainParams.of(each) for each in views.values()]
 
 
 def _owning(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
-    return (flat for flat in _on_device(sharded) if flat.owns_memory and not _is_coded(flat.main))
+    return (flat for flat in _on_device(sharded) if flat.owns_memory and not isinstance(flat.main, Coded))
 
 
 def _on_device(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
@@ -90,29 +91,13 @@ def _on_device(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
     return (flat for flat in sharded.flat_params if flat.on_host is None)
 
 
-def _is_coded(tensor: Tensor) -> bool:
-    return not any(part is tensor for part in storages_of(tensor))
-
-
-def _memory_of(tensor: Tensor, model: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the values of a coded one, for it alone; none for a tensor that holds its own.
-
-    Args:
-        tensor: a main param or a moment.
-        model: the model param of the same elements, which may be a main param in low precision as it is.
-    """
-    if _is_coded(tensor):
-        yield from (part for part in storages_of(tensor) if part.untyped_storage().data_ptr() != _address(model))
-
-
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _device_of(tensor: Tensor, model: Tensor) -> torch.device:
+def _device_of(tensor: Tensor) -> torch.device:
     """Where the values are; a coded tensor itself names the device on which it was made."""
-    memory = [*_memory_of(tensor, model)]
-    return memory[0].device if memory else tensor.device
+    return tensor.kept.device if isinstance(tensor, Coded) else tensor.device
 
 
 class OffloadedState:
@@ -134,8 +119,8 @@ class OffloadedState:
         """Moves main params and everything that the inner optimizer keeps of them; what is there already stays."""
         for main in self._main_params:
             main.data = main.data.to(device)
-        for _, part in self._coded_memory():
-            part.data = part.data.to(device)
+        for _, form in self._forms():
+            form.move(lambda part: part.to(device))
         for flat, kept, name in self._kept():
             self._homes.setdefault((flat.main, name), kept[name].device)
             kept[name] = kept[name].to(device)
@@ -145,8 +130,8 @@ class OffloadedState:
         """Moves all of it to where it was."""
         for main, device in zip(self._main_params, self._devices(), strict=True):
             main.data = main.data.to(device)
-        for flat, part in self._coded_memory():
-            part.data = part.data.to(flat.model.device)
+        for flat, form in self._forms():
+            form.move(lambda part, home=flat.model.device: part.to(home))  # type: ignore[misc]
         for flat, kept, name in self._kept():
             usual = flat.model.device if kept[name].shape == flat.main.shape else kept[name].device
             kept[name] = kept[name].to(self._homes.get((flat.main, name), usual))
@@ -173,11 +158,12 @@ class OffloadedState:
         """
         self.check_is_there()
         self._bring_home()
-        moments = [(flat, kept[name]) for flat, kept, name in self._kept() if kept[name].shape == flat.main.shape]
+        found = self._all_kept(_on_device(self._sharded))
+        moments = [(flat, kept[name]) for flat, kept, name in found if kept[name].shape == flat.main.shape]
         mains = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
         for flat, tensor in [*mains, *moments]:
-            device = _device_of(tensor, flat.model)
-            if device != flat.model.device and not _is_model(tensor, flat.model):
+            device = _device_of(tensor)
+            if device != flat.model.device:
                 rule = f"be on {flat.model.device} during a step"
                 remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before"
                 raise LayoutError(refusal("optimizer state", f"offloaded to {device}", rule, remedy))
@@ -186,7 +172,7 @@ class OffloadedState:
         """Moments of main params on the host, which others have moved to the device."""
         elsewhere = [flat for flat in self._sharded.flat_params if flat.on_host is not None]
         for flat, kept, name in self._all_kept(elsewhere):
-            if not _is_coded(kept[name]) and kept[name].device != flat.main.device:
+            if not isinstance(kept[name], Coded) and kept[name].device != flat.main.device:
                 kept[name] = kept[name].to(flat.main.device)
 
     def _devices(self) -> list[torch.device]:
@@ -196,21 +182,21 @@ class OffloadedState:
     def _kept(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         """Every plain tensor that the inner optimizer keeps on the device: of what, in which dict, under which name."""
         found = self._all_kept(_on_device(self._sharded))
-        return ((flat, kept, name) for flat, kept, name in found if not _is_coded(kept[name]))
+        return ((flat, kept, name) for flat, kept, name in found if not isinstance(kept[name], Coded))
 
     def _all_kept(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         for flat in flat_params:
             kept = self._sharded.inner.state.get(flat.main, {})
             yield from ((flat, kept, name) for name in list(kept) if torch.is_tensor(kept[name]))
 
-    def _coded_memory(self) -> Iterator[tuple[FlatParam, Tensor]]:
-        """The memory of everything that is kept in another form, with the flat param that it is of."""
+    def _forms(self) -> Iterator[tuple[FlatParam, Kept]]:
+        """Everything that is kept in another form on the device, with the flat param that it is of."""
         for flat in _on_device(self._sharded):
             kept = self._sharded.inner.state.get(flat.main, {}).values()
-            for tensor in (flat.main, *(each for each in kept if torch.is_tensor(each))):
-                yield from ((flat, part) for part in _memory_of(tensor, flat.model))
+            forms = [each.kept for each in (flat.main, *kept) if isinstance(each, Coded)]
+            yield from ((flat, form) for form in forms if not _is_model(form, flat.model))
 
 
-def _is_model(tensor: Tensor, model: Tensor) -> bool:
-    """Whether a main param is the model param as it is."""
-    return _is_coded(tensor) and not any(True for _ in _memory_of(tensor, model))
+def _is_model(form: Kept, model: Tensor) -> bool:
+    """Whether what is kept is the model param itself, which is a main param in bf16."""
+    return any(_address(part) == _address(model) for part in form.parts)
