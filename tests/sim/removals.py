@@ -82,7 +82,7 @@ _PLAIN = ("bf16 overlap", "fp32 overlap", "step on a stream")
 _REDUCED = ("reduced in bf16, step on a stream", "reduced in bf16, forward on a stream", "reduced in bf16")
 _COMM, _GATHER, _TORCH = "comm/communicator.py", "hosts/torch/gather.py", "hosts/torch/checkpoint.py"
 _OPT, _2023 = "hosts/torch/optimizer.py", "hosts/megatron_2023/communication.py"
-_GRADS = "hosts/torch/grads.py"
+_GRADS, _HOST = "hosts/torch/grads.py", "optimizer/offload.py"
 _FORK = ("fork: bf16 overlap, fp32 norms",)
 _OWN = "it reads what this rank owns, which a gather does not change; params that the user changed are read by torch"
 _AGAIN = (
@@ -114,6 +114,9 @@ REMOVALS = (
     ),
     Removal("optimizer/deferred.py", "self._wait()", "pass", ("nan raise", "nan skip")),
     Removal("optimizer/deferred.py", "keep_for_current_stream(self._numbers)", "pass", ("step on a stream",)),
+    Removal(_HOST, "fence(self._device), []", "bool, []", ("host half",)),
+    Removal(_HOST, "mark(self._device)", "bool", ("host half",)),
+    Removal(_HOST, "uploaded = fence(self._device)", "uploaded = bool", ("host half", "host all")),
     Removal("checkpoint/background.py", "mark(self._device)()", "pass", ("saved in the background",)),
     Removal("hosts/torch/step.py", "gathered = model.gather.finish()", f"gathered = {_NO_TIME}", _PLAIN),
     Removal(_GATHER, "_wait_for(args)", "pass", (*_PLAIN, "weights changed")),

@@ -19,6 +19,7 @@ SHORT = (
     *("fp32 overlap", "mixed overlap", "bf16 overlap, two streams", "reduced in bf16, forward on a stream"),
     *("fp16 dynamic", "nan raise", "nan skip", "captured", "clipped by the user", "saved in the background"),
     *("step on a stream", "a param begins to train"),
+    *("host half, low precision", "host all, mixed"),
 )
 #: On a device that DeepSpeed names.
 NAMED = ("fp32 overlap", "mixed overlap", "a module's buffers", "saved in the background", "reduced in bf16, overlap")
