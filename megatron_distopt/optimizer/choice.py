@@ -52,8 +52,8 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
         builds = _low_precision_builds(config, device_type)
         return InnerChoice(LOW_PRECISION, builds[0], ("the precision of the state asks for it",), on_host=builds[1])
     if config.optimizer == "sgd":
-        builds = [partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU)]
-        return InnerChoice("torch_sgd", builds[0], on_host=builds[1])
+        here, on_host = (partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU))
+        return InnerChoice("torch_sgd", here, on_host=on_host)
     if config.optimizer != "adam":
         return InnerChoice(config.optimizer, _user_class(config, device_type))
     if config.adam != "auto":
