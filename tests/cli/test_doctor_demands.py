@@ -76,7 +76,7 @@ def test_release_of_core_when_read_then_it_is_named_and_compared(tmp_path: Path,
 
 def test_options_of_core_when_refused_or_unknown_then_they_are_named(tmp_path: Path) -> None:
     config = (
-        "class OptimizerConfig:\n    lr: float = 0\n    optimizer_cpu_offload: bool = False\n    brand_new: int = 0\n"
+        "class OptimizerConfig:\n    lr: float = 0\n    optimizer_cuda_graph: bool = False\n    brand_new: int = 0\n"
     )
     mapping = (
         "class ShardedTensor:\n    def validate_metadata_integrity(self):\n"
@@ -88,7 +88,7 @@ def test_options_of_core_when_refused_or_unknown_then_they_are_named(tmp_path: P
     }
     fork = write_tree(core(tmp_path), files)
     texts = {each.subject: each.text for each in describe_core(survey(fork_at(fork)), fork_at(fork))}
-    assert "optimizer_cpu_offload" in texts["refused options"]
+    assert "optimizer_cuda_graph" in texts["refused options"]
     assert texts["unknown options"].startswith("brand_new:")
     assert "save(folder)" in texts["dist_checkpointing"]
 
