@@ -50,8 +50,10 @@ class Program:
 BF16, FP16 = torch.bfloat16, torch.float16
 #: Several buckets, so that collectives of some run while others are computed.
 _OVERLAP: Mapping[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 128}
+#: State in other forms than fp32.
 _LOW = {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 _RANDOM = {"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+_CODES = {"main_params_dtype": "float16", "exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float8_e5m2"}
 _MIXED = {"wide.bias": torch.float32, "norm.weight": torch.float32}
 
 PROGRAMS: dict[str, Program] = {
@@ -116,6 +118,15 @@ PROGRAMS: dict[str, Program] = {
     "host half, a param begins to train": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="unfrozen"),
     "host half, step on a stream": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="step stream"),
     "host half, weights written behind torch": Program({"offload_fraction": 0.5, **_OVERLAP}, BF16, variant="reloaded"),
+    "low precision": Program({"clip_grad": 1.0, **_OVERLAP, **_LOW}, BF16, _MIXED),
+    "low precision, captured": Program(
+        {"nonfinite": "skip", **_OVERLAP, **_LOW}, BF16, steps=6, bad=4, variant="captured"
+    ),
+    "low precision, saved": Program({"async_save": True, **_OVERLAP, **_LOW}, BF16, steps=5, variant="save"),
+    "low precision, fp16 dynamic": Program(
+        {"loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP, **_CODES}, FP16, bad=2
+    ),
+    "low precision, bf16 main params": Program({**_OVERLAP, **_RANDOM}, BF16, variant="state"),
 }
 #: Those that a device without float64, fp16 and graphs can run.
 SMALL = tuple(name for name, each in PROGRAMS.items() if each.dtype is not FP16 and each.variant != "captured")

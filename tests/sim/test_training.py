@@ -18,7 +18,7 @@ FEW, MANY = range(5), range(200)
 SHORT = (
     *("fp32 overlap", "mixed overlap", "bf16 overlap, two streams", "reduced in bf16, forward on a stream"),
     *("fp16 dynamic", "nan raise", "nan skip", "captured", "clipped by the user", "saved in the background"),
-    *("step on a stream", "a param begins to train"),
+    *("step on a stream", "a param begins to train", "low precision", "low precision, captured"),
     *("host half, low precision", "host all, mixed"),
 )
 #: On a device that DeepSpeed names.
