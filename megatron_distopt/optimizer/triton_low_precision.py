@@ -37,12 +37,15 @@ from megatron_distopt.optimizer.triton_table import (
     upload,
 )
 
-__all__ = ["BLOCKS", "FORMS", "MODELS", "Kinds", "OnePass", "Wanted", "form_of"]
+__all__ = ["BLOCKS", "FORMS", "MODELS", "MOST_REGISTERS", "Kinds", "OnePass", "Wanted", "form_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
 #: Blocks of one program: with the warps of `triton_kernels.sweep` a lane has 8 values.
 BLOCKS = 8
+#: Of one lane. Without a limit NVIDIA's compiler chooses one by itself, for which it spills some bytes of some forms.
+MOST_REGISTERS = 128
+_OPTIONS = {"num_warps": SWEEP_WARPS} | ({} if torch.version.hip else {"maxnreg": MOST_REGISTERS})
 #: Flat params of one program of `prepare`.
 _PREPARE_BLOCK = 128
 #: How the kernel is told of a form: a code by its shift and its top, which it takes out of the number again.
@@ -308,7 +311,7 @@ class OnePass:
                 *sources,
                 **_constants(kinds, decoupled),
                 module="triton_coded_kernels",
-                num_warps=SWEEP_WARPS,
+                **_OPTIONS,
             )
 
 

@@ -16,16 +16,13 @@ from megatron_distopt.optimizer import triton_adam, triton_low_precision, triton
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_adam import TritonAdamW
-from megatron_distopt.optimizer.triton_low_precision import Wanted
+from megatron_distopt.optimizer.triton_low_precision import MOST_REGISTERS, Wanted
 from tests.support.compiled import CODED, SOME_CODED, TARGETS, VARIANTS, compile_for
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets"),
 ]
-
-
-_MOST_REGISTERS = 128
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +49,7 @@ def test_kernel_when_compiled_then_it_has_no_local_memory_and_moves_bodies_in_fu
             variant.wide_stores(lanes),
         )
     # More would keep a multiprocessor from holding as many warps as it needs to have enough loads under way.
-    assert found.registers <= _MOST_REGISTERS
+    assert found.registers <= MOST_REGISTERS
 
 
 def _check_coded(target: str, name: str) -> None:
@@ -60,7 +57,7 @@ def _check_coded(target: str, name: str) -> None:
     variant, lanes = CODED[name], TARGETS[target][2]
     found = compile_for(target, variant)
     assert (found.spilled_nbytes, found.local_nbytes) == (0, 0)
-    assert found.registers <= _MOST_REGISTERS
+    assert found.registers <= MOST_REGISTERS
     assert found.stores == variant.stores_of_coded
     wide = found.loads.get(128, 0), variant.wide_loads(lanes)
     assert wide[0] >= wide[1] if target == "gfx942" else wide[0] == wide[1]

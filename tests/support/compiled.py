@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_distopt.optimizer.codes import CODES
-from megatron_distopt.optimizer.triton_low_precision import BLOCKS, FORMS
+from megatron_distopt.optimizer.triton_low_precision import BLOCKS, FORMS, MOST_REGISTERS
 from megatron_distopt.optimizer.triton_table import REST_BLOCK, STATS_BLOCK, SWEEP_BLOCK
 
 __all__ = ["CODED", "SOME_CODED", "TARGETS", "VARIANTS", "Compiled", "Variant", "compile_for"]
@@ -194,6 +194,8 @@ def compile_for(target: str, variant: Variant) -> Compiled:
     )
     backend, arch, lanes = TARGETS[target]
     options = {"num_warps": variant.num_warps(lanes), "enable_fp_fusion": False}
+    if variant.module == "triton_coded_kernels" and backend == "cuda":
+        options["maxnreg"] = MOST_REGISTERS
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of default values, which differ between releases
