@@ -224,6 +224,7 @@ def test_decay_when_named_then_the_yes_or_no(decay: str, is_decoupled: bool) -> 
 
 #: For every option a value that is not its default.
 OTHER_VALUES: dict[str, Any] = {
+    "offload_fraction": 0.5,
     "optimizer": "sgd",
     "adam": "torch_foreach",
     "accelerator": "torch",

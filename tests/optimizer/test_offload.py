@@ -1,0 +1,104 @@
+"""Which buckets are on the host, and what is refused before anything is allocated. tests/sim/test_offload.py trains."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_distopt.config import DistOptConfig, config_from_environment
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.hosts.megatron_core.host_state import host_state_of
+from megatron_distopt.layout import BufferLayout, ParamSpec, lay_out
+from megatron_distopt.optimizer import check_offload, choose_inner, host_nbytes
+from megatron_distopt.optimizer.offload import buckets_on_host
+
+_CUDA, _CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def _layout(*numels: int) -> BufferLayout:
+    return lay_out([ParamSpec(str(index), numel) for index, numel in enumerate(numels)], num_shards=2, bucket_size=100)
+
+
+_LAYOUTS = [(_layout(90, 50, 120, 30), torch.bfloat16), (_layout(200, 10), torch.float32)]
+
+
+@given(st.floats(0, 1))
+def test_buckets_when_a_fraction_is_asked_for_then_it_is_reached_with_no_bucket_more_than_needed(
+    fraction: float,
+) -> None:
+    (layout, _), (chosen, of_fp32) = _LAYOUTS[0], buckets_on_host(_LAYOUTS, fraction, _CUDA)
+    numels = [bucket.in_buffer.numel for bucket in layout.buckets]
+    assert chosen == frozenset(range(len(chosen)))
+    assert sum(numels[: len(chosen)]) >= fraction * sum(numels)
+    assert not chosen or sum(numels[: len(chosen) - 1]) < fraction * sum(numels)
+    assert of_fp32 == frozenset()
+
+
+def test_buckets_when_the_params_are_on_the_cpu_then_none() -> None:
+    assert buckets_on_host(_LAYOUTS, 1.0, _CPU) == [frozenset(), frozenset()]
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"), [(50.0, "0.5"), (-0.25, "0.0"), (1.5, "0.015"), (1e6, "1.0"), (float("nan"), "0.0")]
+)
+def test_fraction_when_it_is_none_then_refused_with_the_nearest_that_was_meant(value: float, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DistOptConfig(offload_fraction=value)
+    assert f"Write offload_fraction={remedy}" in str(error.value)
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("half", "0.0"), ("2", "0.02")])
+def test_fraction_when_a_variable_has_another_word_then_refused(word: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": word})
+    assert f"Write MEGATRON_DISTOPT_OFFLOAD_FRACTION={remedy}" in str(error.value)
+
+
+def test_fraction_when_a_variable_has_it_then_it_counts() -> None:
+    assert config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": "0.25"}).offload_fraction == 0.25
+
+
+def test_bytes_when_all_is_on_the_host_then_state_and_pinned_memory_of_a_shard() -> None:
+    numel = _LAYOUTS[0][0].numel // 2
+    assert host_nbytes(_LAYOUTS, DistOptConfig(offload_fraction=1.0), _CUDA) == numel * (12 + 4 + 2)
+
+
+def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = DistOptConfig(offload_fraction=1.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: 5000)
+    with pytest.raises(ConfigError) as error:
+        check_offload(_LAYOUTS, config, _CUDA)
+    assert f"{8 * host_nbytes(_LAYOUTS, config, _CUDA):,} bytes on this machine for 8 rank(s)" in str(error.value)
+    assert "5,000 bytes" in str(error.value)
+    check_offload(_LAYOUTS, config, _CPU)
+
+
+@pytest.mark.parametrize("name", ["torch.optim:Adagrad", "adam"])
+def test_inner_when_it_has_no_kernel_on_the_host_then_refused(name: str) -> None:
+    config = DistOptConfig(offload_fraction=0.5, optimizer=name)
+    choice = choose_inner(config, "cpu")
+    if choice.on_host is None:
+        with pytest.raises(ConfigError, match=r"offload_fraction=0\.5"):
+            check_offload(_LAYOUTS, config, _CUDA, choice)
+    else:
+        check_offload(_LAYOUTS, config, _CUDA, choice)
+
+
+def test_flags_when_megatron_core_asks_for_state_on_the_host_then_its_fraction_counts() -> None:
+    host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert host_state_of(host) == {"offload_fraction": 0.5}
+    host.optimizer_cpu_offload = False
+    assert host_state_of(host) == {}
+
+
+def test_flags_when_megatron_core_is_not_to_pin_then_refused() -> None:
+    host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False)
+    with pytest.raises(ConfigError, match="--no-pin-cpu-grads"):
+        host_state_of(host)
