@@ -54,7 +54,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
-    package_data={"megatron_distopt": ["py.typed"]},
+    package_data={"megatron_distopt": ["py.typed", "optimizer/*.c"]},
     python_requires=">=3.10",
     install_requires=["rich>=13", "torch>=2.1"],
     entry_points={

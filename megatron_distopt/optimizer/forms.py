@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.codes import random_bits
 from megatron_distopt.optimizer.kept import Kept
+from megatron_distopt.optimizer.native import Out, memory, random_bits
 
 __all__ = ["Forms"]
 
@@ -45,23 +45,25 @@ class Forms:
         """Whether anything of it is."""
         return self.main.is_rounded_at_random or self.second.is_rounded_at_random
 
-    def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
+    def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor, out: Out = memory) -> None:
         """Rounds some values into the forms, and those of the main param into the model param.
 
         Args:
             start, stop: which.
             main, first, second: fp32 [stop - start]; may be overwritten.
+            out: see `Kept.read`.
         """
         noise = None
         if self.is_rounded_at_random:
-            noise = random_bits(start, stop - start, self.step.to(self.device), self.number)
-        for kept, values, random in (
-            (self.first, first, None),
-            (self.second, second, noise),  # before the main param, which may write its signs
-            (self.main, main, None if noise is None else noise >> 15),
-        ):
-            if not kept.is_read_in_place:
-                kept.update(start, stop, values, random if kept.is_rounded_at_random else None)
+            noise = random_bits(start, stop - start, self.step.to(self.device), self.number, out)
+        _update(self.first, start, stop, first, None)
+        _update(self.second, start, stop, second, noise)  # before the main param, which may write its signs
+        _update(self.main, start, stop, main, None if noise is None else noise.bitwise_right_shift_(15))
         if self.model is not None:
             # What is kept is rounded, not what was computed, so that a checkpoint gives the same model param.
-            self.model[start:stop].copy_(self.main.read(start, stop))
+            self.model[start:stop].copy_(self.main.read(start, stop, out))
+
+
+def _update(kept: Kept, start: int, stop: int, values: Tensor, noise: Tensor | None) -> None:
+    if not kept.is_read_in_place:
+        kept.update(start, stop, values, noise if kept.is_rounded_at_random else None)

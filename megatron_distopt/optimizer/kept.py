@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, round_to_bf16
+from megatron_distopt.optimizer.native import Native, Out, library, memory
 
 __all__ = ["Blocks", "Kept", "Plain", "Remainder", "phase_of", "zeros_in_phase", "zeros_kept"]
 
@@ -47,8 +48,13 @@ class Kept(ABC):
         """What is in memory for them alone."""
 
     @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Some of the values, fp32 [stop - start]: a view where they are kept so, and else a copy."""
+    def read(self, start: int, stop: int, out: Out = memory) -> Tensor:
+        """Some of the values, fp32 [stop - start]: a view where they are kept so, and else a copy.
+
+        Args:
+            start, stop: which.
+            out: gives fp32 memory of a CPU, which a copy may use.
+        """
 
     @abstractmethod
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
@@ -125,17 +131,27 @@ class Plain(Kept):
     def is_rounded_at_random(self) -> bool:
         return self.tensor.dtype == torch.bfloat16
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int, out: Out = memory) -> Tensor:
         kept = self.tensor[start:stop]
+        if not self.is_read_in_place and (native := self._native()) is not None:
+            return native.read_plain(kept, has_ties=self.has_ties, out=out(stop - start))
         return (kept.abs() if self.has_ties else kept).to(torch.float32)
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         kept = self.tensor[start:stop]
+        if not self.is_read_in_place and (native := self._native(values, noise)) is not None:
+            native.write_plain(values, noise, kept, has_ties=self.has_ties)
+            return
         if noise is not None and kept.dtype == torch.bfloat16:
             values = round_to_bf16(values, noise.bitwise_and(_LOWER - 1))
         if self.has_ties:
             values = values.to(kept.dtype).copysign_(kept)
         kept.copy_(values)
+
+    def _native(self, *others: Tensor | None) -> Native | None:
+        """Functions that read and write it in one pass, where there are any."""
+        is_known = self.tensor.dtype in (torch.float32, torch.bfloat16)
+        return library(self.tensor, *others) if is_known else None
 
     def part(self, start: int, stop: int) -> Plain:
         return Plain(self.tensor[start:stop], self.has_ties)
@@ -192,8 +208,12 @@ class Blocks(Kept):
         """The bit of a code that is its sign."""
         return 0x80 if self.code.storage is torch.uint8 else -0x8000
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int, out: Out = memory) -> Tensor:
         codes = self.codes[start:stop]
+        if (native := library(codes, self.exponents)) is not None:
+            blocks, head = self._blocks(start, stop)
+            exponents, values = self.exponents[blocks.start : blocks.stop], out(stop - start)
+            return native.decode(codes, exponents, self.code, head=head, is_root=self.is_root, out=values)
         if self.is_root:
             codes = codes & ~self._sign & 0xFF if self.code.storage is torch.uint8 else codes & 0x7FFF
         blocks, head = self._blocks(start, stop)
@@ -209,6 +229,10 @@ class Blocks(Kept):
             self.write(first, last, around)
             return
         blocks, head = self._blocks(start, stop)
+        if (native := library(self.codes, self.exponents, values, noise)) is not None:
+            kept = self.codes[start:stop], self.exponents[blocks.start : blocks.stop]
+            native.encode(values, noise, *kept, self.code, head=head, is_root=self.is_root, has_ties=self.has_ties)
+            return
         short = None if noise is None else _padded(noise.to(torch.int16), head, len(blocks))
         padded = _padded(values, head, len(blocks))
         padded = padded.sqrt() if self.is_root else padded.clone()
@@ -283,9 +307,11 @@ class Remainder(Kept):
     def parts(self) -> tuple[Tensor, ...]:
         return self.low, *self.held
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int, out: Out = memory) -> Tensor:
         if self.held:
             return self.held[0][start:stop]
+        if (native := library(*self._pieces(start, stop))) is not None:
+            return native.read_remainder(*self._pieces(start, stop), out(stop - start))
         bits = _upper(self.model[start:stop]).add_(self.low[start:stop])
         return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
 
@@ -301,12 +327,19 @@ class Remainder(Kept):
 
     def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         """See `Kept.update`."""
+        if (native := library(values, *self._pieces(start, stop))) is not None:
+            native.update_remainder(values, *self._pieces(start, stop))
+            return
         model = self.model[start:stop].copy_(values)
         differences = values.view(torch.int32) - _upper(model)
         # NaN rounds to another NaN; there is nothing to add.
         differences.masked_fill_(values.isnan(), 0)
         self.low[start:stop].copy_(differences)
         self.second.set_ties(start, stop, differences == _HALF)
+
+    def _pieces(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What holds the bits of some values."""
+        return self.model[start:stop], self.low[start:stop], self.second.parts[0][start:stop]
 
     def part(self, start: int, stop: int) -> Remainder:
         held = [each[start:stop] for each in self.held]

@@ -23,13 +23,14 @@ from megatron_distopt.optimizer.coded import Coded
 from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.inner import Groups, KeepsMoments, RoundsItself
 from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
+from megatron_distopt.optimizer.native import Scratch
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_low_precision import OnePass, Wanted
 
 __all__ = ["LowPrecisionAdam"]
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
-_STRETCH_ON_CPU, _STRETCH = 1 << 15, 1 << 22
+_STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
 #: Options of torch's param groups that choose a kernel.
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
@@ -37,7 +38,7 @@ _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 @dataclass(frozen=True, eq=False)
 class _Stretch:
-    """Some neighbouring elements of a flat param, with fp32 values of its state."""
+    """Some neighbouring elements of a flat param, with fp32 values of its state, and memory for what is computed."""
 
     forms: Forms
     start: int
@@ -45,6 +46,7 @@ class _Stretch:
     main: Tensor
     first: Tensor
     second: Tensor
+    scratch: Scratch
 
     @property
     def grad(self) -> Tensor:
@@ -52,7 +54,7 @@ class _Stretch:
 
     def write_back(self) -> None:
         """Rounds the values into the forms, and the main param into the model param."""
-        self.forms.write(self.start, self.stop, self.main, self.first, self.second)
+        self.forms.write(self.start, self.stop, self.main, self.first, self.second, self.scratch.take)
 
 
 class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
@@ -184,10 +186,13 @@ def _kept(moment: Tensor) -> Kept:
 def _gathered(forms: Iterable[Forms]) -> Iterator[list[_Stretch]]:
     """Stretches of about the same number of elements in all, for one call of the kernel."""
     gathered: list[_Stretch] = []
-    for stretch in (stretch for each in forms for stretch in _stretches(each)):
+    # Main param, moments, random bits and what is read again for the model param; half of a stretch may be another's.
+    scratch = Scratch(10 * _numel(torch.device(CPU)))
+    for stretch in (stretch for each in forms for stretch in _stretches(each, scratch)):
         gathered.append(stretch)
         if sum(each.stop - each.start for each in gathered) >= _numel(stretch.main.device):
             yield gathered
+            scratch.give_back()
             gathered = []
     if gathered:
         yield gathered
@@ -197,10 +202,10 @@ def _numel(device: torch.device) -> int:
     return _STRETCH_ON_CPU * torch.get_num_threads() if device.type == CPU else _STRETCH
 
 
-def _stretches(forms: Forms) -> Iterator[_Stretch]:
+def _stretches(forms: Forms, scratch: Scratch) -> Iterator[_Stretch]:
     start, numel = 0, _numel(forms.grad.device)
     while start < forms.main.numel:
         stop = forms.second.end_of_stretch(start, numel)
-        read = (kept.read(start, stop) for kept in (forms.main, forms.first, forms.second))
-        yield _Stretch(forms, start, stop, *read)
+        main, first, second = (kept.read(start, stop, scratch.take) for kept in (forms.main, forms.first, forms.second))
+        yield _Stretch(forms, start, stop, main, first, second, scratch)
         start = stop
