@@ -43,8 +43,8 @@ _log = logging.getLogger("megatron_distopt")
 
 #: Blocks of one program: with the warps of `triton_kernels.sweep` a lane has 8 values.
 BLOCKS = 8
-#: Of one lane: a multiprocessor of NVIDIA's holds three programs of four warps then. Without a limit the compiler chooses
-#: a lower one by itself, for which it spills some bytes of some forms; nearly all forms need less than 128.
+#: Of one lane: a multiprocessor of NVIDIA's holds three programs of four warps then. Without a limit the compiler
+#: chooses a lower one by itself, for which it spills some bytes of some forms; nearly all forms need less than 128.
 MOST_REGISTERS = 168
 _OPTIONS = {"num_warps": SWEEP_WARPS} | ({} if torch.version.hip else {"maxnreg": MOST_REGISTERS})
 #: Flat params of one program of `prepare`.
