@@ -49,7 +49,7 @@ def test_kernel_when_compiled_then_it_has_no_local_memory_and_moves_bodies_in_fu
             variant.wide_stores(lanes),
         )
     # More would keep a multiprocessor from holding as many warps as it needs to have enough loads under way.
-    assert found.registers <= MOST_REGISTERS
+    assert found.registers <= 128
 
 
 def _check_coded(target: str, name: str) -> None:
