@@ -92,13 +92,15 @@ def next_start(folder: Path) -> int:
 
 
 def _starts_of(path: Path) -> dict[int, Path]:
-    """Folders of starts by number."""
+    """Folders of starts by number: of a run, of the one start, or of the start that a rank's file belongs to."""
+    path = path.resolve()
+    path = path.parent if path.is_file() and _RANK_PATTERN.fullmatch(path.name) else path
     own = _START_PATTERN.fullmatch(path.name)
     if own and path.is_dir():
         return {int(own[1]): path} if any(_rank_files(path)) else {}
     inside = [each for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
-    found = ((_START_PATTERN.fullmatch(each.name), each) for each in inside)
-    return {int(match[1]): each for match, each in sorted(found, key=lambda pair: pair[1].name) if match}
+    found = {int(match[1]): each for each in inside if (match := _START_PATTERN.fullmatch(each.name))}
+    return dict(sorted(found.items()))
 
 
 def _rank_files(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -159,6 +159,15 @@ def test_diff_when_a_run_was_resumed_then_the_last_start_counts(first: Path, tmp
     assert (status, found["parted"] and found["parted"]["step"]) == (1, 4)  # type: ignore[index]
 
 
+def test_diff_when_a_path_is_in_a_digest_folder_then_its_start_is_meant(
+    first: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(first / "start-0001")
+    for path in (".", "rank-00001.jsonl", first):
+        status, found = document(capsys, "diff", first, path)
+        assert (status, found["common_steps"]) == (0, [*range(7)])
+
+
 def test_diff_when_a_resumed_run_began_with_other_values_then_it_is_said(
     first: Path, tmp_path: Path, capsys: Output
 ) -> None:

@@ -13,7 +13,6 @@ from tests.sim.trial import begin, differs
 from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import run_ranks
 
-SHORT = ("mixed overlap", "fp16 dynamic", "nan skip", "captured", "saved in the background", "step on a stream")
 Found = dict[str, list[str]]
 
 
@@ -49,17 +48,7 @@ def _digests(run: LoggedRun) -> dict[int, object]:
     return {number: (step.digests, step.facts.get("updated")) for number, step in run.steps.items()}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return run_ranks(_try, 2, tmp_path_factory.mktemp("digests"), SHORT, range(2), seconds=300)
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_digests_when_on_an_asynchronous_device_then_they_are_those_of_the_cpu(found: list[Found], name: str) -> None:
-    assert [of_rank[name] for of_rank in found] == [[], []]
-
-
 @pytest.mark.long
 def test_digests_when_on_an_asynchronous_device_then_no_seed_finds_anything(tmp_path: Path) -> None:
-    found = run_ranks(_try, 2, tmp_path, sorted(programs.PROGRAMS), range(10), seconds=3000)
+    found = run_ranks(_try, 2, tmp_path, sorted(programs.PROGRAMS), range(5), seconds=3000)
     assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}, {}]
