@@ -3,8 +3,8 @@
 Where Triton compiles for the device, one kernel does all of it in one pass instead (triton_low_precision.py).
 
 A stretch is small enough to stay in the cache of a CPU between these, so memory is read and written once, in the forms
-in which the state is kept. What the kernel computes is what it computes on fp32 state: [Note: remainder] in kept.py is
-equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
+in which the state is kept; native.py has what converts it there. What the kernel computes is what it computes on fp32
+state: [Note: remainder] in kept.py is equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
 """
 
 from __future__ import annotations
