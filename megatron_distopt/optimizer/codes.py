@@ -35,6 +35,8 @@ _MANTISSA, _HALF, _BIAS = 23, 16, 127
 _NAN = 255
 #: Smaller exponents are not used for scales, so that a scale and its inverse are normal numbers.
 _LEAST = 20
+#: The bits of infinity; those of every NaN are more.
+_INF = 0x7F800000
 _SIGN16, _MAGNITUDE8 = -0x8000, 0x7F
 
 
@@ -58,6 +60,11 @@ class Code:
     def has_short_exponent(self) -> bool:
         """Whether bits between the sign and the exponent are left out as well."""
         return self.storage is torch.uint8 and self.shift < 8
+
+    @property
+    def largest(self) -> int:
+        """The largest exponent of a scale, so that it and its inverse are normal; blocks with larger values are NaN."""
+        return 2 * _BIAS - 16 + self.top
 
     @property
     def mantissa(self) -> int:
@@ -88,10 +95,11 @@ def encode(values: Tensor, code: Code, noise: Tensor | None = None) -> tuple[Ten
     Returns:
         Codes [blocks, 128] of `code.storage`, and exponents of scales uint8 [blocks].
     """
-    largest = values.abs().amax(1).view(torch.int32)
+    largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
     # What lies above the largest code of an octave counts as the next octave, so that nothing is rounded out of range.
     exponents = (largest + ((1 << (_MANTISSA - code.mantissa)) - 1)) >> _MANTISSA
     exponents = exponents.clamp_(_LEAST, _NAN)
+    exponents = exponents.masked_fill_(exponents > code.largest, _NAN)
     values.mul_(_power(code.top - 15 + _BIAS + _BIAS - exponents.clamp(max=_NAN - 1)).unsqueeze(1))
     bits = values.to(torch.float16).view(torch.int16)
     if code.shift:

@@ -114,6 +114,7 @@ static uint8_t exponent_of(const float *values, Form form) {
     }
     largest = largest < INF ? largest : INF;
     uint32_t exponent = (largest + ((1u << (13 + form.shift)) - 1u)) >> 23;
+    if (exponent > 238u + (uint32_t)form.top) return NAN_EXPONENT;
     return (uint8_t)(exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
 }
 

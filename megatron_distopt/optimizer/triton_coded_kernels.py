@@ -98,9 +98,10 @@ def _decoded(codes, exponents, CODE: tl.constexpr):
 def _exponents_of(values, is_here, CODE: tl.constexpr):
     """int32 [blocks, 1], the exponents of the scales of blocks; see `codes.encode`."""
     magnitudes = tl.where(is_here, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    largest = tl.max(magnitudes, axis=1, keep_dims=True)
+    largest = tl.minimum(tl.max(magnitudes, axis=1, keep_dims=True), 0x7F800000)
     SHIFT: tl.constexpr = CODE >> 5
-    return tl.minimum(tl.maximum((largest + ((1 << (13 + SHIFT)) - 1)) >> 23, _LEAST), _NAN)
+    exponents = tl.maximum((largest + ((1 << (13 + SHIFT)) - 1)) >> 23, _LEAST)
+    return tl.where(exponents > 238 + (CODE & 31), _NAN, tl.minimum(exponents, _NAN))
 
 
 @triton.jit

@@ -59,6 +59,15 @@ def test_code_when_a_value_is_not_finite_then_its_block_alone_is_nan(name: str, 
     assert bool(torch.cat([kept[:3], kept[4:]]).isfinite().all())
 
 
+@pytest.mark.parametrize("exponent", range(112, 128))
+@pytest.mark.parametrize("name", CODES)
+def test_code_when_values_are_nearly_infinite_then_they_are_kept_or_nan(name: str, exponent: int) -> None:
+    values = torch.full((1, BLOCK_NUMEL), 1.5 * 2.0**exponent)
+    kept = _kept(values, CODES[name])
+    assert torch.equal(kept, values) or bool(kept.isnan().all())
+    assert torch.equal(kept, values) or exponent >= 118
+
+
 @pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "int8"])
 def test_code_when_rounded_at_random_often_then_the_mean_is_the_value(name: str) -> None:
     values = _blocks(1.0)[:4]
