@@ -16,7 +16,13 @@ fail() {
 # The release that this was tried with on CPUs; with a GPU the newest, built for the CUDA of the day.
 _torch() { [ "$gpus" -gt 0 ] && echo torch || echo torch==2.13.0; }
 
-_pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"; }
+_pip_install() {
+    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input --no-compile "$@"
+}
+
+# What pip does on one core is done on all of them, but for models that nothing here imports. Some packages have files
+# that are no Python of this version.
+_compile() { "$venv/bin/python" -m compileall -qq -j 0 -x transformers/models "$venv/lib" >/dev/null 2>&1 || true; }
 
 _make_venv() {
     local python=${PYTHON:-python3}
@@ -40,6 +46,7 @@ prepare() {
     _pip_install "$(_torch)"
     "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints"
     _pip_install --constraint "$venv/constraints" --editable "$root[$extra]"
+    _compile
     echo "$wanted" >"$venv/$extra.installed"
 }
 

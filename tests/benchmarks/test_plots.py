@@ -103,7 +103,9 @@ for script, result, picture in json.loads(sys.argv[1]):
 
 def script_of(result: Path) -> Path:
     """A file of results begins with the name of its script."""
-    return next(script for script in BENCHMARKS.glob("*.py") if result.stem.split("_")[0] == script.stem)
+    return max(
+        (each for each in BENCHMARKS.glob("*.py") if result.stem.startswith(each.stem)), key=lambda each: len(each.stem)
+    )
 
 
 def test_from_when_any_kept_result_is_named_then_its_script_draws_it_and_runs_nothing(tmp_path: Path) -> None:

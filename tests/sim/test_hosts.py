@@ -10,7 +10,7 @@ from tests.support.spawn import run_ranks
 
 #: In every run of the tests, and in long ones.
 FEW, MANY = range(5), range(200)
-SHORT = {"fork": ("bf16 overlap, fp32 norms",), "core": ("bf16 overlap", "moved away and back")}
+SHORT = {"fork": ("bf16 overlap, fp32 norms",), "core": ("bf16 overlap",)}
 LONG = [("fork", name) for name in FORK] + [("core", name) for name in CORE]
 
 
