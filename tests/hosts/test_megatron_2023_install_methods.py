@@ -361,7 +361,7 @@ def test_install_method_when_a_launcher_starts_the_fork_then_ours_is_active_and_
     launched: Callable[[str], Done], ours: Curves, name: str
 ) -> None:
     assert launched(name).curves == ours
-    assert launched(name).launched.status == 0
+    assert launched(name).launched.status == 0, launched(name).launched.output[-5000:]
 
 
 @pytest.mark.parametrize(("name", "files"), [("deepspeed", "per-rank files"), ("torchrun", "gathered file")])
