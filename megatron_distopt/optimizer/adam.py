@@ -79,8 +79,8 @@ def _chosen(name: str, config: DistOptConfig, why: tuple[str, ...]) -> InnerChoi
     on_host = _ON_HOST.get(name)
     if on_host == "torch_fused" and not has_torch_fused(CPU):
         on_host = "torch_foreach"
-    builds = [None if each is None else partial(_ADAMS[each].build, config=config) for each in (name, on_host)]
-    return InnerChoice(name, builds[0] or partial(_ADAMS[name].build, config=config), why, on_host=builds[1])
+    build_there = None if on_host is None else partial(_ADAMS[on_host].build, config=config)
+    return InnerChoice(name, partial(_ADAMS[name].build, config=config), why, on_host=build_there)
 
 
 def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:

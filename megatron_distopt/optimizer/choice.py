@@ -19,13 +19,10 @@ from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
 from megatron_distopt.optimizer.elementwise import check_elementwise
-from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["IMPLEMENTATION", "adopt_instance", "choose_inner", "fused_instance"]
-
-#: Options of torch's param groups that choose a kernel and not a result.
-IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+__all__ = ["adopt_instance", "check_new", "choose_inner", "fused_instance"]
 
 #: torch's own that update each element by itself: the name of the source, and the class that rounds into the model
 #: param on a CPU.
@@ -70,10 +67,7 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
     Raises:
         ConfigError: it was stepped or loaded before, or is not element-wise.
     """
-    steps = [state.get("step") for state in instance.state.values()]
-    if any(step is None or float(step) != 0 for step in steps):
-        remedy = "Build the distributed optimizer before the first step or load_state_dict"
-        raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
+    check_new(instance)
     options = _accepted(type(instance), instance.defaults)
     rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
     if type(instance) not in _FUSED:
@@ -84,6 +78,18 @@ def adopt_instance(instance: Optimizer) -> InnerChoice:
     # torch's own keep nothing in their param groups, so that two of them can share a state.
     on_host = build if type(instance).__module__.startswith("torch.optim.") else None
     return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults, on_host)
+
+
+def check_new(instance: Optimizer) -> None:
+    """Checks that an optimizer has no state, which would be lost.
+
+    Raises:
+        ConfigError
+    """
+    steps = [state.get("step") for state in instance.state.values()]
+    if any(step is None or float(step) != 0 for step in steps):
+        remedy = "Build the distributed optimizer before the first step or load_state_dict"
+        raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
 
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.kept import Kept
+from megatron_distopt.optimizer.kept import Kept, Plain
 
-__all__ = ["Coded", "part_of", "plain", "storages_of"]
+__all__ = ["Coded", "kept_of", "part_of", "plain", "storages_of"]
 
 _aten = torch.ops.aten
 #: An operator on a view, with its arguments behind the tensor.
@@ -141,6 +141,11 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.values() if isinstance(tensor, Coded) else tensor
 
 
+def kept_of(tensor: Tensor) -> Kept:
+    """How the values of a tensor are kept."""
+    return tensor.kept if isinstance(tensor, Coded) else Plain(tensor)
+
+
 def part_of(tensor: Tensor, span: Span) -> Tensor:
     """Some elements of what is kept for a flat param, to be kept by themselves; see `Kept.part`."""
     return Coded(tensor.kept.part(span.start, span.stop)) if isinstance(tensor, Coded) else tensor[span.as_slice()]
@@ -148,4 +153,4 @@ def part_of(tensor: Tensor, span: Span) -> Tensor:
 
 def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors in memory that hold the values of a tensor."""
-    return tensor.kept.parts if isinstance(tensor, Coded) else (tensor,)
+    return kept_of(tensor).parts

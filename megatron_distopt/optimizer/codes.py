@@ -8,7 +8,8 @@ block with smaller values as well, and a checkpoint that is loaded in the same p
 
 [Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam divides by. A value that
 is not zero never becomes zero, because Adam would divide by eps alone. Codes have 11 bits of mantissa at most, so the
-square of a root is exact in fp32, and so is the root of the square.
+square of a root is exact in fp32, and so is the root of the square. Of other values the root is rounded to nearest, as
+by a GPU and by native_codes.c; MKL's root of fp32, which torch takes on a CPU, is an ulp off at times.
 
 [Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at most where the
 gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest would keep it up for ever. Second
@@ -24,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_NUMEL", "CODES", "Code", "decode", "encode", "random_bits", "round_to_bf16"]
+from megatron_distopt.device import CPU
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 
-#: Values with one scale.
-BLOCK_NUMEL = 128
+__all__ = ["BLOCK_NUMEL", "CODES", "Code", "decode", "encode", "random_bits", "root_of", "round_to_bf16"]
 
 #: Bits of fp32: of its mantissa, of the smaller half of a word, and where its exponent counts from.
 _MANTISSA, _HALF, _BIAS = 23, 16, 127
@@ -108,6 +109,15 @@ def encode(values: Tensor, code: Code, noise: Tensor | None = None) -> tuple[Ten
         if code.has_short_exponent:
             bits = (bits & _MAGNITUDE8).bitwise_or_((bits >> 8).bitwise_and_(-0x80))
     return bits.to(code.storage), exponents.to(torch.uint8)
+
+
+def root_of(values: Tensor) -> Tensor:
+    """The square root, rounded to nearest; see [Note: roots].
+
+    A root in float64 that is an ulp off still rounds to the right fp32 number: no root of an fp32 number is so near to
+    the middle of two others.
+    """
+    return values.double().sqrt_().float() if values.device.type == CPU else values.sqrt()
 
 
 def decode(codes: Tensor, exponents: Tensor, code: Code) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.kept import Kept
+from megatron_distopt.optimizer.kept import Blocks, Kept, Remainder
 from megatron_distopt.optimizer.native import Out, memory, random_bits
 
 __all__ = ["Forms"]
@@ -39,6 +39,27 @@ class Forms:
     def device(self) -> torch.device:
         """Where it is updated."""
         return self.grad.device
+
+    @property
+    def kepts(self) -> tuple[Kept, Kept, Kept]:
+        """Those of main param and moments."""
+        return self.main, self.first, self.second
+
+    @property
+    def phases(self) -> frozenset[int]:
+        """Values of the first block that belong to others, of each form in blocks; more than one has no kernel."""
+        return frozenset(kept.phase for kept in self.kepts if isinstance(kept, Blocks))
+
+    @property
+    def rounded(self) -> Tensor | None:
+        """The model param that an update writes, if any."""
+        return self.main.model if isinstance(self.main, Remainder) else self.model
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the state, and the model param."""
+        parts = [part for kept in self.kepts for part in kept.parts]
+        return parts if self.rounded is None else [*parts, self.rounded]
 
     @property
     def is_rounded_at_random(self) -> bool:

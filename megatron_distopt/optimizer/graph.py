@@ -22,6 +22,7 @@ from megatron_distopt.device import record as record_on
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.coded import storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
+from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import (
     StepAction,
@@ -166,6 +167,9 @@ def _check_deferred(optimizer: ShardedOptimizer) -> None:
     if optimizer.host_updates is not None:
         rule, remedy = "keep all state on the device", "Write offload_fraction=0.0, or call optimizer.step()"
         raise ConfigError(refusal("captured step", "with state on the host", rule, remedy))
+    if isinstance(optimizer.inner, InParts):
+        rule, remedy = "leave no decision to the CPU", "Call optimizer.step(), which Muon needs"
+        raise ConfigError(refusal("captured step", optimizer.plan.choice.name, rule, remedy))
     if not optimizer.defers_check:
         scale, name = type(optimizer.loss_scale).__name__, optimizer.plan.choice.name
         rule = "leave no decision to the CPU"

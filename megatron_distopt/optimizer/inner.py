@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,24 +11,30 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.coded import Coded, part_of
+from megatron_distopt.optimizer.coded import Coded, kept_of, part_of
 from megatron_distopt.optimizer.kept import Remainder
+from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 
 __all__ = [
+    "IMPLEMENTATION",
     "LEAVES_GRADS",
     "READS_TENSORS",
     "Build",
     "Groups",
+    "InParts",
     "InnerChoice",
     "KeepsMoments",
     "RoundsItself",
+    "bring_into_form",
     "count_updates",
     "divides_in_place",
     "is_torchs",
     "moment_to_fill",
     "moments_of",
+    "part_for",
     "restore",
     "restore_group",
     "skips_by_itself",
@@ -41,6 +47,9 @@ _MOMENTS = {
     **dict.fromkeys(ADAM_NAMES, frozenset(("exp_avg", "exp_avg_sq"))),
     "torch_sgd": frozenset(("momentum_buffer",)),
 }
+
+#: Options of torch's param groups that choose a kernel and not a result.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 #: Attribute of a class of ours that divides while it reads and leaves the gradients as they are.
 LEAVES_GRADS = "leaves_grads"
@@ -70,13 +79,53 @@ class KeepsMoments:
     """An inner optimizer that decides in which form moments are kept."""
 
     def new_moment(self, main: Tensor, kind: str) -> Tensor:
-        """A moment of zeros.
+        """A moment of zeros, to be filled and handed to `restore`. The present one stays: it may be what is loaded.
 
         Args:
             main: its main param.
             kind: "exp_avg" or "exp_avg_sq".
         """
         raise NotImplementedError
+
+    def take_moments(self, main: Tensor) -> None:
+        """Brings moments that were put into the state of a main param into the form in which they are kept."""
+        raise NotImplementedError
+
+
+class InParts(Optimizer):
+    """An inner optimizer of several parts, each of which updates some of the param groups; one of them whole matrices.
+
+    Its parts share its state and its param groups, and count updates where torch's classes do.
+    """
+
+    def part_for(self, group: Mapping[str, Any]) -> Optimizer:
+        """The part that updates a param group."""
+        raise NotImplementedError
+
+    def hold(
+        self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
+    ) -> None:
+        """Says what the main params are pieces of, whenever they are other ones.
+
+        Args:
+            buffers: as the ranks of the data-parallel group have them, in the same order.
+            flat_params: of this rank.
+            groups: with the names of all params that are updated.
+        """
+        raise NotImplementedError
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Excludes params from the next step.
+
+        Args:
+            names: the same on all ranks.
+        """
+        raise NotImplementedError
+
+
+def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    """What updates a param group: the inner optimizer or a part of it."""
+    return inner.part_for(group) if isinstance(inner, InParts) else inner
 
 
 @dataclass(frozen=True)
@@ -195,9 +244,9 @@ def skips_by_itself(inner: Optimizer) -> bool:
 
 
 def is_torchs(inner: Optimizer) -> bool:
-    """Whether torch itself provides the class, or what it inherits from."""
+    """Whether torch itself provides the class, or what it inherits from; or one that keeps state as torch's do."""
     classes = [each for each in type(inner).__mro__ if each is not Optimizer]
-    return any(each.__module__.startswith("torch.optim.") for each in classes)
+    return isinstance(inner, InParts) or any(each.__module__.startswith("torch.optim.") for each in classes)
 
 
 def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
@@ -254,6 +303,13 @@ def restore(
     inner.state.pop(main, None)
     if state:
         inner.state[main] = state
+    bring_into_form(inner, main)
+
+
+def bring_into_form(inner: Optimizer, main: Tensor) -> None:
+    """Brings moments that others have put into the state of a main param into the form of the inner optimizer."""
+    if isinstance(inner, KeepsMoments):
+        inner.take_moments(main)
 
 
 def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]) -> None:
@@ -270,8 +326,9 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
     state = inner.state.pop(main, None)
     for part, tensor in parts.items() if state else ():
         inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
-        if isinstance(tensor, Coded) and isinstance(tensor.kept, Remainder) and "exp_avg_sq" in state:
-            inner.state[tensor]["exp_avg_sq"] = Coded(tensor.kept.second)
+        kept = kept_of(tensor)
+        if isinstance(kept, Remainder) and "exp_avg_sq" in state:
+            inner.state[tensor]["exp_avg_sq"] = Coded(kept.second)
 
 
 def _cut(value: Any, part: Span, main: Tensor) -> Any:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, round_to_bf16
+from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, root_of, round_to_bf16
 from megatron_distopt.optimizer.native import Native, Out, library, memory
 
-__all__ = ["Blocks", "Kept", "Plain", "Remainder", "phase_of", "zeros_in_phase", "zeros_kept"]
+__all__ = ["IN_PHASE", "Blocks", "Kept", "Plain", "Remainder", "phase_of", "zeros_in_phase", "zeros_kept"]
 
 _LOWER = 1 << 16
 #: Elements of a vector of 16-bit params; see [Note: in phase] in main_params.py.
-_IN_PHASE = 8
+IN_PHASE = 8
 _HALF = 1 << 15
 
 
@@ -235,7 +235,7 @@ class Blocks(Kept):
             return
         short = None if noise is None else _padded(noise.to(torch.int16), head, len(blocks))
         padded = _padded(values, head, len(blocks))
-        padded = padded.sqrt() if self.is_root else padded.clone()
+        padded = root_of(padded) if self.is_root else padded.clone()
         codes, exponents = encode(padded, self.code, short)
         if self.is_root:
             codes = codes.add_((codes == 0) & (padded > 0))
@@ -375,7 +375,7 @@ def phase_of(kept: Kept) -> int:
     """
     if isinstance(kept, Remainder):
         return kept.second.phase if isinstance(kept.second, Blocks) else phase_of(Plain(kept.model))
-    return kept.phase if isinstance(kept, Blocks) else int(kept.parts[0].storage_offset()) % _IN_PHASE
+    return kept.phase if isinstance(kept, Blocks) else int(kept.parts[0].storage_offset()) % IN_PHASE
 
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,10 +1,11 @@
 """Adam whose state is kept in other forms than fp32: read, updated by torch's kernel and rounded back by stretches.
 
-Where Triton compiles for the device, one kernel does all of it in one pass instead (triton_low_precision.py).
+Where Triton compiles for the device, one kernel does all of it in one pass instead (triton_low_precision.py), and so
+does compiled C on a CPU (native_adam.py).
 
 A stretch is small enough to stay in the cache of a CPU between these, so memory is read and written once, in the forms
 in which the state is kept; native.py has what converts it there. What the kernel computes is what it computes on fp32
-state: [Note: remainder] in kept.py is equal to it to the bit (tests/optimizer/test_low_precision_adam.py).
+state: [Note: remainder] in kept.py is equal to it to the bit (tests/hosts/test_state_precision.py).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.device import CPU
+from megatron_distopt.optimizer import native_adam
 from megatron_distopt.optimizer.accelerator import has_torch_fused
-from megatron_distopt.optimizer.coded import Coded
+from megatron_distopt.optimizer.coded import Coded, kept_of
 from megatron_distopt.optimizer.forms import Forms
-from megatron_distopt.optimizer.inner import Groups, KeepsMoments, RoundsItself
-from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, Groups, KeepsMoments, RoundsItself
+from megatron_distopt.optimizer.kept import Plain, Remainder
 from megatron_distopt.optimizer.native import Scratch
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_low_precision import OnePass, Wanted
@@ -31,8 +33,6 @@ __all__ = ["LowPrecisionAdam"]
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
-#: Options of torch's param groups that choose a kernel.
-_KERNELS = ("fused", "foreach", "capturable", "differentiable")
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 
@@ -88,7 +88,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         device_types = {param.device.type for group in params for param in group["params"]}
         self._is_fused = all(map(has_torch_fused, device_types))
         # A group may name the kernel that it had before.
-        plain = [{key: value for key, value in group.items() if key not in _KERNELS} for group in params]
+        plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in params]
         super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
         self.decoupled, self.precision = decoupled, precision
         self._one_pass, self.leaves_grads = OnePass(wanted), False
@@ -111,14 +111,30 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         given = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         self._one_pass.update(swept, self.param_groups, decoupled=self.decoupled, **given)
         done = set(swept)
+        done.update(self._update_natively([each for each in waiting if each not in done], given))
         for index, group in enumerate(self.param_groups):
             forms = [each for each in waiting if each.group == index and each not in done]
             if forms:
                 self._update(group, forms)
 
+    def _update_natively(self, waiting: list[Forms], given: Mapping[str, Tensor | None]) -> list[Forms]:
+        """Updates on a CPU what can be updated in one pass, and returns it."""
+        chosen = native_adam.choose(waiting, self.param_groups, decoupled=self.decoupled) if self._is_fused else []
+        if chosen:
+            native_adam.update(chosen, self.param_groups, decoupled=self.decoupled, **given)
+        return chosen
+
     def new_moment(self, main: Tensor, kind: str) -> Tensor:
         """See `KeepsMoments`."""
-        return self.precision.second(main) if kind == _SECOND else self.precision.first(main)
+        return self.precision.second_to_fill(main) if kind == _SECOND else self.precision.first(main)
+
+    @torch.no_grad()
+    def take_moments(self, main: Tensor) -> None:
+        """See `KeepsMoments`."""
+        state = self.state.get(main, {})
+        for kind in (_FIRST, _SECOND):
+            if kind in state:
+                self._bring_into_form(main, state, kind)
 
     def _forms(self, number: int, group: int, main: Tensor) -> Forms:
         state = self.state[main]
@@ -127,28 +143,29 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if self._is_fused else CPU)
         for kind in (_FIRST, _SECOND):
             self._bring_into_form(main, state, kind)
-        kept = main.kept if isinstance(main, Coded) else Plain(main)
+        kept = kept_of(main)
         if isinstance(kept, Remainder):
             kept.settle()
         writes_model = isinstance(kept, Remainder) or (isinstance(kept, Plain) and kept.tensor is not main)
         model = None if writes_model else self._models.get(main)
-        first, second = (_kept(state[kind]) for kind in (_FIRST, _SECOND))
+        first, second = (kept_of(state[kind]) for kind in (_FIRST, _SECOND))
         if main.grad is None:
             raise ValueError("a main param without a gradient is not updated")
         return Forms(number, group, kept, first, second, main.grad, state["step"], model)
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
         """Moments of which others have made plain tensors, as by loading them, go back into the form."""
-        known = state.get(kind)
+        known, begin = state.get(kind), self.precision.second if kind == _SECOND else self.precision.first
         if known is None:
-            state[kind] = self.new_moment(main, kind)
+            state[kind] = begin(main)
         elif not self._is_in_form(main, known, kind):
             values = known.to(torch.float32, copy=True)
-            state[kind] = self.new_moment(main, kind).copy_(values)
+            state[kind] = begin(main).copy_(values)
 
     def _is_in_form(self, main: Tensor, moment: Tensor, kind: str) -> bool:
-        if kind == _SECOND and isinstance(main, Coded) and isinstance(main.kept, Remainder):
-            return isinstance(moment, Coded) and moment.kept is main.kept.second
+        kept = kept_of(main)
+        if kind == _SECOND and isinstance(kept, Remainder):
+            return kept_of(moment) is kept.second
         dtype = self.precision.exp_avg_sq_dtype if kind == _SECOND else self.precision.exp_avg_dtype
         return isinstance(moment, Coded) or moment.dtype == getattr(torch, dtype)
 
@@ -179,21 +196,18 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
             getattr(import_module(f"torch.optim.{name}"), name)(*values, [], before, foreach=True, **options)
 
 
-def _kept(moment: Tensor) -> Kept:
-    return moment.kept if isinstance(moment, Coded) else Plain(moment)
-
-
 def _gathered(forms: Iterable[Forms]) -> Iterator[list[_Stretch]]:
     """Stretches of about the same number of elements in all, for one call of the kernel."""
-    gathered: list[_Stretch] = []
+    gathered, held = list[_Stretch](), 0
     # Main param, moments, random bits and what is read again for the model param; half of a stretch may be another's.
     scratch = Scratch(10 * _numel(torch.device(CPU)))
     for stretch in (stretch for each in forms for stretch in _stretches(each, scratch)):
         gathered.append(stretch)
-        if sum(each.stop - each.start for each in gathered) >= _numel(stretch.main.device):
+        held += stretch.stop - stretch.start
+        if held >= _numel(stretch.main.device):
             yield gathered
             scratch.give_back()
-            gathered = []
+            gathered, held = [], 0
     if gathered:
         yield gathered
 

@@ -24,7 +24,7 @@ from megatron_distopt.device import pinned
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.coded import Coded, part_of
-from megatron_distopt.optimizer.kept import Remainder, phase_of
+from megatron_distopt.optimizer.kept import IN_PHASE, Remainder, phase_of, zeros_in_phase
 from megatron_distopt.optimizer.precision import FULL, Precision
 
 __all__ = [
@@ -38,9 +38,6 @@ __all__ = [
     "split_flat_param",
     "zeros_beside",
 ]
-
-#: Elements of a vector of 16-bit params. See [Note: in phase].
-_IN_PHASE = 8
 
 
 @dataclass(frozen=True)
@@ -158,14 +155,19 @@ class FlatParam:
         return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model.to(self.main.device))
 
     @property
-    def can_tell_changes(self) -> bool:
-        """Whether it has what is needed to find out that the model param was changed by others.
+    def changes_with_model(self) -> bool:
+        """Whether the main param is a remainder of the model param, so that others who change the one change both.
 
-        A main param that is a remainder of the model param changes with it, and keeps the remainder; on the host it is
-        one of a copy.
+        Not on the host, where it is one of a copy, and not while it is held in fp32.
         """
         kept = self.main.kept if isinstance(self.main, Coded) and self.on_host is None else None
-        return not isinstance(kept, Remainder) or bool(kept.held) or not bool(kept.low.any())
+        return isinstance(kept, Remainder) and not kept.held
+
+    @property
+    def can_tell_changes(self) -> bool:
+        """Whether it has what is needed to find out that the model param was changed by others."""
+        kept = self.main.kept if isinstance(self.main, Coded) else None
+        return not self.changes_with_model or not isinstance(kept, Remainder) or not bool(kept.low.any())
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
@@ -298,7 +300,7 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
     """
     spans, stop = [], 0
     for tensor, other in zip(tensors, beside, strict=True):
-        start = stop + (_phase(other) - stop) % _IN_PHASE
+        start = stop + (_phase(other) - stop) % IN_PHASE
         stop = start + tensor.numel()
         spans.append(Span(start, stop))
     if not spans:
@@ -310,10 +312,10 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
 
 
 def _phase(tensor: Tensor) -> int:
-    """How many elements behind the beginning of a vector of `_IN_PHASE` elements its first one lies."""
+    """How many elements behind the beginning of a vector of `IN_PHASE` elements its first one lies."""
     if isinstance(tensor, Coded):
-        return phase_of(tensor.kept) % _IN_PHASE
-    return tensor.data_ptr() // tensor.element_size() % _IN_PHASE
+        return phase_of(tensor.kept) % IN_PHASE
+    return tensor.data_ptr() // tensor.element_size() % IN_PHASE
 
 
 def beside(main: Tensor, kept: Tensor) -> Tensor:
@@ -323,7 +325,7 @@ def beside(main: Tensor, kept: Tensor) -> Tensor:
         main: fp32 1-D.
         kept: of the same shape and dtype.
     """
-    if (kept.data_ptr() - main.data_ptr()) % (_IN_PHASE // 2 * main.element_size()) == 0:
+    if (kept.data_ptr() - main.data_ptr()) % (IN_PHASE // 2 * main.element_size()) == 0:
         return kept
     return zeros_beside(main, kept.dtype).copy_(kept)
 
@@ -338,4 +340,4 @@ def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     phase = _phase(main)
     if phase == 0:
         return torch.zeros_like(main, dtype=dtype)
-    return torch.zeros(phase + main.numel(), dtype=dtype or main.dtype, device=main.device)[phase:]
+    return zeros_in_phase(main.numel(), phase, dtype or main.dtype, main.device)

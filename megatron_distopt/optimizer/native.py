@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
-from ctypes import CDLL, c_int32, c_int64, c_uint32, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, Structure, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_distopt.optimizer import codes as torch_codes
 from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code
 from megatron_distopt.optimizer.native_build import CannotBuild, load
 
-__all__ = ["Native", "Out", "Scratch", "library", "memory", "random_bits"]
+__all__ = ["Form", "Native", "Out", "Scratch", "form_of", "library", "memory", "random_bits", "seed_of"]
 
 _log = logging.getLogger("megatron_distopt")
 
@@ -37,31 +37,33 @@ Out = Callable[[int], Tensor]
 _NOT_USED = "optimizer state on the CPU is converted by torch's operators, which is slower: %s"
 
 
-class _Form(ctypes.Structure):
+class Form(Structure):
     """`Form` of native_codes.c."""
 
     _fields_ = [(name, c_int32) for name in ("nbytes", "shift", "top", "is_root", "has_ties")]
 
 
 @cache
-def _form(code: Code, is_root: bool, has_ties: bool) -> _Form:
-    return _Form(code.storage.itemsize, code.shift, code.top, is_root, has_ties)
+def form_of(code: Code, is_root: bool, has_ties: bool) -> Form:
+    """How codes are read and made."""
+    return Form(code.storage.itemsize, code.shift, code.top, is_root, has_ties)
 
 
 #: The types of the arguments, of which the last is always the number of threads.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "decode": (c_void_p, c_void_p, _Form, c_int64, c_void_p, c_int64),
-    "encode": (c_void_p, c_void_p, _Form, c_int64, c_void_p, c_void_p, c_int64),
+    "decode": (c_void_p, c_void_p, Form, c_int64, c_void_p, c_int64),
+    "encode": (c_void_p, c_void_p, Form, c_int64, c_void_p, c_void_p, c_int64),
     "read_plain": (c_void_p, c_int32, c_int32, c_void_p, c_int64),
     "write_plain": (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64),
     "read_remainder": (c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64),
     "update_remainder": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64),
     "random_bits": (c_void_p, c_int64, c_uint32, c_uint32),
+    "adam": (*(c_void_p,) * 5, c_int64, c_int64),
 }
 
 
 class Native:
-    """The functions of native_codes.c, on 1-D tensors that `library` has approved.
+    """The functions of native_codes.c and native_adam.c, on 1-D tensors that `library` has approved.
 
     Args:
         loaded: the library.
@@ -80,6 +82,7 @@ class Native:
     _read_remainder: Any
     _update_remainder: Any
     _random_bits: Any
+    _adam: Any
 
     def decode(self, codes: Tensor, exponents: Tensor, code: Code, *, head: int, is_root: bool, out: Tensor) -> Tensor:
         """Reads neighbouring values.
@@ -95,7 +98,7 @@ class Native:
         Returns:
             `out`.
         """
-        form, numel = _form(code, is_root, False), out.numel()
+        form, numel = form_of(code, is_root, False), out.numel()
         self._decode(codes.data_ptr(), exponents.data_ptr(), form, head, out.data_ptr(), numel, _threads(numel))
         return out
 
@@ -120,7 +123,7 @@ class Native:
             code, head, is_root: see `decode`.
             has_ties: whether the signs of the codes stay as they are.
         """
-        form, numel = _form(code, is_root, has_ties), values.numel()
+        form, numel = form_of(code, is_root, has_ties), values.numel()
         pointers = _pointer(noise), form, head, codes.data_ptr(), exponents.data_ptr()
         self._encode(values.data_ptr(), *pointers, numel, _threads(numel))
 
@@ -152,9 +155,25 @@ class Native:
     def random_bits(self, start: int, count: int, salt: int, out: Tensor) -> Tensor:
         """See `random_bits` in codes.py; `out` is int32, one for each element."""
         numel = out.numel()
-        seed = (count * 0xC2B2AE35 + salt * 0x27D4EB2F) & 0xFFFFFFFF
-        self._random_bits(out.data_ptr(), numel, start & 0xFFFFFFFF, seed, _threads(numel))
+        self._random_bits(out.data_ptr(), numel, start & 0xFFFFFFFF, seed_of(count, salt), _threads(numel))
         return out
+
+    def adam(self, update: Structure, kept: Sequence[Structure], grad: Tensor, head: int) -> None:
+        """Updates a flat param; see native_adam.py.
+
+        Args:
+            update: the numbers of this update.
+            kept: how main param and moments are kept.
+            grad: fp32; divided in place.
+            head: values of the first block that are not its own.
+        """
+        pointers, numel = (ctypes.addressof(each) for each in (update, *kept)), grad.numel()
+        self._adam(*pointers, grad.data_ptr(), head, numel, _threads(numel))
+
+
+def seed_of(count: int, salt: int) -> int:
+    """What is added to the numbers of elements; see `random_bits` in codes.py."""
+    return (count * 0xC2B2AE35 + salt * 0x27D4EB2F) & 0xFFFFFFFF
 
 
 def memory(numel: int) -> Tensor:
@@ -241,7 +260,7 @@ def _encodes(native: Native, values: Tensor, noise: Tensor, code: Code) -> bool:
     right = True
     for random, is_root in ((None, False), (noise, True)):
         given = values.abs() if is_root else values
-        blocks = (given.sqrt() if is_root else given.clone()).view(-1, BLOCK_NUMEL)
+        blocks = (torch_codes.root_of(given) if is_root else given.clone()).view(-1, BLOCK_NUMEL)
         short = None if random is None else random.to(torch.int16).view_as(blocks)
         wanted, scales = torch_codes.encode(blocks, code, short)
         if is_root:

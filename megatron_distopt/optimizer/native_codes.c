@@ -8,6 +8,9 @@
 #include <stdint.h>
 #include <string.h>
 #include <math.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 #define BLOCK 128
 #define SIGN 0x80000000u
@@ -18,9 +21,11 @@
 #define TIE 0x8000 /* halfway between two bf16 numbers, in units of the last place of fp32 */
 
 #define PRAGMA(text) _Pragma(#text)
-/* For loops over elements, and over blocks of which each has loops of its own. */
-#define FOR_ELEMENTS PRAGMA(omp parallel for simd num_threads(threads) if (parallel : threads > 1) schedule(static))
+/* For loops over blocks or chunks, of which each has loops of its own. */
+#define INLINE inline __attribute__((always_inline))
 #define FOR_BLOCKS PRAGMA(omp parallel for num_threads(threads) if (parallel : threads > 1) schedule(static))
+#define CHUNK 4096
+#define REST (numel - at < CHUNK ? numel - at : CHUNK)
 
 typedef struct {
     int32_t nbytes; /* of a code: 1 or 2 */
@@ -64,6 +69,27 @@ static inline float fp32_of(uint32_t fp16) {
     return as_float(bits | ((fp16 & 0x8000u) << 16));
 }
 
+/* A block to fp16 and back; CPUs of x86 have an instruction for each that gives the same bits. */
+static INLINE void narrow(const float *values, uint16_t *fp16) {
+#ifdef __F16C__
+    for (int i = 0; i < BLOCK; i += 8) {
+        __m128i eight = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128((__m128i *)(fp16 + i), eight);
+    }
+#else
+    for (int i = 0; i < BLOCK; i++) fp16[i] = (uint16_t)fp16_of(as_bits(values[i]));
+#endif
+}
+
+static INLINE void widen(const uint16_t *fp16, float *values) {
+#ifdef __F16C__
+    for (int i = 0; i < BLOCK; i += 8)
+        _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(fp16 + i))));
+#else
+    for (int i = 0; i < BLOCK; i++) values[i] = fp32_of(fp16[i]);
+#endif
+}
+
 /* To nearest, ties to even. */
 static inline uint32_t bf16_of(uint32_t bits) {
     uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -87,7 +113,7 @@ static inline Part part_of(int64_t block, int64_t head, int64_t numel) {
     return (Part){from, (stop < numel ? stop : numel) - from, from - first};
 }
 
-static void decode_block(const uint16_t *codes, uint8_t exponent, Form form, float *values) {
+static INLINE void decode_block(const uint16_t *codes, uint8_t exponent, Form form, float *values) {
     float scale = exponent == NAN_EXPONENT ? as_float(0x7FC00000u) : power_of_two(exponent + 15 - form.top);
     uint16_t bits[BLOCK];
     uint16_t sign = form.is_root ? 0 : 0x8000u;
@@ -96,17 +122,15 @@ static void decode_block(const uint16_t *codes, uint8_t exponent, Form form, flo
     } else {
         for (int i = 0; i < BLOCK; i++) bits[i] = ((codes[i] << 8) & sign) | ((codes[i] & 0x7Fu) << form.shift);
     }
+    widen(bits, values);
     if (form.is_root) {
-        for (int i = 0; i < BLOCK; i++) {
-            float value = fp32_of(bits[i]) * scale;
-            values[i] = value * value;
-        }
+        for (int i = 0; i < BLOCK; i++) values[i] = values[i] * scale * (values[i] * scale);
     } else {
-        for (int i = 0; i < BLOCK; i++) values[i] = fp32_of(bits[i]) * scale;
+        for (int i = 0; i < BLOCK; i++) values[i] *= scale;
     }
 }
 
-static uint8_t exponent_of(const float *values, Form form) {
+static INLINE uint8_t exponent_of(const float *values, Form form) {
     uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
         uint32_t size = as_bits(values[i]) & MAGNITUDE;
@@ -118,17 +142,12 @@ static uint8_t exponent_of(const float *values, Form form) {
     return (uint8_t)(exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
 }
 
-/* `values` are overwritten; `noise` is NULL to round to nearest. */
-static uint8_t encode_block(float *values, const uint16_t *noise, Form form, uint16_t *codes) {
-    if (form.is_root) {
-        for (int i = 0; i < BLOCK; i++) values[i] = sqrtf(values[i]);
-    }
+/* `values` are overwritten, and roots already where the form has them; `noise` is NULL to round to nearest. */
+static INLINE uint8_t encode_block(float *values, const uint16_t *noise, Form form, uint16_t *codes) {
     uint8_t exponent = exponent_of(values, form);
     float inverse = power_of_two(form.top - 15 + 254 - (exponent < 254 ? exponent : 254));
-    for (int i = 0; i < BLOCK; i++) {
-        values[i] *= inverse;
-        codes[i] = (uint16_t)fp16_of(as_bits(values[i]));
-    }
+    for (int i = 0; i < BLOCK; i++) values[i] *= inverse;
+    narrow(values, codes);
     if (form.nbytes == 1) {
         uint16_t below = (uint16_t)((1u << form.shift) - 1u), half = (uint16_t)((1u << form.shift) >> 1);
         for (int i = 0; i < BLOCK; i++) {
@@ -142,7 +161,7 @@ static uint8_t encode_block(float *values, const uint16_t *noise, Form form, uin
     return exponent;
 }
 
-static void load_codes(const void *codes, Part part, int nbytes, uint16_t *into) {
+static INLINE void load_codes(const void *codes, Part part, int nbytes, uint16_t *into) {
     if (part.numel < BLOCK) memset(into, 0, 2 * BLOCK);
     if (nbytes == 2) {
         memcpy(into + part.offset, (const uint16_t *)codes + part.first, 2 * part.numel);
@@ -153,7 +172,7 @@ static void load_codes(const void *codes, Part part, int nbytes, uint16_t *into)
     }
 }
 
-static void store_codes(const uint16_t *from, Part part, int nbytes, void *codes) {
+static INLINE void store_codes(const uint16_t *from, Part part, int nbytes, void *codes) {
     if (nbytes == 2) {
         memcpy((uint16_t *)codes + part.first, from + part.offset, 2 * part.numel);
     } else if (part.numel == BLOCK) {
@@ -189,6 +208,7 @@ void distopt_encode(const float *values, const uint32_t *noise, Form form, int64
         float padded[BLOCK] = {0};
         uint16_t random[BLOCK] = {0}, made[BLOCK], known[BLOCK];
         memcpy(padded + part.offset, values + part.first, 4 * part.numel);
+        for (int i = 0; form.is_root && i < BLOCK; i++) padded[i] = sqrtf(padded[i]);
         if (noise && part.numel == BLOCK) {
             for (int i = 0; i < BLOCK; i++) random[i] = (uint16_t)noise[part.first + i];
         } else if (noise) {
@@ -204,49 +224,44 @@ void distopt_encode(const float *values, const uint32_t *noise, Form form, int64
 }
 
 /* Reads fp32 or bf16 numbers (`nbytes` 4 or 2), without their signs where these are ties. */
-void distopt_read_plain(const void *kept, int32_t nbytes, int32_t has_ties, uint32_t *values, int64_t numel,
-                        int32_t threads) {
+static INLINE void read_plain(const void *kept, int32_t nbytes, int32_t has_ties, int64_t first, uint32_t *values,
+                              int64_t numel) {
     uint32_t mask = has_ties ? MAGNITUDE : ~0u;
-    const uint32_t *wide = kept;
-    const uint16_t *narrow = kept;
+    const uint32_t *wide = (const uint32_t *)kept + first;
+    const uint16_t *narrow = (const uint16_t *)kept + first;
     if (nbytes == 4) {
-        FOR_ELEMENTS
         for (int64_t i = 0; i < numel; i++) values[i] = wide[i] & mask;
     } else {
-        FOR_ELEMENTS
         for (int64_t i = 0; i < numel; i++) values[i] = ((uint32_t)narrow[i] << 16) & mask;
     }
 }
 
-/* Rounds to fp32 or bf16 numbers, whose signs stay where these are ties. */
-void distopt_write_plain(const uint32_t *values, const uint32_t *noise, int32_t nbytes, int32_t has_ties, void *kept,
-                         int64_t numel, int32_t threads) {
+/* Rounds to fp32 or bf16 numbers, whose signs stay where these are ties; `noise` is NULL to round to nearest. */
+static INLINE void write_plain(const uint32_t *values, const uint32_t *noise, int32_t nbytes, int32_t has_ties,
+                               void *kept, int64_t first, int64_t numel) {
     uint32_t sign = has_ties ? SIGN : 0;
-    uint32_t *wide = kept;
-    uint16_t *narrow = kept, sign16 = (uint16_t)(sign >> 16);
+    uint32_t *wide = (uint32_t *)kept + first;
+    uint16_t *narrow = (uint16_t *)kept + first, sign16 = (uint16_t)(sign >> 16);
     if (nbytes == 4) {
-        FOR_ELEMENTS
         for (int64_t i = 0; i < numel; i++) wide[i] = (values[i] & ~sign) | (wide[i] & sign);
     } else if (noise) {
-        FOR_ELEMENTS
         for (int64_t i = 0; i < numel; i++)
             narrow[i] = (bf16_at_random(values[i], noise[i]) & ~sign16) | (narrow[i] & sign16);
     } else {
-        FOR_ELEMENTS
         for (int64_t i = 0; i < numel; i++) narrow[i] = (bf16_of(values[i]) & ~sign16) | (narrow[i] & sign16);
     }
 }
 
-#define READ_REMAINDER(type, bits)                                                             \
-    FOR_ELEMENTS                                                                               \
-    for (int64_t i = 0; i < numel; i++) {                                                      \
-        uint32_t tie = (uint32_t)(((const type *)second)[i] >> ((bits)-1));                    \
-        values[i] = ((uint32_t)model[i] << 16) + (uint32_t)(int32_t)low[i] + (tie << 16);      \
+#define READ_REMAINDER(type, bits)                                                         \
+    for (int64_t i = 0; i < numel; i++) {                                                  \
+        uint32_t tie = (uint32_t)(((const type *)second)[first + i] >> ((bits)-1));        \
+        values[i] = ((uint32_t)model[i] << 16) + (uint32_t)(int32_t)low[i] + (tie << 16);  \
     }
 
 /* Reads main params from bf16 params, remainders and the signs of a second moment of `nbytes` an element. */
-void distopt_read_remainder(const uint16_t *model, const int16_t *low, const void *second, int32_t nbytes,
-                            uint32_t *values, int64_t numel, int32_t threads) {
+static INLINE void read_remainder(const uint16_t *model, const int16_t *low, const void *second, int32_t nbytes,
+                                  int64_t first, uint32_t *values, int64_t numel) {
+    model += first, low += first;
     if (nbytes == 1) {
         READ_REMAINDER(uint8_t, 8)
     } else if (nbytes == 2) {
@@ -256,37 +271,69 @@ void distopt_read_remainder(const uint16_t *model, const int16_t *low, const voi
     }
 }
 
-#define UPDATE_REMAINDER(type, bits)                                                           \
-    FOR_ELEMENTS                                                                               \
-    for (int64_t i = 0; i < numel; i++) {                                                      \
-        uint32_t rounded = bf16_of(values[i]);                                                 \
-        uint32_t isnan = (values[i] & MAGNITUDE) > INF;                                        \
-        uint32_t difference = isnan ? 0 : values[i] - (rounded << 16);                         \
-        type signless = ((type *)second)[i] & (type)(((type)1 << ((bits)-1)) - 1);             \
-        ((type *)second)[i] = signless | (type)((type)(difference == TIE) << ((bits)-1));      \
-        model[i] = (uint16_t)rounded;                                                          \
-        low[i] = (int16_t)difference;                                                          \
+#define WRITE_REMAINDER(type, bits)                                                              \
+    for (int64_t i = 0; i < numel; i++) {                                                        \
+        uint32_t rounded = bf16_of(values[i]);                                                   \
+        uint32_t isnan = (values[i] & MAGNITUDE) > INF;                                          \
+        uint32_t difference = isnan ? 0 : values[i] - (rounded << 16);                           \
+        type signless = ((type *)second)[first + i] & (type)(((type)1 << ((bits)-1)) - 1);       \
+        ((type *)second)[first + i] = signless | (type)((type)(difference == TIE) << ((bits)-1)); \
+        model[i] = (uint16_t)rounded;                                                            \
+        low[i] = (int16_t)difference;                                                            \
     }
 
-/* The inverse of `distopt_read_remainder`. */
-void distopt_update_remainder(const uint32_t *values, uint16_t *model, int16_t *low, void *second, int32_t nbytes,
-                              int64_t numel, int32_t threads) {
+/* The inverse of `read_remainder`. */
+static INLINE void write_remainder(const uint32_t *values, uint16_t *model, int16_t *low, void *second,
+                                   int32_t nbytes, int64_t first, int64_t numel) {
+    model += first, low += first;
     if (nbytes == 1) {
-        UPDATE_REMAINDER(uint8_t, 8)
+        WRITE_REMAINDER(uint8_t, 8)
     } else if (nbytes == 2) {
-        UPDATE_REMAINDER(uint16_t, 16)
+        WRITE_REMAINDER(uint16_t, 16)
     } else {
-        UPDATE_REMAINDER(uint32_t, 32)
+        WRITE_REMAINDER(uint32_t, 32)
     }
 }
 
 /* See `random_bits` in codes.py; `seed` is what it adds to the numbers of elements. */
-void distopt_random_bits(uint32_t *bits, int64_t numel, uint32_t start, uint32_t seed, int32_t threads) {
-    FOR_ELEMENTS
+static INLINE void make_noise(uint32_t *bits, int64_t numel, uint32_t start, uint32_t seed) {
+    uint32_t next = start * 0x9E3779B1u + seed;
     for (int64_t i = 0; i < numel; i++) {
-        uint32_t mixed = (start + (uint32_t)i) * 0x9E3779B1u + seed;
+        uint32_t mixed = next;
+        next += 0x9E3779B1u;
         mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
         mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35u;
         bits[i] = (mixed ^ (mixed >> 16)) & 0x7FFFFFFFu;
     }
+}
+
+/* What native.py calls: the functions above on many elements, some at a time. */
+void distopt_read_plain(const void *kept, int32_t nbytes, int32_t has_ties, uint32_t *values, int64_t numel,
+                        int32_t threads) {
+    FOR_BLOCKS
+    for (int64_t at = 0; at < numel; at += CHUNK) read_plain(kept, nbytes, has_ties, at, values + at, REST);
+}
+
+void distopt_write_plain(const uint32_t *values, const uint32_t *noise, int32_t nbytes, int32_t has_ties, void *kept,
+                         int64_t numel, int32_t threads) {
+    FOR_BLOCKS
+    for (int64_t at = 0; at < numel; at += CHUNK)
+        write_plain(values + at, noise ? noise + at : NULL, nbytes, has_ties, kept, at, REST);
+}
+
+void distopt_read_remainder(const uint16_t *model, const int16_t *low, const void *second, int32_t nbytes,
+                            uint32_t *values, int64_t numel, int32_t threads) {
+    FOR_BLOCKS
+    for (int64_t at = 0; at < numel; at += CHUNK) read_remainder(model, low, second, nbytes, at, values + at, REST);
+}
+
+void distopt_update_remainder(const uint32_t *values, uint16_t *model, int16_t *low, void *second, int32_t nbytes,
+                              int64_t numel, int32_t threads) {
+    FOR_BLOCKS
+    for (int64_t at = 0; at < numel; at += CHUNK) write_remainder(values + at, model, low, second, nbytes, at, REST);
+}
+
+void distopt_random_bits(uint32_t *bits, int64_t numel, uint32_t start, uint32_t seed, int32_t threads) {
+    FOR_BLOCKS
+    for (int64_t at = 0; at < numel; at += CHUNK) make_noise(bits + at, REST, start + (uint32_t)at, seed);
 }

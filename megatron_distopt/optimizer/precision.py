@@ -6,16 +6,17 @@ tensors] in coded.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.coded import Coded
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES
+from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
+from megatron_distopt.optimizer.coded import Coded, kept_of
 from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, phase_of, zeros_in_phase, zeros_kept
 
 __all__ = ["FULL", "Precision", "check_precision"]
@@ -51,12 +52,12 @@ class Precision:
     @property
     def nbytes_of_main(self) -> float:
         """Bytes an element of a main param of a 16-bit param."""
-        return {_FP32: 4.0, "remainder": 2.0, "bfloat16": 0.0}.get(self.main_params_dtype, _nbytes_of("float16"))
+        return _with_scales(MAIN_NBYTES, self.main_params_dtype)
 
     @property
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
-        return _nbytes_of(self.exp_avg_dtype) + _nbytes_of(self.exp_avg_sq_dtype)
+        return sum(_with_scales(MOMENT_NBYTES, each) for each in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
     def mains(self, models: Sequence[Tensor]) -> list[Tensor]:
         """Main params that begin as their 16-bit model params.
@@ -81,15 +82,16 @@ class Precision:
 
     def first(self, main: Tensor) -> Tensor:
         """A first moment of zeros for a main param."""
-        return _tensor(self._zeros(_kept(main), self.exp_avg_dtype))
+        return _tensor(self._zeros(kept_of(main), self.exp_avg_dtype))
 
     def second(self, main: Tensor) -> Tensor:
         """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
-        if isinstance(main, Coded) and isinstance(main.kept, Remainder):
-            moment = Coded(main.kept.second)
-            moment.zero_()
-            return moment
-        return _tensor(self._zeros(_kept(main), self.exp_avg_sq_dtype, is_second=True))
+        kept = kept_of(main)
+        return Coded(kept.second).zero_() if isinstance(kept, Remainder) else self.second_to_fill(main)
+
+    def second_to_fill(self, main: Tensor) -> Tensor:
+        """A second moment of zeros in memory of its own, also where the one in use holds bits of the main param."""
+        return _tensor(self._zeros(kept_of(main), self.exp_avg_sq_dtype, is_second=True))
 
 
 #: What is kept where no option says anything.
@@ -101,14 +103,8 @@ def _tensor(kept: Kept) -> Tensor:
     return kept.tensor if isinstance(kept, Plain) and not kept.has_ties else Coded(kept)
 
 
-def _kept(main: Tensor) -> Kept:
-    return main.kept if isinstance(main, Coded) else Plain(main)
-
-
-def _nbytes_of(dtype: str) -> float:
-    if dtype in CODES:
-        return CODES[dtype].storage.itemsize + 1 / BLOCK_NUMEL
-    return float(getattr(torch, dtype).itemsize)
+def _with_scales(nbytes: Mapping[str, int], form: str) -> float:
+    return nbytes[form] + (form in WITH_SCALES) / BLOCK_NUMEL
 
 
 def check_precision(config: DistOptConfig, dtypes: Iterable[torch.dtype]) -> None:
@@ -127,7 +123,7 @@ def check_precision(config: DistOptConfig, dtypes: Iterable[torch.dtype]) -> Non
     allowed = (torch.float32, *_PARAMS_OF[form])  # an fp32 param is its own main param
     bad = [each for each in dtypes if each not in allowed]
     if bad:
-        names = " or ".join(str(each).removeprefix("torch.") for each in _PARAMS_OF[form])
-        got = f"{form} for params of {str(bad[0]).removeprefix('torch.')}"
+        names = " or ".join(map(dtype_name, _PARAMS_OF[form]))
+        got = f"{form} for params of {dtype_name(bad[0])}"
         remedy = "Write main_params_dtype='float32'"
         raise ConfigError(refusal("main_params_dtype", got, f"belong to params of {names}", remedy))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.device import current, is_recording
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import CUDA
@@ -96,7 +97,7 @@ def form_of(kept: Kept) -> int:
         return FORMS[kept.code.name]
     if isinstance(kept, Remainder):
         return FORMS["remainder"]
-    return FORMS[str(kept.parts[0].dtype).removeprefix("torch.")]
+    return FORMS[dtype_name(kept.parts[0].dtype)]
 
 
 class _Row(NamedTuple):
@@ -117,16 +118,14 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, forms: Forms, grad: GradPlace) -> _Row:
-        kepts = (forms.main, forms.first, forms.second)
-        main, first, second = (kept.parts[0].data_ptr() for kept in kepts)
-        model = forms.main.model if isinstance(forms.main, Remainder) else forms.model
+        main, first, second = (kept.parts[0].data_ptr() for kept in forms.kepts)
         return cls(
             Kinds.of(forms),
             main,
             first,
             second,
-            0 if model is None else model.data_ptr(),
-            tuple(kept.exponents.data_ptr() if isinstance(kept, Blocks) else 0 for kept in kepts),
+            0 if forms.rounded is None else forms.rounded.data_ptr(),
+            tuple(kept.exponents.data_ptr() if isinstance(kept, Blocks) else 0 for kept in forms.kepts),
             grad,
             forms.main.numel,
             _phase(forms),
@@ -168,8 +167,7 @@ def _itemsize(form: int) -> int:
 
 
 def _phase(forms: Forms) -> int:
-    kepts = (forms.main, forms.first, forms.second)
-    return next((kept.phase for kept in kepts if isinstance(kept, Blocks)), phase_of(forms.main))
+    return next(iter(forms.phases), phase_of(forms.main))
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,11 +327,9 @@ def _why_not(forms: Forms, group: Mapping[str, Any]) -> str | None:
     option = next((each for each in ("amsgrad", "maximize") if group.get(each)), None)
     if option is not None:
         return f"a param group has {option}=True"
-    kepts = (forms.main, forms.first, forms.second)
-    phases = {kept.phase for kept in kepts if isinstance(kept, Blocks)}
-    if len(phases) > 1:
-        return f"blocks of one flat param begin at different values ({sorted(phases)})"
-    tensors = [forms.grad, *(part for kept in kepts for part in kept.parts)]
+    if len(forms.phases) > 1:
+        return f"blocks of one flat param begin at different values ({sorted(forms.phases)})"
+    tensors = [forms.grad, *(part for kept in forms.kepts for part in kept.parts)]
     if any(not each.is_contiguous() or each.device != forms.device for each in (*tensors, forms.step)):
         return "a part of the state is on another device than its gradient, or not contiguous"
     return None
@@ -362,7 +358,8 @@ def _tried(device: torch.device, kinds: Kinds, decoupled: bool) -> str | None:
         zero = torch.zeros((), device=device)
         OnePass(Wanted.KERNEL).update([swept], groups, decoupled=decoupled, grad_scale=divisor, found_inf=zero)
         _update_example(expected, decoupled)
-        is_right = all(map(torch.equal, _tensors_of(swept), _tensors_of(expected)))
+        made, wanted = ([*each.tensors, each.step] for each in (swept, expected))
+        is_right = all(map(torch.equal, made, wanted))
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, torch's operators remain
         _log.warning("low-precision state is updated by torch, Triton cannot compile for %s: %s", device, error)
         return f"Triton cannot compile for {device} ({error})"
@@ -415,8 +412,7 @@ def _update_example(forms: Forms, decoupled: bool) -> None:
     or the square of the gradient, which is 1 or 2 then; if decay is added to the gradient, main params are 0 there.
     """
     numel = forms.main.numel
-    kepts = (forms.main, forms.first, forms.second)
-    x, m, v = (kept.read(0, numel) for kept in kepts)
+    x, m, v = (kept.read(0, numel) for kept in forms.kepts)
     g = forms.grad / 2
     if decoupled:
         x = x * (1 - 2.0**-5)
@@ -425,13 +421,7 @@ def _update_example(forms: Forms, decoupled: bool) -> None:
     m, v = m / 2 + g / 2, v * 0.75 + g * g * 0.25
     updated = (x - 2.0**-3 * (m / (v.sqrt() / 0.5)), m, v)
     forms.step.add_(1)
-    for kept, values in zip(kepts, updated, strict=True):
+    for kept, values in zip(forms.kepts, updated, strict=True):
         if kept.is_read_in_place:
             kept.write(0, numel, values)
     forms.write(0, numel, *updated)
-
-
-def _tensors_of(forms: Forms) -> list[Tensor]:
-    parts = [part for kept in (forms.main, forms.first, forms.second) for part in kept.parts]
-    model = forms.main.model if isinstance(forms.main, Remainder) else forms.model
-    return [*parts, forms.step, *(() if model is None else (model,))]

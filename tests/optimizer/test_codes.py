@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, random_bits, round_to_bf16
+from megatron_distopt.optimizer.codes import (
+    BLOCK_NUMEL,
+    CODES,
+    Code,
+    decode,
+    encode,
+    random_bits,
+    root_of,
+    round_to_bf16,
+)
 
 #: Largest relative error of a value near the largest of its block: half a step to nearest, a step at random.
 STEP = {name: 2.0**-code.mantissa for name, code in CODES.items()}
@@ -103,3 +112,15 @@ def test_random_bits_when_asked_for_in_parts_then_they_are_those_of_the_whole() 
         assert (other == whole).float().mean() < 0.01
     ones = torch.stack([(whole >> bit) & 1 for bit in range(31)]).float().mean(1)
     assert ones.min() > 0.42 and ones.max() < 0.58  # five deviations of a mean of 1,000 coins
+
+
+def test_root_when_of_any_value_then_it_is_rounded_to_nearest() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.rand(1 << 20, generator=generator) * torch.exp2(torch.randint(-148, 120, (1 << 20,)))
+    values[:4] = torch.tensor([0.0, 1e-45, torch.inf, float.fromhex("0x1.4bbb84p-29")])
+    root = root_of(values)
+    neighbours = [torch.nextafter(root, torch.full_like(root, end)) for end in (0.0, torch.inf)]
+    exact = values.double().sqrt()
+    for other in neighbours:
+        assert bool(((root - exact).abs() <= (other - exact).abs())[values.isfinite()].all())
+    assert root[3].item() == float.fromhex("0x1.9c2002p-15")  # which MKL's root of fp32 is not

@@ -6,7 +6,7 @@ TRITON_INTERPRET=1 python -m pytest tests/optimizer/test_triton_low_precision.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from megatron_distopt.layout import Span
 from megatron_distopt.optimizer import choose_inner, triton_low_precision, triton_stats
 from megatron_distopt.optimizer.coded import Coded, part_of, storages_of
 from megatron_distopt.optimizer.codes import CODES
+from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.inner import divides_in_place, split_state, step_divided
 from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
@@ -53,6 +54,9 @@ DIVISOR = 3.5
 
 class _Formula(LowPrecisionAdam):
     """The update as torch's operators make it: each rounds once, as each operation of the kernel does."""
+
+    def _update_natively(self, waiting: Sequence[Forms], given: Mapping[str, Tensor | None]) -> list[Forms]:
+        return []
 
     def _compute(self, group: dict[str, Any], stretches: Sequence[Any]) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
