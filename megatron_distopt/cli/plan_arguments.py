@@ -12,25 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_distopt.cli.plan_choice import Assumed
+from megatron_distopt.cli.plan_fit import Candidates
 from megatron_distopt.cli.plan_model import (
     AUTO,
     DTYPES,
-    MAIN_NBYTES,
-    MOMENT_NBYTES,
     REDUCE_NBYTES,
     Choice,
     GptSizes,
     ParallelSizes,
 )
+from megatron_distopt.cli.plan_times import Assumed, Machine
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES
 
-__all__ = ["DESCRIPTION", "add_arguments", "assumed_of", "choices_of", "sizes_in_mapping", "sizes_of"]
+__all__ = ["DESCRIPTION", "add_arguments", "assumed_of", "choices_of", "sizes_in_mapping", "sizes_of", "tried_of"]
 
 DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
 and buckets costs: bytes a rank by kind, buckets, what a step's collectives
 send, how long they take, and how much of that backward and the next forward
-can hide. Several values of a flag are compared in one table.
+can hide. Several values of a flag are compared in one table. With --memory
+it says which forms and places of the optimizer state fit into a device.
 
 The model is a Megatron GPT, from --config or from sizes; sizes override the
 config. With --rank the layout, buffers and optimizer of that rank are built
@@ -57,6 +58,7 @@ _SWITCHES = (
     ("--rms", "is_rms", True, "RMSNorm"),
     ("--rotary", "positions", 0, "no learned positions"),
 )
+_GB, _GIB = 1e9, 1 << 30
 #: Words for the defaults, which can then stand in a list of values to compare.
 _ONE_BUCKET, _AS_THEY_ARE = "all", "none"
 
@@ -75,6 +77,7 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     for flag, name, value, text in _SWITCHES:
         model.add_argument(flag, dest=name, action="store_const", const=value, help=text)
     _add_choices(command.add_argument_group("choices; each takes several values"), count)
+    _add_machine(command.add_argument_group("machine"), count)
     _add_assumed(command.add_argument_group("time"), count)
     output = command.add_argument_group("output")
     output.add_argument("--rank", type=_rank, metavar="K", help="build this one of all ranks on meta tensors")
@@ -91,14 +94,37 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
         ("--dtype", tuple(DTYPES), "dtype of the params; bf16"),
         ("--grad-dtype", ("fp32", "param"), "dtype of the grads; fp32"),
         ("--reduce-dtype", (_AS_THEY_ARE, *REDUCE_NBYTES), "dtype in which fp32 grads are communicated; none for fp32"),
+    ):
+        group.add_argument(flag, choices=words, nargs="+", default=[words[0]], help=text)
+    for flag, words, text in (
         ("--main-params-dtype", tuple(MAIN_NBYTES), "form of the main params of 16-bit params; float32"),
         ("--exp-avg-dtype", tuple(MOMENT_NBYTES), "form of the first moment; float32"),
         ("--exp-avg-sq-dtype", tuple(MOMENT_NBYTES), "form of the second moment; float32"),
     ):
-        group.add_argument(flag, choices=words, nargs="+", default=[words[0]], help=text)
+        group.add_argument(flag, choices=words, nargs="+", default=[], help=text)
+    text = "part of the state of 16-bit params that is on the host, by whole buckets; 0"
+    group.add_argument("--offload-fraction", type=_fraction, nargs="+", default=[], metavar="F", help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
+
+
+def _add_machine(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
+    usual = Machine()
+    text = "memory of a device: lists what fits, for all forms and places of the state that are not given above"
+    group.add_argument("--memory", type=_rate, metavar="GIB", help=text)
+    text = "of it, for activations and everything else that is not planned; 0"
+    group.add_argument("--reserve", type=_amount, default=0.0, metavar="GIB", help=text)
+    group.add_argument("--host-memory", type=_rate, metavar="GIB", help="memory of the host of a node; not limited")
+    text = f"ranks that share a host; {usual.ranks_per_node}"
+    group.add_argument("--ranks-per-node", type=count, default=usual.ranks_per_node, metavar="N", help=text)
+    for flag, rate, text in (
+        ("device-bandwidth", usual.device_bytes_per_second, "bytes that a device reads and writes in its memory"),
+        ("host-link", usual.link_bytes_per_second, "bytes between a device and its host, in each direction"),
+        ("host-bandwidth", usual.host_bytes_per_second, "bytes that all ranks of a node read and write on its host"),
+    ):
+        default = rate / _GB
+        group.add_argument(f"--{flag}", type=_rate, default=default, metavar="GB_S", help=f"{text}; {default:g}")
 
 
 def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
@@ -113,7 +139,8 @@ def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     backward.add_argument("--tokens-per-second", type=_rate, metavar="N", help=text)
     text = "sequences of a microbatch, for --tokens-per-second; 1"
     group.add_argument("--micro-batch", type=count, default=1, metavar="N", help=text)
-    group.add_argument("--update-ms", type=_amount, default=0.0, metavar="MS", help="time of statistics and update; 0")
+    text = "time of statistics and update on the device; computed from --device-bandwidth"
+    group.add_argument("--update-ms", type=_amount, metavar="MS", help=text)
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -135,6 +162,15 @@ def _rate(text: str) -> float:
     if value := _amount(text):
         return value
     raise argparse.ArgumentTypeError(refusal("rate", repr(text), "be above 0", "Write one such as 12.5"))
+
+
+def _fraction(text: str) -> float:
+    """Which numbers are fractions, `Choice` says."""
+    try:
+        return float(text)
+    except ValueError:
+        rule, remedy = "be a number from 0 to 1", "Write one such as 0.5"
+        raise argparse.ArgumentTypeError(refusal("fraction", repr(text), rule, remedy)) from None
 
 
 def _rank(text: str) -> int:
@@ -173,13 +209,21 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
         for dp, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep)
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
-    states = itertools.product(parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype)
+    forms = (parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype)
+    states = itertools.product(*(each or ["float32"] for each in forms), parsed.offload_fraction or [0.0])
     return [
         Choice(
             cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce, *state
         )
         for cut, dtype, grads, reduce, bucket, state in itertools.product(cuts, *others, list(states))
     ]
+
+
+def tried_of(parsed: argparse.Namespace) -> Candidates | None:
+    """Returns the forms and places to fit into `--memory`; None without."""
+    if parsed.memory is None:
+        return None
+    return Candidates(parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype, parsed.offload_fraction)
 
 
 def _left_of(ranks: int, tp: int, pp: int) -> int:
@@ -190,11 +234,33 @@ def _left_of(ranks: int, tp: int, pp: int) -> int:
 
 
 def assumed_of(parsed: argparse.Namespace, gpt: GptSizes) -> Assumed:
-    """Returns the link and step times that are given."""
+    """Returns the machine, its links, and the times of a step that are given.
+
+    Raises:
+        ConfigError: a reserve of a memory that is not given, or that is not larger.
+    """
     backward = None if parsed.backward_ms is None else parsed.backward_ms / 1e3
     if parsed.tokens_per_second is not None:
         backward = parsed.micro_batch * gpt.seq / parsed.tokens_per_second * 2 / 3
-    return Assumed(parsed.bandwidth * 1e9 / 8, parsed.latency_us / 1e6, backward, parsed.update_ms / 1e3)
+    update = None if parsed.update_ms is None else parsed.update_ms / 1e3
+    return Assumed(parsed.bandwidth * _GB / 8, parsed.latency_us / 1e6, backward, update, _machine_of(parsed))
+
+
+def _machine_of(parsed: argparse.Namespace) -> Machine:
+    if parsed.reserve and parsed.reserve >= (parsed.memory or 0.0):
+        got = f"{parsed.reserve:g} GiB of {parsed.memory or 'no'} GiB"
+        raise ConfigError(
+            refusal("--reserve", got, "be less than --memory", "Write --memory GIB, or a smaller reserve")
+        )
+    return Machine(
+        memory_nbytes=None if parsed.memory is None else round(parsed.memory * _GIB),
+        reserve_nbytes=round(parsed.reserve * _GIB),
+        host_nbytes=None if parsed.host_memory is None else round(parsed.host_memory * _GIB),
+        ranks_per_node=parsed.ranks_per_node,
+        device_bytes_per_second=parsed.device_bandwidth * _GB,
+        link_bytes_per_second=parsed.host_link * _GB,
+        host_bytes_per_second=parsed.host_bandwidth * _GB,
+    )
 
 
 #: The keys that mean a field of `GptSizes`. The first one that is present and not null counts.

@@ -1,43 +1,26 @@
-"""The plan of one choice: layouts, bytes, collectives and times of every stage.
-
-Times are those of one rank with one lane of computing and one of sending. The reduce-scatter of a bucket starts when
-its last gradient of the last microbatch is there and the one before it has ended; the all-gather of a bucket must end
-before forward needs it. Time of computing is shared among params in proportion to their multiplications.
-"""
+"""The plan of one choice: layouts, bytes and collectives of every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_distopt.cli.plan_model import DTYPES, Choice, GptSizes, StageParam, check_cut, stage_params
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
+from megatron_distopt.layout import BufferLayout, choose_buckets, default_bucket_size, lay_out
 from megatron_distopt.layout.estimate import (
+    BucketShare,
     Collective,
     Footprint,
     Kind,
     collectives_of,
-    estimate_footprint,
+    footprint_of,
+    shares_of,
     stats_collective,
 )
 
-__all__ = [
-    "Assumed",
-    "ChoicePlan",
-    "Interval",
-    "PlannedBuffer",
-    "StagePlan",
-    "Timeline",
-    "TimelineLane",
-    "Times",
-    "layout_of",
-    "plan_choice",
-    "plan_stage",
-    "times_of",
-]
+__all__ = ["ChoicePlan", "PlannedBuffer", "StagePlan", "layout_of", "plan_choice", "plan_stage"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +36,11 @@ class PlannedBuffer:
     params: tuple[StageParam, ...]
     layout: BufferLayout
     rank: int
+
+    @cached_property
+    def decays(self) -> dict[str, bool]:
+        """Whether each param decays, by name: neighbours for which it is the same are one flat param."""
+        return {param.spec.name: param.decays for param in self.params}
 
     @cached_property
     def names_by_bucket(self) -> dict[int | None, list[str]]:
@@ -85,13 +73,26 @@ class StagePlan:
         return sum(param.spec.numel for param in self.params)
 
     @cached_property
+    def shares(self) -> tuple[tuple[BucketShare, ...], ...]:
+        """What the rank owns of every bucket, by buffer."""
+        return tuple(map(self._shares, self.parts))
+
+    def _shares(self, part: PlannedBuffer) -> tuple[BucketShare, ...]:
+        """Each buffer has an optimizer of its own, which puts its own fraction on the host."""
+        (on_host,) = choose_buckets([part.layout], self.choice.offload_fraction)
+        return shares_of(part.layout, part.rank, self.choice.widths, part.decays.__getitem__, on_host)
+
+    @cached_property
     def footprint(self) -> Footprint:
         """Bytes that the rank holds, by kind."""
-        decays = {param.spec.name: param.decays for param in self.params}
         total = Footprint()
-        for part in self.parts:
-            total = total.plus(estimate_footprint(part.layout, part.rank, self.choice.widths, decays.__getitem__))
+        for part, shares in zip(self.parts, self.shares, strict=True):
+            total = total.plus(footprint_of(part.layout, self.choice.widths, shares))
         return total
+
+    def updated_at(self, *, is_on_host: bool) -> tuple[BucketShare, ...]:
+        """What the rank updates in one of the two places, in the order in which it does."""
+        return tuple(share for shares in self.shares for share in shares if share.is_on_host == is_on_host)
 
     @cached_property
     def collectives(self) -> tuple[tuple[PlannedBuffer | None, Collective], ...]:
@@ -134,6 +135,29 @@ class ChoicePlan:
     def fullest(self) -> StagePlan:
         """The stage whose ranks hold most."""
         return max(self.stages, key=lambda stage: stage.footprint.lasting_nbytes)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that a rank of any stage holds on its device at any time."""
+        return max(stage.footprint.peak_nbytes for stage in self.stages)
+
+    def host_nbytes(self, ranks_per_node: int) -> int:
+        """What the ranks of one node hold in the memory of the host, if they are of the stage that holds most there.
+
+        Args:
+            ranks_per_node: of those that a full node has.
+        """
+        held = [stage.footprint.host_nbytes + stage.footprint.rounded_staging_nbytes for stage in self.stages]
+        return max(held) * min(ranks_per_node, self.choice.cut.num_ranks)
+
+    def with_state(self, **changes: str | float) -> ChoicePlan:
+        """The same with the state in other forms or in another place, which changes no layout.
+
+        Args:
+            changes: fields of `Choice`: forms, or `offload_fraction`.
+        """
+        choice = replace(self.choice, **changes)  # type: ignore[arg-type]
+        return ChoicePlan(choice, tuple(replace(stage, choice=choice) for stage in self.stages))
 
     def stage_numbers(self, plan: StagePlan) -> range:
         """The stages that one of `stages` stands for."""
@@ -193,191 +217,3 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
     if isinstance(numel, str):
         numel = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
     return lay_out(specs, num_shards=num_shards, bucket_size=numel)
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """Times and bandwidth, which the layout does not know.
-
-    Args:
-        bytes_per_second: bandwidth of a rank in each direction.
-        hop_seconds: time of a message in addition to its bytes.
-        backward_seconds: time of backward for one microbatch on one rank; None where it is not given.
-        update_seconds: time of statistics and update.
-    """
-
-    bytes_per_second: float
-    hop_seconds: float = 0.0
-    backward_seconds: float | None = None
-    update_seconds: float = 0.0
-
-    @property
-    def forward_seconds(self) -> float | None:
-        """Half of backward, which multiplies with every weight twice."""
-        return None if self.backward_seconds is None else self.backward_seconds / 2
-
-    def seconds_of(self, collective: Collective) -> float:
-        """Time of a collective on an idle link."""
-        return collective.sent_nbytes / self.bytes_per_second + collective.num_hops * self.hop_seconds
-
-
-class TimelineLane(str, Enum):
-    """The resource that is busy."""
-
-    COMPUTE = "compute"
-    SEND = "send"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """One activity, in seconds from the beginning of the last microbatch's backward."""
-
-    lane: TimelineLane
-    label: str
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A step with all the overlap that is possible.
-
-    Args:
-        intervals: of both lanes.
-        exposed_scatter_seconds: by which the last reduce-scatter ends after backward.
-        exposed_gather_seconds: by which forward has to wait for all-gathers.
-    """
-
-    intervals: tuple[Interval, ...]
-    exposed_scatter_seconds: float
-    exposed_gather_seconds: float
-
-
-@dataclass(frozen=True)
-class Times:
-    """Times of the collectives of one step.
-
-    Args:
-        scatter_seconds, gather_seconds, stats_seconds: times by kind, without overlap.
-        timeline: the step with overlap; None where the length of backward is unknown.
-    """
-
-    scatter_seconds: float
-    gather_seconds: float
-    stats_seconds: float
-    timeline: Timeline | None
-
-    @property
-    def seconds(self) -> float:
-        """All collectives without overlap."""
-        return self.scatter_seconds + self.gather_seconds + self.stats_seconds
-
-    @property
-    def exposed_seconds(self) -> float | None:
-        """Communication that is not hidden where both directions are overlapped; statistics are never hidden."""
-        shown = self.timeline
-        if shown is None:
-            return None
-        waited = shown.exposed_scatter_seconds + shown.exposed_gather_seconds + self.stats_seconds
-        return min(waited, self.seconds)  # sums in another order differ in their last bits
-
-    @property
-    def hidden_seconds(self) -> float | None:
-        """Communication that is hidden where both directions are overlapped."""
-        return None if self.exposed_seconds is None else self.seconds - self.exposed_seconds
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """A collective of a bucket, with the fraction of backward after which it can start and that of forward before which
-    it has to end."""
-
-    label: str
-    seconds: float
-    ready: float
-    needed: float
-
-
-@dataclass
-class _Clock:
-    """The intervals that were added so far."""
-
-    intervals: list[Interval] = field(default_factory=list)
-
-    def fill(self, lane: TimelineLane, label: str, start: float, seconds: float) -> float:
-        """Adds an interval unless it takes no time, and returns its end."""
-        if seconds > 0:
-            self.intervals.append(Interval(lane, label, start, start + seconds))
-        return start + seconds
-
-
-def times_of(plan: StagePlan, assumed: Assumed) -> Times:
-    """Times the collectives of one step of a rank, with overlap where the length of backward is known."""
-    seconds = dict.fromkeys(Kind, 0.0)
-    for _, each in plan.collectives:
-        seconds[each.kind] += assumed.seconds_of(each)
-    stats = seconds[Kind.ALL_REDUCE]
-    timeline = None if assumed.backward_seconds is None else _timeline(plan, assumed, stats)
-    return Times(seconds[Kind.REDUCE_SCATTER], seconds[Kind.ALL_GATHER], stats, timeline)
-
-
-def _timeline(plan: StagePlan, assumed: Assumed, stats_seconds: float) -> Timeline:
-    backward, forward = assumed.backward_seconds or 0.0, assumed.forward_seconds or 0.0
-    clock = _Clock()
-    clock.fill(TimelineLane.COMPUTE, "backward", 0.0, backward)
-    free = 0.0
-    for each in sorted(_transfers(plan, assumed, Kind.REDUCE_SCATTER), key=lambda each: each.ready):
-        free = clock.fill(TimelineLane.SEND, each.label, max(free, each.ready * backward), each.seconds)
-    scattered = max(free, backward)
-    measured = clock.fill(TimelineLane.SEND, "statistics", scattered, stats_seconds)
-    updated = clock.fill(TimelineLane.COMPUTE, "update", measured, assumed.update_seconds)
-    gathers = sorted(_transfers(plan, assumed, Kind.ALL_GATHER), key=lambda each: each.needed)
-    waited = _forward(clock, gathers, updated, forward)
-    return Timeline(tuple(clock.intervals), scattered - backward, waited)
-
-
-def _forward(clock: _Clock, gathers: Sequence[_Transfer], start: float, seconds: float) -> float:
-    """Overlaps the gathers with the next forward; returns how long forward waited."""
-    free = now = start
-    done = 0.0
-    for each in gathers:
-        now = clock.fill(TimelineLane.COMPUTE, "forward", now, (each.needed - done) * seconds)
-        free = clock.fill(TimelineLane.SEND, each.label, free, each.seconds)
-        now, done = max(now, free), each.needed
-    end = clock.fill(TimelineLane.COMPUTE, "forward", now, (1.0 - done) * seconds)
-    return max(end - start - seconds, 0.0)
-
-
-def _transfers(plan: StagePlan, assumed: Assumed, kind: Kind) -> Iterator[_Transfer]:
-    ready, needed = _ready(plan.params), _needed(plan.params)
-    for part, each in plan.collectives:
-        if part is not None and each.kind is kind:
-            names = part.names_by_bucket[each.bucket]
-            yield _Transfer(
-                f"{kind.value} {each.bucket}",
-                assumed.seconds_of(each),
-                max(ready[name] for name in names),
-                min(needed[name] for name in names),
-            )
-
-
-def _ready(params: Sequence[StageParam]) -> dict[str, float]:
-    """The fraction of backward after which each gradient is complete."""
-    total = sum(param.work for param in params) or 1.0
-    done = sum(param.work for param in params if param.is_early)
-    ready = {}
-    for param in reversed(params):
-        done += 0.0 if param.is_early else param.work
-        ready[param.spec.name] = 1.0 if param.is_early else min(done / total, 1.0)
-    return ready
-
-
-def _needed(params: Sequence[StageParam]) -> dict[str, float]:
-    """The fraction of forward before which each param must be there."""
-    total = sum(param.work for param in params) or 1.0
-    done = 0.0
-    needed = {}
-    for param in params:
-        needed[param.spec.name] = min(done / total, 1.0)
-        done += 0.0 if param.is_early else param.work
-    return needed

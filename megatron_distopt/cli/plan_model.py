@@ -9,13 +9,12 @@ from typing import Final, Literal
 
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import ParamSpec
-from megatron_distopt.layout.estimate import Widths
+from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, PART_OF_MODEL, WITH_SCALES, Widths
+from megatron_distopt.options import FRACTION
 
 __all__ = [
     "AUTO",
     "DTYPES",
-    "MAIN_NBYTES",
-    "MOMENT_NBYTES",
     "REDUCE_NBYTES",
     "Choice",
     "GptSizes",
@@ -29,10 +28,6 @@ __all__ = [
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 #: Bytes an element of each `DistOptConfig.reduce_dtype`.
 REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
-#: Bytes an element of each form of main params and moments, without scales, and the forms that have scales.
-MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
-MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-_WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Megatron makes the width of a gated MLP a multiple of this.
@@ -183,10 +178,11 @@ class Choice:
         reduce_dtype: the dtype in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32.
         main_params_dtype: the form of main params, a key of `MAIN_NBYTES`.
         exp_avg_dtype, exp_avg_sq_dtype: the forms of the moments, keys of `MOMENT_NBYTES`.
+        offload_fraction: the part of the state that is on the host, by buckets.
 
     Raises:
-        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, or main params that belong to other params,
-            which training refuses as well.
+        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, main params that belong to other params, or a
+            fraction on the host that is none or of fp32 params; training refuses these as well.
     """
 
     cut: ParallelSizes
@@ -197,9 +193,14 @@ class Choice:
     main_params_dtype: str = "float32"
     exp_avg_dtype: str = "float32"
     exp_avg_sq_dtype: str = "float32"
+    offload_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.main_params_dtype in ("remainder", "bfloat16") and self.dtype == "fp16":
+        FRACTION.check("--offload-fraction", self.offload_fraction, lambda flag, meant: f"Write {flag} {meant}")
+        if self.offload_fraction and self.dtype == "fp32":
+            got, rule = f"{self.offload_fraction} for fp32 params", "be 0 for them: they are their own main params"
+            raise ConfigError(refusal("--offload-fraction", got, rule, "Write --offload-fraction 0, or --dtype bf16"))
+        if self.main_params_dtype in PART_OF_MODEL and self.dtype == "fp16":
             got, remedy = f"{self.main_params_dtype} for params of float16", "Write --main-params-dtype float32"
             raise ConfigError(refusal("main_params_dtype", got, "belong to params of bfloat16", remedy))
         if self.reduce_dtype is not None and self.grad_dtype != "fp32":
@@ -221,8 +222,9 @@ class Choice:
             main=0 if is_own else main,
             moments=sum(MOMENT_NBYTES[each] for each in moments),
             reduce=reduce,
-            main_scales=int(self.main_params_dtype in _WITH_SCALES and not is_own),
-            moment_scales=sum(each in _WITH_SCALES for each in moments),
+            main_scales=int(self.main_params_dtype in WITH_SCALES and not is_own),
+            moment_scales=sum(each in WITH_SCALES for each in moments),
+            reads_param=is_own or self.main_params_dtype in PART_OF_MODEL,
         )
 
     @property

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich import filesize, progress
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
     "Answer",
+    "Column",
+    "ColumnTable",
     "Finding",
     "Status",
     "counted",
@@ -36,6 +38,8 @@ __all__ = [
     "time_text",
     "titled",
 ]
+
+Row = TypeVar("Row")
 
 #: Columns of a file or a pipe, which have no width: more than any line needs.
 _ANY_WIDTH = 100_000
@@ -131,6 +135,59 @@ def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
         if row[-1]:
             grid.add_row(*(Text(cell, style=_STYLES.get(cell, ""), overflow="fold") for cell in row))
     return Padding(grid, (0, 0, 0, 2), expand=False)
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """One column of a table.
+
+    Args:
+        title: its heading.
+        cell: its text for one row.
+        usual: the text that needs no column where all rows have it.
+        is_optional: whether it is left out where the table would be too wide.
+        is_text: whether it is aligned as a text, on the left.
+    """
+
+    title: str
+    cell: Callable[[Row], str]
+    usual: str = ""
+    is_optional: bool = False
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class ColumnTable(Generic[Row]):
+    """A table. Where it is too wide, optional columns are left out, the last one first.
+
+    >>> words = [Column("word", str), Column("length", lambda word: str(len(word)), is_optional=True)]
+    >>> print(Answer({}, [ColumnTable(words, ["one", "three"])]).as_text(None))
+       word  length
+        one       3
+      three       5
+    """
+
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [column for column in self.columns if not {"", column.usual}.issuperset(self._cells(column))]
+        optional = [column for column in columns if column.is_optional]
+        unlimited = options.update(width=_ANY_WIDTH)
+        while optional and console.measure(self._drawn(columns), options=unlimited).maximum > options.max_width:
+            columns.remove(optional.pop())
+        yield self._drawn(columns)
+
+    def _cells(self, column: Column[Row]) -> list[str]:
+        return [*map(column.cell, self.rows)]
+
+    def _drawn(self, columns: Sequence[Column[Row]]) -> RenderableType:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns:
+            table.add_column(column.title, justify="left" if column.is_text else "right", no_wrap=True)
+        for row in zip(*map(self._cells, columns), strict=True):
+            table.add_row(*row)
+        return Padding(table, (0, 0, 0, 2), expand=False)
 
 
 @contextmanager

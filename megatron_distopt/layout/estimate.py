@@ -1,21 +1,46 @@
-"""Estimates, before anything is allocated, of the memory of one rank and of the bytes that its collectives send.
+"""Estimates, before anything is allocated, of the memory of one rank and of the bytes that its step moves and sends.
 
-`optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_figures.py compares the two.
+`optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_figures.py and
+tests/sim/test_plan_on_host.py compare the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import groupby
 
 from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.on_host import pinned_nbytes
 from megatron_distopt.layout.shards import owned_shards, plan_flat_params
+from megatron_distopt.layout.spans import Span
 
-__all__ = ["Collective", "Footprint", "Kind", "Widths", "collectives_of", "estimate_footprint", "stats_collective"]
+__all__ = [
+    "BLOCK_NUMEL",
+    "MAIN_NBYTES",
+    "MOMENT_NBYTES",
+    "PART_OF_MODEL",
+    "WITH_SCALES",
+    "BucketShare",
+    "Collective",
+    "Footprint",
+    "Kind",
+    "Widths",
+    "collectives_of",
+    "footprint_of",
+    "shares_of",
+    "stats_collective",
+]
 
-#: Elements with one scale, where the state is kept in codes.
-_BLOCK_NUMEL = 128
+#: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
+MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
+MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+#: The forms that have a scale of one byte for so many elements.
+WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
+BLOCK_NUMEL = 128
+#: The forms of main params that have the 16-bit model param as a part of themselves, which an update has to read.
+PART_OF_MODEL = ("remainder", "bfloat16")
 #: Every flat param has a tensor of its own in which its updates are counted: one fp32.
 _STEP_NBYTES = 4
 #: An fp32 copy of a 16-bit gradient lives from the statistics to the update.
@@ -36,6 +61,7 @@ class Widths:
         reduce: of a gradient while it is communicated; 0 for as many as in the grad buffer.
         main_scales, moment_scales: of how many tensors that are kept for an element there is a scale of one byte for
             every block of 128.
+        reads_param: whether the model param is a main param or a part of one, so that an update reads it as well.
     """
 
     param: int
@@ -45,6 +71,89 @@ class Widths:
     reduce: int = 0
     main_scales: int = 0
     moment_scales: int = 0
+    reads_param: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShare:
+    """The flat params that one rank owns in one bucket: bytes of their state, and what a step moves for them.
+
+    Args:
+        bucket: index.
+        is_on_host: where the state is and is updated: in the host's memory, or on the device.
+        num_flat_params: in it.
+        numel: elements of the flat params.
+        main_nbytes, moment_nbytes: of their state, the counters of updates included.
+        update_nbytes: what every kernel has to read and write at least: gradient, state, and param.
+        down_nbytes, up_nbytes: copied to the host and back in a step.
+        pinned_nbytes: pinned tensors of the host for both; they span the padding between two flat params.
+    """
+
+    bucket: int
+    is_on_host: bool
+    num_flat_params: int
+    numel: int
+    main_nbytes: int
+    moment_nbytes: int
+    update_nbytes: int
+    down_nbytes: int = 0
+    up_nbytes: int = 0
+    pinned_nbytes: tuple[int, ...] = ()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Main params and moments."""
+        return self.main_nbytes + self.moment_nbytes
+
+
+def shares_of(
+    layout: BufferLayout,
+    rank: int,
+    widths: Widths,
+    key_of: Callable[[str], Hashable],
+    on_host: Collection[int] = (),
+) -> tuple[BucketShare, ...]:
+    """What `rank` owns of every bucket, in buffer order; buckets of which it owns nothing but padding are left out.
+
+    Args:
+        layout: of a grad buffer and its param buffer.
+        rank: in the data-parallel group.
+        widths: bytes an element.
+        key_of: from a param's name; neighbours with equal keys are one flat param.
+        on_host: indices of the buckets whose state is on the host, see `choose_buckets`.
+
+    >>> from megatron_distopt.layout import ParamSpec, lay_out
+    >>> layout = lay_out([ParamSpec("a", 128), ParamSpec("b", 64)], num_shards=2, bucket_size=128)
+    >>> [first, second] = shares_of(layout, 0, Widths(param=2, grad=4, main=4), lambda name: 0, on_host=[0])
+    >>> first.down_nbytes, first.up_nbytes, second.update_nbytes == 32 * 30 + 2 * 4
+    (256, 128, True)
+    """
+    plans = plan_flat_params(owned_shards(layout, rank), key_of)
+    return tuple(
+        _share_of(bucket, [plan.in_buffer for plan in members], widths, is_on_host=bucket in on_host)
+        for bucket, members in groupby(plans, key=lambda plan: plan.bucket)
+    )
+
+
+def _share_of(bucket: int, spans: Sequence[Span], widths: Widths, *, is_on_host: bool) -> BucketShare:
+    numels = [span.numel for span in spans]
+    numel, blocks = sum(numels), sum(-(-each // BLOCK_NUMEL) for each in numels)
+    main = numel * widths.main + blocks * widths.main_scales
+    moments = numel * widths.moments + blocks * widths.moment_scales + len(numels) * _STEP_NBYTES
+    params = numel * widths.param * (2 if widths.reads_param else 1)
+    pinned_numel = spans[-1].stop - spans[0].start
+    return BucketShare(
+        bucket=bucket,
+        is_on_host=is_on_host,
+        num_flat_params=len(numels),
+        numel=numel,
+        main_nbytes=main,
+        moment_nbytes=moments,
+        update_nbytes=numel * _FP32_NBYTES + 2 * (main + moments) + params,
+        down_nbytes=numel * _FP32_NBYTES if is_on_host else 0,
+        up_nbytes=numel * widths.param if is_on_host else 0,
+        pinned_nbytes=(pinned_numel * _FP32_NBYTES, pinned_numel * widths.param) if is_on_host else (),
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +163,9 @@ class Footprint:
     Args:
         param_nbytes, grad_nbytes: buffers; every rank holds them whole.
         main_nbytes, moment_nbytes: of the flat params that the rank owns, the counters of updates included.
+        host_nbytes: of main params and moments, those in the memory of the host.
+        staging_nbytes: pinned memory of the host for gradients on their way there and params on their way back.
+        rounded_staging_nbytes: the same where every tensor takes a power of two bytes, as with torch on CUDA and ROCm.
         undistributed_nbytes: main params and moments of a rank that holds the state of all params.
         backward_nbytes: for a moment in backward: the largest gradient before it is added to the buffer.
         step_nbytes: for the length of a step: fp32 copies of 16-bit gradients.
@@ -64,6 +176,9 @@ class Footprint:
     grad_nbytes: int = 0
     main_nbytes: int = 0
     moment_nbytes: int = 0
+    host_nbytes: int = 0
+    staging_nbytes: int = 0
+    rounded_staging_nbytes: int = 0
     undistributed_nbytes: int = 0
     backward_nbytes: int = 0
     step_nbytes: int = 0
@@ -71,8 +186,13 @@ class Footprint:
 
     @property
     def lasting_nbytes(self) -> int:
-        """What stays allocated between steps."""
-        return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes
+        """What stays allocated on the device between steps."""
+        return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes - self.host_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that is allocated on the device at any time, in backward or in the step."""
+        return self.lasting_nbytes + max(self.backward_nbytes, self.step_nbytes)
 
     def plus(self, other: Footprint) -> Footprint:
         """The footprint of two buffers together. Only one gradient at a time is outside of them."""
@@ -80,35 +200,36 @@ class Footprint:
         return Footprint(**{**added, "backward_nbytes": max(self.backward_nbytes, other.backward_nbytes)})
 
 
-def estimate_footprint(layout: BufferLayout, rank: int, widths: Widths, key_of: Callable[[str], Hashable]) -> Footprint:
-    """What `rank` holds for one grad buffer and its param buffer.
+def footprint_of(layout: BufferLayout, widths: Widths, shares: Sequence[BucketShare]) -> Footprint:
+    """What a rank holds for one grad buffer and its param buffer.
 
     Args:
         layout: of both.
-        rank: in the data-parallel group.
         widths: bytes an element.
-        key_of: from a param's name; neighbours with equal keys are one flat param.
+        shares: of the rank, see `shares_of`.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 96), ParamSpec("b", 32)], num_shards=2)
-    >>> held = estimate_footprint(layout, 0, Widths(param=2, grad=4, main=4), lambda name: 0)
+    >>> widths = Widths(param=2, grad=4, main=4)
+    >>> held = footprint_of(layout, widths, shares_of(layout, 0, widths, lambda name: 0))
     >>> held.param_nbytes, held.grad_nbytes, held.main_nbytes, held.moment_nbytes
     (320, 640, 320, 644)
     """
-    flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
-    owned = sum(flat.in_buffer.numel for flat in flat_params)
-    blocks = sum(-(-flat.in_buffer.numel // _BLOCK_NUMEL) for flat in flat_params)
     numels = [slot.in_buffer.numel for slot in layout.slots]
-    scales = (widths.main_scales + widths.moment_scales) / _BLOCK_NUMEL
+    scales = (widths.main_scales + widths.moment_scales) / BLOCK_NUMEL
+    pinned = [nbytes for share in shares for nbytes in share.pinned_nbytes]
     return Footprint(
         param_nbytes=layout.numel * widths.param,
         grad_nbytes=layout.numel * widths.grad,
-        main_nbytes=owned * widths.main + blocks * widths.main_scales,
-        moment_nbytes=owned * widths.moments + blocks * widths.moment_scales + len(flat_params) * _STEP_NBYTES,
+        main_nbytes=sum(share.main_nbytes for share in shares),
+        moment_nbytes=sum(share.moment_nbytes for share in shares),
+        host_nbytes=sum(share.state_nbytes for share in shares if share.is_on_host),
+        staging_nbytes=sum(pinned),
+        rounded_staging_nbytes=sum(map(pinned_nbytes, pinned)),
         undistributed_nbytes=round(sum(numels) * (widths.main + widths.moments + scales)),
         backward_nbytes=max(numels) * widths.param,
-        step_nbytes=owned * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
-        num_flat_params=len(flat_params),
+        step_nbytes=sum(share.numel for share in shares) * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
+        num_flat_params=sum(share.num_flat_params for share in shares),
     )
 
 

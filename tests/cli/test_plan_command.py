@@ -38,7 +38,8 @@ def test_plan_when_one_choice_is_asked_for_then_everything_in_one_look(
         "128; tied",
         "16 learned positions, biases, LayerNorm",
         "0.01 Gbit/s a rank, and 0 a message",
-        "500 ms a microbatch, forward 250 ms, update 2 ms",
+        "500 ms a microbatch, forward 250 ms",
+        "2 ms on the device",
         "52 tensors, 84,720 elements, params 167.0 KiB, grads 334.0 KiB",
         "3 that send 167.0 KiB in 137 ms; backward can hide 106 ms (78%)",
         "3 that send 83.5 KiB in 68.4 ms; the next forward can hide 53 ms (78%)",
@@ -230,7 +231,7 @@ REFUSALS: list[tuple[tuple[object, ...], str]] = [
         Said("Invalid --plot: no time of backward", "Write --backward-ms MS or --tokens-per-second N as well."),
     ),
     (
-        (*SIZES, "--backward-ms", 0, "--plot", "x.png"),
+        (*SIZES, "--backward-ms", 0, "--update-ms", 0, "--plot", "x.png"),
         Said("Invalid --plot: a step that takes no time", "Write a --backward-ms above 0."),
     ),
     (
@@ -261,7 +262,7 @@ def test_plot_when_matplotlib_is_missing_then_says_what_to_install(
     config: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(util, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_distopt.cli.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_distopt.cli.plan_plot.find_spec", lambda name: None)
     text = refused(capsys, "--config", config, "--backward-ms", 1, "--plot", tmp_path / "x.png")
     assert text == Said("Invalid --plot: matplotlib is not installed", "Run pip install matplotlib.")
     assert not (tmp_path / "x.png").exists()

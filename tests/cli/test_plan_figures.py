@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.cli import plan_build
-from megatron_distopt.cli.plan_choice import Assumed, StagePlan, plan_choice, plan_stage, times_of
+from megatron_distopt.cli.plan_choice import StagePlan, plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes, stage_params
+from megatron_distopt.cli.plan_times import Assumed, times_of
 from megatron_distopt.comm import fake_world, shared_memory
 from megatron_distopt.hosts.torch.plan import UserRequest, decide
 from megatron_distopt.hosts.torch.step import HEAD_NUMEL
@@ -384,7 +385,7 @@ def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_tak
     plan = plan_stage(gpt, Choice(ParallelSizes(dp=size), bucket_size=AUTO), 0)
     config = DistOptConfig(adam="torch_foreach", accelerator="torch", overlap_grad_reduce=True)
     with fake_world(0, size) as everybody:
-        decided = decide(UserRequest([module_of(plan)], config, None, None), everybody)
+        decided = decide(UserRequest([module_of(plan)], config, None), everybody)
     (real,), (planned,) = decided.sets, plan.parts
     assert planned.layout.buckets == real.layout.buckets
     assert [slot.in_buffer for slot in planned.layout.slots] == [slot.in_buffer for slot in real.layout.slots]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.cli.plan_choice import Assumed, StagePlan, TimelineLane, plan_choice, times_of
+from megatron_distopt.cli.plan_choice import StagePlan, plan_choice
 from megatron_distopt.cli.plan_model import Choice, ParallelSizes
+from megatron_distopt.cli.plan_times import Assumed, TimelineLane, times_of
 from megatron_distopt.layout.estimate import Collective, Kind, stats_collective
 from tests.support.plan_command import BUCKET, GPT
 
@@ -62,8 +63,8 @@ def test_timeline_when_drawn_then_no_lane_is_busy_twice_and_the_waits_are_those_
     for lane in TimelineLane:
         spans = sorted((each.start, each.stop) for each in times.timeline.intervals if each.lane is lane)
         assert all(left[1] <= right[0] + 1e-12 for left, right in itertools.pairwise(spans))
-        ends[lane] = spans[-1][1]
-    computing = backward * 1.5 + assumed.update_seconds
+        ends[lane] = spans[-1][1] if spans else 0.0
+    computing = backward * 1.5 + (assumed.update_seconds or 0.0)
     assert ends[TimelineLane.COMPUTE] == pytest.approx(computing + (times.exposed_seconds or 0.0))
     assert max(times.seconds - backward * 1.5, 0.0) <= (times.exposed_seconds or 0.0) + 1e-9
     assert (times.exposed_seconds or 0.0) <= times.seconds + 1e-9
