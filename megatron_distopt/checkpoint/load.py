@@ -27,7 +27,15 @@ from megatron_distopt.checkpoint.whole_model import (
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moment_to_fill, restore, restore_group
+from megatron_distopt.optimizer import (
+    FlatMuon,
+    FlatParam,
+    ShardedOptimizer,
+    moment_to_fill,
+    part_for,
+    restore,
+    restore_group,
+)
 
 __all__ = [
     "Loadable",
@@ -291,7 +299,8 @@ def _moments_for(match: GroupMatch) -> list[tuple[FlatParam, SavedState, dict[st
 
 def _moment_for(optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: torch.dtype) -> Tensor:
     inner = optimizer.inner
-    if optimizer.plan.choice.is_adam or isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+    updater = part_for(inner, inner.param_groups[flat.plan.key.group])
+    if optimizer.plan.choice.is_adam or isinstance(updater, (torch.optim.Adam, torch.optim.AdamW, FlatMuon)):
         dtype = flat.main.dtype  # whatever it was saved in
     known = moment_to_fill(inner, flat.main, kind, dtype)
     return flat.zeros(dtype) if known is None else known

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_not_across_muon, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
-from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
+from megatron_distopt.optimizer import FlatMuon, ShardedOptimizer, is_torchs, part_for
 
 __all__ = [
     "GroupMatch",
@@ -232,7 +232,7 @@ def _match_groups(share: Share, saved: _SavedByName) -> Iterator[GroupMatch]:
         options = {placement.name: saved.group_of(placement) for placement in placements.values()}
         _check_one_group(share.optimizer, number, options, saved.where)
         states = {name: saved.state_of(placement) for name, placement in placements.items()}
-        _check_kinds(share.optimizer, placements, states, saved)
+        _check_kinds(share.optimizer, number, placements, states, saved)
         steps = {placement.name: states[name].step for name, placement in placements.items()}
         check_steps(share.optimizer, steps, f"updates in checkpoint {saved.where}")
         yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, states)
@@ -259,14 +259,19 @@ def _check_one_group(optimizer: ShardedOptimizer, number: int, groups: Mapping[s
     _check_options(optimizer, number, groups[first], where)
 
 
-def needed_moments(optimizer: ShardedOptimizer) -> frozenset[str]:
+def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
     """The moments that the inner optimizer needs for a param that it has updated; empty where that is not known.
 
     `plan.choice.moments` does not say it of an instance that the user gave, so its class is asked.
+
+    Args:
+        optimizer: the sharded step.
+        number: of the param group.
     """
-    if isinstance(optimizer.inner, (torch.optim.Adam, torch.optim.AdamW)):
+    updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
+    if isinstance(updater, (torch.optim.Adam, torch.optim.AdamW)):
         return frozenset(("exp_avg", "exp_avg_sq"))
-    if isinstance(optimizer.inner, torch.optim.SGD):
+    if isinstance(updater, (torch.optim.SGD, FlatMuon)):
         return frozenset(("momentum_buffer",))
     return optimizer.plan.choice.moments
 
@@ -275,6 +280,7 @@ def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord,
     """Checks the types of saved options, and that the run has those which no file keeps, such as functions."""
     current = optimizer.inner.param_groups[number]
     place = f"of the params of group {number} in checkpoint {where}"
+    check_not_across_muon(saved.options, current, place)
     check_types(saved.options, current, place, "Load another checkpoint")
     for key, name in saved.unsaved.items():
         if key not in current:
@@ -285,12 +291,13 @@ def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord,
 
 def _check_kinds(
     optimizer: ShardedOptimizer,
+    number: int,
     placements: Mapping[str, Placement],
     states: Mapping[str, SavedState],
     saved: _SavedByName,
 ) -> None:
     """Checks that all updated params of a group have the same moments, and those that the inner optimizer needs."""
-    wanted = needed_moments(optimizer)
+    wanted = needed_moments(optimizer, number)
     usual = next((state.kinds for state in states.values() if state.kinds), ())
     for name, state in states.items():
         found = {kind for kind, _ in state.kinds}

@@ -26,6 +26,7 @@ from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     Scalar,
     check_groups,
+    check_not_across_muon,
     check_types,
     plain_option,
 )
@@ -140,7 +141,9 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
     records = [GroupRecord((), {key: plain_option(each) for key, each in _options(group).items()}) for group in groups]
     check_groups(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
-        check_types(record.options, current, f"of param group {number} in the state dict", _REMEDY)
+        place = f"of param group {number} in the state dict"
+        check_types(record.options, current, place, _REMEDY)
+        check_not_across_muon(record.options, current, place)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +156,8 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     for name, entry in entries.items():
         if name in params.share.placements and math.prod(params.share.placements[name].global_shape) > 1:
             found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.numel() == 1}
-    return found - needed_moments(params.share.optimizer) - {MAIN_PARAM}
+    needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
+    return found - frozenset().union(*needed) - {MAIN_PARAM}
 
 
 def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _GivenState:
@@ -189,8 +193,9 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
     """Checks that the state holds what the inner optimizer needs, or nothing."""
     optimizer, kinds = params.share.optimizer, given.values.keys() - {MAIN_PARAM}
     known = (frozenset(moments_of(optimizer.inner, flat.main)) for flat in optimizer.flat_params)
-    wanted = needed_moments(optimizer) or next((each for each in known if each), frozenset())
-    wanted |= {"max_exp_avg_sq"} if is_adam(optimizer) and has_maxima else set()
+    number = params.number_of(name)
+    wanted = needed_moments(optimizer, number) or next((each for each in known if each), frozenset())
+    wanted |= {"max_exp_avg_sq"} if is_adam(optimizer, number) and has_maxima else set()
     has_begun = bool(kinds) or bool(given.step)
     if has_begun and not wanted <= kinds:
         got = f"{', '.join(sorted(kinds)) or 'nothing'} besides the param"
@@ -201,9 +206,9 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
         raise CheckpointError(refusal(f"state of {name!r} in the state dict", got, rule, remedy))
 
 
-def _without_begin(params: TorchParams, given: _GivenState) -> _GivenState:
+def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
     """Drops a state of zeros with a count of 0: the param was never updated, and has no state in the optimizer."""
-    is_begin = is_adam(params.share.optimizer) and given.step == 0
+    is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of(name))
     if not is_begin or any(_holds_more_than_zeros(value) for key, value in given.values.items() if key != MAIN_PARAM):
         return given
     return _GivenState({key: value for key, value in given.values.items() if key == MAIN_PARAM}, {})
@@ -240,11 +245,12 @@ def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None
     optimizer = params.share.optimizer
     owned = {piece.shard.name for piece in params.pieces()}
     for name in sorted(owned):
-        if given[name].saved.kinds and given[name].step is None and is_adam(optimizer):
+        is_counted = is_adam(optimizer, params.number_of(name))
+        if given[name].saved.kinds and given[name].step is None and is_counted:
             rule = f"hold {STEP}, which counts the updates of the param"
             raise CheckpointError(refusal(f"state of {name!r} in the state dict", f"without {STEP}", rule, _REMEDY))
     for group in optimizer.plan.groups:
-        begun = {name: _without_begin(params, given[name]).step for name in group.names if name in owned}
+        begun = {name: _without_begin(params, name, given[name]).step for name in group.names if name in owned}
         check_steps(optimizer, begun, "updates in the state dict")
 
 
@@ -285,7 +291,7 @@ def _take_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> N
 
 
 def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
-    given = {name: _without_begin(params, each) for name, each in given.items()}
+    given = {name: _without_begin(params, name, each) for name, each in given.items()}
     matches = [_match(params, number, given) for number in range(len(params.share.optimizer.plan.groups))]
     separate(matches)
     fill_groups(matches, _reads(params, given), main_kind=MAIN_PARAM)

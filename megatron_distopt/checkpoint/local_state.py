@@ -17,13 +17,20 @@ from megatron_distopt.checkpoint.whole_model import shards_of
 from megatron_distopt.config import LOW_PRECISION
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of, plain
+from megatron_distopt.optimizer import (
+    IMPLEMENTATION,
+    FlatParam,
+    ShardedOptimizer,
+    bring_into_form,
+    moments_of,
+    plain,
+)
 
 __all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
 
 _FORMAT = 1
 #: The run that loads chooses the kernel that updates, not the run that saved.
-_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+_NOT_SAVED = ("params", *IMPLEMENTATION)
 #: Inner optimizers that keep the same state.
 _INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton", LOW_PRECISION)
 
@@ -95,7 +102,7 @@ def _key(shard: ParamShard) -> str:
 
 
 def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+    return {key: value for key, value in group.items() if key not in _NOT_SAVED}
 
 
 def _main_of(flat: FlatParam, shard: ParamShard) -> Tensor:
@@ -159,6 +166,7 @@ def _load_flat(optimizer: ShardedOptimizer, flat: FlatParam, saved: Mapping[str,
     optimizer.inner.state.pop(flat.main, None)
     if state:
         optimizer.inner.state[flat.main] = state
+    bring_into_form(optimizer.inner, flat.main)
 
 
 def _join(flat: FlatParam, parts: list[tuple[ParamShard, Tensor]]) -> Tensor:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import IMPLEMENTATION, FlatParam, ShardedOptimizer, is_muons_group, moments_of
 
 __all__ = [
     "NOT_OPTIONS",
     "GroupRecord",
     "Scalar",
     "check_groups",
+    "check_not_across_muon",
     "check_types",
     "group_from_json",
     "group_to_json",
@@ -33,7 +34,7 @@ __all__ = [
 
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
 #: spread over ranks, and the count has a field of its own.
-NOT_OPTIONS = ("params", "step", "fused", "foreach", "capturable", "differentiable", "is_expert_parallel")
+NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel")
 #: Options that every optimizer computes with.
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
 _LISTS_OF_NUMBERS = ("betas",)
@@ -179,6 +180,25 @@ def _is_like(saved: object, current: object) -> bool:
     if isinstance(current, (list, tuple)):
         return isinstance(saved, list) and len(saved) == len(current) and all(map(_is_like, saved, current))
     return isinstance(saved, type(current))
+
+
+def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], place: str) -> None:
+    """Checks that Muon goes on with a state of Muon, and others with that of others.
+
+    SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
+
+    Args:
+        saved: options of a param group.
+        current: the param group that takes its state.
+        place: of the saved options, for errors.
+
+    Raises:
+        CheckpointError
+    """
+    if saved and is_muons_group(saved) != is_muons_group(current):
+        got, rule = ("Muon", "another optimizer") if is_muons_group(saved) else ("another optimizer", "Muon")
+        remedy = "Resume with the optimizer of the saved run, or start from its weights with a new one"
+        raise CheckpointError(refusal(f"state {place}", f"that of {got}", f"be that of {rule}", remedy))
 
 
 def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:

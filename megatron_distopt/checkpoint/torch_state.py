@@ -28,7 +28,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, is_muons_group, moments_of
 
 __all__ = [
     "MAIN_PARAM",
@@ -76,9 +76,9 @@ class TorchParams:
         """Everything that this rank owns, in the order of its buffers."""
         return owned_pieces(WholeModel([self.share]))
 
-    def group_of(self, name: str) -> MutableMapping[str, Any]:
-        """The live param group of a param."""
-        return next(group for group, names in zip(self.groups, self.names, strict=True) if name in names)
+    def number_of(self, name: str) -> int:
+        """The number of a param's group."""
+        return next(number for number, names in enumerate(self.names) if name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,7 @@ def _state_of(here: _Here, name: str) -> dict[str, Any] | None:
     state: dict[str, Any] = {kind: _value(here, name, moments.get(kind)) for kind in kinds}
     if name in here.has_main:
         state[MAIN_PARAM] = _value(here, name, None if flat is None else flat.main)
-    return {**(_elsewhere(here) if scalars is None else scalars), **state}
+    return {**(_elsewhere(here, name) if scalars is None else scalars), **state}
 
 
 def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
@@ -207,17 +207,19 @@ def _value(here: _Here, name: str, flat: Tensor | None) -> Tensor:
     return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, writes=share.writes(name))
 
 
-def is_adam(optimizer: ShardedOptimizer) -> bool:
-    """Whether the inner optimizer begins with two moments of zero and a count of 0."""
-    return "exp_avg_sq" in needed_moments(optimizer)
+def is_adam(optimizer: ShardedOptimizer, number: int) -> bool:
+    """Whether the inner optimizer begins with two moments of zero and a count of 0 in a param group."""
+    return "exp_avg_sq" in needed_moments(optimizer, number)
 
 
 def _initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     """Moments that are zero before the first update of a param, see [Note: torch's format]."""
-    optimizer, group = params.share.optimizer, params.group_of(name)
-    if is_adam(optimizer):
+    optimizer, number = params.share.optimizer, params.number_of(name)
+    group = params.groups[number]
+    if is_adam(optimizer, number):
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
-    has_buffer = "momentum_buffer" in needed_moments(optimizer) and group.get("momentum")
+    has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
+    has_buffer = "momentum_buffer" in needed_moments(optimizer, number) and has_momentum
     return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
@@ -226,8 +228,9 @@ def _scalars(here: _Here, flat: FlatParam, *, has_begun: bool) -> dict[str, Any]
     optimizer = here.params.share.optimizer
     state, moments = optimizer.inner.state.get(flat.main, {}), moments_of(optimizer.inner, flat.main)
     found = {key: _copied(value) for key, value in state.items() if key not in moments and value is not None}
-    step = step_of(optimizer, optimizer.inner.param_groups[flat.plan.key.group], flat, {})
-    if STEP not in found and (step is not None or (is_adam(optimizer) and not has_begun)):
+    number = flat.plan.key.group
+    step = step_of(optimizer, optimizer.inner.param_groups[number], flat, {})
+    if STEP not in found and (step is not None or (is_adam(optimizer, number) and not has_begun)):
         found[STEP] = torch.tensor(float(step or 0))
     return found
 
@@ -236,9 +239,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def _elsewhere(here: _Here) -> dict[str, Tensor]:
+def _elsewhere(here: _Here, name: str) -> dict[str, Tensor]:
     """The count of updates of a param of which this rank owns nothing; only the owners know it."""
-    if not is_adam(here.params.share.optimizer):
+    if not is_adam(here.params.share.optimizer, here.params.number_of(name)):
         return {}
     return {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}
 

@@ -1,18 +1,23 @@
 """The update: which kernel, which scale, which norm, and the sharded step that ties them together (step.py)."""
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.choice import IMPLEMENTATION, adopt_instance, choose_inner, fused_instance
+from megatron_distopt.optimizer.choice import adopt_instance, check_new, choose_inner, fused_instance
 from megatron_distopt.optimizer.coded import plain, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.deterministic import check_deterministic
+from megatron_distopt.optimizer.flat_muon import FlatMuon
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
+    IMPLEMENTATION,
     InnerChoice,
+    InParts,
+    bring_into_form,
     count_updates,
     is_torchs,
     moment_to_fill,
     moments_of,
+    part_for,
     restore,
     restore_group,
 )
@@ -21,6 +26,7 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.offload import check_offload, host_nbytes
 from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
+from megatron_distopt.optimizer.sharded_muon import adopt_muon, is_muon, is_muons_group, shape_of_matrix
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -43,8 +49,10 @@ __all__ = [
     "ConstantLossScale",
     "DeferredCheck",
     "DynamicLossScale",
+    "FlatMuon",
     "FlatParam",
     "GradStats",
+    "InParts",
     "InnerChoice",
     "LossScale",
     "Memory",
@@ -56,9 +64,12 @@ __all__ = [
     "StepDecision",
     "StepPlan",
     "adopt_instance",
+    "adopt_muon",
     "advance",
+    "bring_into_form",
     "check_deterministic",
     "check_devices",
+    "check_new",
     "check_offload",
     "check_precision",
     "choose_inner",
@@ -71,6 +82,8 @@ __all__ = [
     "forbid_synchronisations",
     "fused_instance",
     "host_nbytes",
+    "is_muon",
+    "is_muons_group",
     "is_torchs",
     "make_loss_scale",
     "make_step",
@@ -79,9 +92,11 @@ __all__ = [
     "measure_now",
     "moment_to_fill",
     "moments_of",
+    "part_for",
     "plain",
     "restore",
     "restore_group",
+    "shape_of_matrix",
     "storages_of",
     "update",
     "write_model",

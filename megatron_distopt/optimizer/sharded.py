@@ -40,7 +40,16 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
 from megatron_distopt.optimizer.coded import Coded, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck
-from megatron_distopt.optimizer.inner import Groups, InnerChoice, RoundsItself, skips_by_itself, split_state
+from megatron_distopt.optimizer.inner import (
+    Groups,
+    InnerChoice,
+    InParts,
+    RoundsItself,
+    bring_into_form,
+    part_for,
+    skips_by_itself,
+    split_state,
+)
 from megatron_distopt.optimizer.kept import Plain
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import (
@@ -112,9 +121,12 @@ class ShardedOptimizer:
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
-        self._round_into_model()
+        self._show_flat_params()
 
-    def _round_into_model(self) -> None:
+    def _show_flat_params(self) -> None:
+        """Tells the inner optimizer what its main params are, where it has to know."""
+        if isinstance(self.inner, InParts):
+            self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
         if isinstance(self.inner, RoundsItself):
             on_device = [flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None]
             self.inner.round_into({flat.main: flat.model for flat in on_device})
@@ -127,6 +139,8 @@ class ShardedOptimizer:
         Args:
             key_of: from a param's name.
         """
+        for flat in self.flat_params:
+            bring_into_form(self.inner, flat.main)
         parts = {flat: split_flat_param(flat, key_of) for flat in self.flat_params}
         for flat, into in parts.items():
             if len(into) > 1:
@@ -135,7 +149,7 @@ class ShardedOptimizer:
                 split_state(self.inner, self.inner.param_groups[flat.plan.key.group], flat.main, cuts)
         if any(len(into) > 1 for into in parts.values()):
             self.flat_params = tuple(part for into in parts.values() for part in into)
-            self._round_into_model()
+            self._show_flat_params()
 
     @property
     def divisor(self) -> float:
@@ -189,6 +203,8 @@ class ShardedOptimizer:
             return
         self.release_grads()
         self.separate(lambda name: name in names)
+        if isinstance(self.inner, InParts):
+            self.inner.leave_out(names)
         attach_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
@@ -212,7 +228,7 @@ class ShardedOptimizer:
         if self.host_updates is None:
             self.host_updates = _host_updates(self.plan, flat_params, self.inner, self.device)
         self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
-        self._round_into_model()
+        self._show_flat_params()
 
     def release_grads(self) -> None:
         """Lets go of attached grads."""
@@ -322,15 +338,26 @@ def _main_nbytes(flat: FlatParam) -> int:
 
 
 def _undistributed(optimizer: ShardedOptimizer) -> int:
-    moment_nbytes = max((_moment_nbytes_an_element(optimizer, flat) for flat in optimizer.flat_params), default=0)
+    moment_nbytes = _moment_nbytes_by_name(optimizer)
     total = 0.0
     for buffer in optimizer.buffers:
         is_own = buffer.param.dtype == torch.float32
         main_nbytes = 0 if is_own else Precision.of(optimizer.config).nbytes_of_main
-        total += (main_nbytes + moment_nbytes) * sum(
-            slot.in_buffer.numel for slot in buffer.layout.slots if buffer.holds(slot.name)
-        )
+        held = (slot for slot in buffer.layout.slots if buffer.holds(slot.name))
+        total += sum((main_nbytes + moment_nbytes(slot.name)) * slot.in_buffer.numel for slot in held)
     return round(total)
+
+
+def _moment_nbytes_by_name(optimizer: ShardedOptimizer) -> Callable[[str], float]:
+    """Bytes of moments of an element, from a param's name: the most that a part of the inner optimizer has for one."""
+    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
+    most: dict[Optimizer, float] = {}
+    for flat in optimizer.flat_params:
+        part = parts[flat.plan.key.group]
+        most[part] = max(most.get(part, 0), _moment_nbytes_an_element(optimizer, flat))
+    usual = max(most.values(), default=0)
+    part_of_name = {name: parts[number] for number, group in enumerate(optimizer.plan.groups) for name in group.names}
+    return lambda name: most.get(part_of_name.get(name, optimizer.inner), usual)
 
 
 def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> float:

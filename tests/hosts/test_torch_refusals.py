@@ -80,6 +80,14 @@ def another_optimizer_steps() -> None:
     other.step()
 
 
+def optimizer_stepped_before() -> None:
+    model = _model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _backward(model)
+    adamw.step()
+    distribute(model, adamw, accelerator="torch")
+
+
 def unscaled_loss() -> None:
     model, optimizer = _built(dtype=torch.float16, loss_scale="dynamic")
     _backward(model)
@@ -296,6 +304,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], type[Exception], tuple[st
     grad_read_after_step: (AccessError, AccessError, ("'0.weight'",)),
     grad_scaler: (AccessError, AccessError, ("loss_scale",)),
     another_optimizer_steps: (AccessError, AccessError, ("'0.weight'",)),
+    optimizer_stepped_before: (ConfigError, ConfigError, ("has state", "before the first step")),
     unscaled_loss: (ConfigError, ConfigError, ("optimizer.scale_loss(loss).backward()",)),
     grads_kept_under_a_loss_scale: (ConfigError, ConfigError, ("optimizer.zero_grad()",)),
     optimizer_copied: (AccessError, AccessError, ("distribute(...)",)),

@@ -102,6 +102,7 @@ class StateCalls(Optimizer):
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
         self._digests.restart()
+        self._model.forget_changes()
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -109,7 +110,7 @@ class StateCalls(Optimizer):
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
-        self._model.gather.finish()
+        self._before_state()
         return full_state_dict(self._torch_params())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -150,7 +151,10 @@ class StateCalls(Optimizer):
         raise_together(partial(self._follow_user, is_read=is_read), self._model.ranks.stats, "params")
 
     def _follow_user(self, *, is_read: bool = True) -> None:
-        """Takes over what the user did to params and options, so that the state belongs to them as they are now."""
+        """Takes over what the user did to params and options, so that the state belongs to them as they are now.
+
+        What main params cannot follow is refused where the state is read. A load makes it known, unless it fails.
+        """
         changed = self._model.params.collect()
         if is_read:
             self._model.check_can_follow(changed)

@@ -19,7 +19,7 @@ from megatron_distopt.hosts.torch.model import Ranks, ShardedModel, compare_mode
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, owner_of
 from megatron_distopt.hosts.torch.plan import Plan, UserRequest, decide
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import StepPlan, make_loss_scale
+from megatron_distopt.optimizer import StepPlan, is_muons_group, make_loss_scale
 
 __all__ = ["distribute"]
 
@@ -31,7 +31,7 @@ def _as_it_is(name: str, param: Parameter) -> Placement:
 
 def distribute(
     model: Module | Sequence[Module],
-    optimizer: Optimizer | DistOptConfig | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | DistOptConfig | None = None,
     config: DistOptConfig | None = None,
     *,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
@@ -64,8 +64,9 @@ def distribute(
     Args:
         model: one module, or several whose params are optimized together; on its device, in its dtypes.
         optimizer: any element-wise optimizer of torch's or of your own over params of the model, not yet stepped. Its
-            groups are used; those of its params that are frozen train once they are not. Without one, an Adam with
-            decoupled weight decay over the whole model, or what the config says.
+            groups are used; those of its params that are frozen train once they are not. Also `torch.optim.Muon`, and
+            a list of it and an Adam of torch's for the params that are no matrices. Without one, an Adam with decoupled
+            weight decay over the whole model, or what the config says.
         config: options that torch has no name for.
         param_groups: as for `torch.optim`; only without an optimizer.
         process_group: data-parallel ranks, which hold the same params; all ranks where None.
@@ -85,7 +86,7 @@ def distribute(
     data = Group.of(process_group)
     ranks = Ranks(data, Group.of(stats_process_group or process_group))
     request, plan = raise_together(
-        lambda: _planned(_request_of(model, optimizer, config, param_groups, options), data), ranks.stats
+        lambda: _planned(_request_of(model, optimizer, config, param_groups, options), data, placement), ranks.stats
     )
     step_plan = StepPlan(
         plan.groups,
@@ -104,14 +105,26 @@ def distribute(
     )
     if ranks.stats.rank == 0:
         announce(_described(sharded, plan, data))
-    return TorchDistributedOptimizer(sharded, plan.torch_groups, request.optimizer)
+    return TorchDistributedOptimizer(sharded, plan.torch_groups, request.optimizers)
 
 
-def _planned(request: UserRequest, data: Group) -> tuple[UserRequest, Plan]:
+def _planned(
+    request: UserRequest, data: Group, placement: Callable[[str, Parameter], Placement]
+) -> tuple[UserRequest, Plan]:
     for chunk in request.chunks:
         for name, param in chunk.named_parameters():
             _check_free(name, param)
-    return request, decide(request, data)
+    plan = decide(request, data)
+    of_muon = {name for group in plan.groups if is_muons_group(group.options) for name in group.names}
+    for name in sorted(of_muon):
+        _check_whole(placement(name, plan.named[name]))
+    return request, plan
+
+
+def _check_whole(place: Placement) -> None:
+    if place.dim is not None:
+        got, rule = f"cut along dimension {place.dim}", "be whole on every data-parallel rank where Muon updates it"
+        raise LayoutError(refusal(f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"))
 
 
 def _check_free(name: str, param: Parameter) -> None:
@@ -136,18 +149,39 @@ def _request_of(model: Any, optimizer: Any, config: Any, param_groups: Any, opti
         raise ConfigError(refusal("model", got, rule, remedy))
     if isinstance(optimizer, DistOptConfig) and config is None:
         optimizer, config = None, optimizer
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        name = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.AdamW"
-        remedy = f"Write distribute(model, {name}(model.parameters(), lr=...))"
-        got = f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
-        raise ConfigError(refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy))
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for each in optimizers if optimizer is not None else ():
+        _check_optimizer(each)
+    if not optimizers:
+        remedy = "Write distribute(model, [torch.optim.Muon(...), torch.optim.AdamW(...)])"
+        raise ConfigError(refusal("optimizer", "an empty list", "hold optimizers", remedy))
     if config is not None and not isinstance(config, DistOptConfig):
         remedy = "Write distribute(model, optimizer, DistOptConfig(...))"
         raise ConfigError(refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy))
     if optimizer is not None and param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
         raise ConfigError(refusal("param_groups", "given together with an optimizer", "be the optimizer's own", remedy))
-    return UserRequest(chunks, with_options(config or DistOptConfig(), options), param_groups, optimizer)
+    given = () if optimizer is None else optimizers
+    for each in given if len(given) > 1 else ():
+        _check_without_hooks(each)
+    return UserRequest(chunks, with_options(config or DistOptConfig(), options), param_groups, given)
+
+
+def _check_without_hooks(optimizer: Optimizer) -> None:
+    """Hooks of one of several optimizers would be called with another one."""
+    kinds = [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+    if any(vars(optimizer)[name] for name in kinds):
+        got, rule = f"hooks of {type(optimizer).__name__}, one of several optimizers", "be of all params together"
+        remedy = "Register them on what distribute(...) returns"
+        raise ConfigError(refusal("hooks", got, rule, remedy))
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.AdamW"
+        remedy = f"Write distribute(model, {name}(model.parameters(), lr=...))"
+        got = f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise ConfigError(refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy))
 
 
 def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: Ranks) -> None:

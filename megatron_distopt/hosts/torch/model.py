@@ -244,24 +244,30 @@ class ShardedModel:
         Raises:
             LayoutError
         """
-        for flat in self.sharded.flat_params if changed else ():
-            found = [] if flat.can_tell_changes else [each.name for each in flat.plan.shards if each.name in changed]
-            if found:
-                got, rule = "written to, or its .data read, between two steps", "be left to the optimizer"
-                remedy = (
-                    "Call optimizer.reload_model_params() after you have changed weights, and read them by detach(); "
-                    "or write main_params_dtype='float32'"
-                )
-                what = f"param {found[0]!r} with main_params_dtype='remainder'"
-                raise LayoutError(refusal(what, got, rule, remedy))
+        if lost := self._lost(changed):
+            got, rule = "written to, or its .data read, between two steps", "be left to the optimizer"
+            remedy = (
+                "Call optimizer.reload_model_params() after you have changed weights, and read them by detach(); "
+                "or write main_params_dtype='float32'"
+            )
+            raise LayoutError(refusal(f"param {lost[0]!r} with main_params_dtype='remainder'", got, rule, remedy))
+
+    def _lost(self, changed: frozenset[str]) -> list[str]:
+        """Names of changed params of which a main param cannot know how, in the order of the main params."""
+        unknowing = [flat for flat in self.sharded.flat_params if not flat.can_tell_changes] if changed else []
+        return [shard.name for flat in unknowing for shard in flat.plan.shards if shard.name in changed]
 
     def follow(self, changed: frozenset[str]) -> None:
-        """Updates main params from model params that the user has changed."""
+        """Updates main params from model params that the user has changed, where they know how."""
         for flat in self.sharded.flat_params if changed else ():
-            for shard in flat.plan.shards:
+            for shard in flat.plan.shards if flat.can_tell_changes else ():
                 if shard.name in changed:
                     flat.follow_model(shard)
-        self.params.forget()
+        self.forget_changes()
+
+    def forget_changes(self) -> None:
+        """Takes model params as they are now for known, but for changes that main params know nothing about."""
+        self.params.forget(but=lambda changed: frozenset(self._lost(changed)))
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
@@ -24,6 +24,7 @@ from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
 from megatron_distopt.optimizer import (
+    InParts,
     Memory,
     ShardedOptimizer,
     StepDecision,
@@ -58,16 +59,18 @@ class TorchDistributedOptimizer(StateCalls):
     Example: see `megatron_distopt.distribute`.
     """
 
-    def __init__(self, model: ShardedModel, groups: list[dict[str, Any]], given: Optimizer | None) -> None:
+    def __init__(self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]) -> None:
         """
         Args:
             model: on this rank.
-            groups: with params of the model; `given`'s own where there is one.
-            given: the user's optimizer, whose class is inside; its methods lead here from now on.
+            groups: with params of the model; those of `given` where there are some.
+            given: the user's optimizers, whose classes are inside. The methods of a single one lead here from now on,
+                and those of several are refused.
         """
         self._model, self._given = model, given
-        inner = model.sharded.inner
-        super().__init__(groups, dict(inner.defaults if given is None else given.defaults))
+        # Of several optimizers none, as torch would put them into the groups of the others.
+        defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
+        super().__init__(groups, dict(defaults[0]) if len(defaults) == 1 else {})
         self._is_built = True
         self.param_groups = groups
         self.last_step: StepDecision | None = None
@@ -76,8 +79,8 @@ class TorchDistributedOptimizer(StateCalls):
         self._saver = Saver(model.config, model.ranks.stats)
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
-        if given is not None:
-            _lead_here(given, self)
+        for each in given:
+            _lead_here(each, self) if len(given) == 1 else _refuse_calls(each)
 
     def _own(self) -> None:
         self._num_owned = len(self._model.grads.slots)
@@ -113,8 +116,8 @@ class TorchDistributedOptimizer(StateCalls):
         self.last_step = self._stepper.step()
         if self._num_owned != len(self._model.grads.slots):  # params have begun to train
             self._own()
-        if self._given is not None:
-            vars(self._given)["_opt_called"] = True
+        for each in self._given:
+            vars(each)["_opt_called"] = True  # torch's schedulers look for it
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -143,6 +146,9 @@ class TorchDistributedOptimizer(StateCalls):
         if not self._is_built:
             super().add_param_group(param_group)
             return
+        if isinstance(self._model.sharded.inner, InParts):
+            got, remedy = "a param group that is added", "Give Muon and AdamW all params before distribute(...)"
+            raise ConfigError(refusal("optimizer with Muon", got, "keep the groups that it was built with", remedy))
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
         ranks = self._model.ranks
@@ -285,6 +291,7 @@ class TorchDistributedOptimizer(StateCalls):
         self.finish_param_gather()
         self._model.follow(self._model.params.collect())
         self.sharded.reload_model_params()
+        self._model.params.forget()
 
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one."""
@@ -307,3 +314,23 @@ def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
         setattr(given, name, getattr(ours, name))
     ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
     ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
+
+
+#: What a user may call on one of several optimizers that were given. In torch it would act on the params of that one.
+_CALLS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+
+
+def _refuse_calls(given: Optimizer) -> None:
+    """Makes the methods of one of several optimizers errors: its groups are still live, for schedulers."""
+    hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
+    for name in (*_CALLS, *hooks):
+        setattr(given, name, _refused_call(type(given).__name__, name))
+
+
+def _refused_call(optimizer: str, name: str) -> Callable[..., NoReturn]:
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        rule, remedy = "be called for all params together", f"Call {name} of what distribute(...) returned"
+        raise ConfigError(refusal(f"{name} of {optimizer}", "called on one of several optimizers", rule, remedy))
+
+    refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
+    return refused

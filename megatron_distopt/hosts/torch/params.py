@@ -3,21 +3,23 @@
 [Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main param has to follow,
 so its changes have to be seen: torch counts in-place operations (`_version`), but not those on `param.data`, which is
 an alias with a count of its own. So while there are 16-bit params under an optimizer, `Parameter.data` notes who was
-asked for it. Only where either says that something may have changed the values are compared, element by element.
+asked for it (hosts/written.py). Only where either says that something may have changed the values are compared,
+element by element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.hosts.between_steps import PlacedParam, params_that_left, torch_data
+from megatron_distopt.hosts.between_steps import PlacedParam, params_that_left
+from megatron_distopt.hosts.written import data_watch
 
 __all__ = ["Params", "TrainedParam"]
 
@@ -60,41 +62,6 @@ class TrainedParam(PlacedParam):
         return all(held.get(key) is self.param for held, key in self.homes)
 
 
-class _DataWatch:
-    """Knows who asked for `param.data` of a 16-bit param; see [Note: weights changed by the user]."""
-
-    def __init__(self) -> None:
-        self._watched: dict[int, ReferenceType[TrainedParam]] = {}
-        self._users: WeakSet[Params] = WeakSet()
-
-    def add(self, user: Params, params: Iterable[TrainedParam]) -> None:
-        self._watched |= {id(each.param): ref(each) for each in params}
-        self._users.add(user)
-        if "data" not in vars(Parameter):
-            Parameter.data = property(self._get, self._set)  # type: ignore[assignment]
-
-    def remove(self, user: Params, params: Iterable[TrainedParam]) -> None:
-        for each in params:
-            self._watched.pop(id(each.param), None)
-        self._users.discard(user)
-        if not self._users and "data" in vars(Parameter):
-            del Parameter.data
-
-    def _get(self, param: Parameter) -> Tensor:
-        alias: Tensor = torch_data.__get__(param)
-        known = self._watched.get(id(param))
-        watched = None if known is None else known()
-        if watched is not None and watched.param is param:
-            watched.keep(alias)
-        return alias
-
-    def _set(self, param: Parameter, value: Tensor) -> None:
-        torch_data.__set__(param, value)
-
-
-_data_watch = _DataWatch()
-
-
 class Params:
     """All params that an optimizer updates, as the user's modules have them.
 
@@ -108,6 +75,8 @@ class Params:
         #: Those of 16 bits, and names of those whose values have to be compared also where no change was seen.
         self._short: list[TrainedParam] = []
         self._doubtful: frozenset[str] = frozenset()
+        #: Names of those of 16 bits whose values may have changed since `forget`, as `collect` has found them so far.
+        self._changed: frozenset[str] = frozenset()
 
     def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
         """Watches further params.
@@ -121,12 +90,12 @@ class Params:
         self._params += added
         if buffer.dtype != torch.float32:
             self._short += added
-            _data_watch.add(self, added)
+            data_watch.add(self, added)
 
     def release(self) -> None:
         """Stops watching."""
-        _data_watch.remove(self, self._short)
-        self._params, self._short, self._doubtful = [], [], frozenset()
+        data_watch.remove(self, self._short)
+        self._params, self._short, self._doubtful, self._changed = [], [], frozenset(), frozenset()
 
     def _homes(self) -> dict[Parameter, list[tuple[Mapping[str, Any], str]]]:
         homes: dict[Parameter, list[tuple[Mapping[str, Any], str]]] = {}
@@ -140,7 +109,8 @@ class Params:
         """Brings params back into the buffers that have left them.
 
         Returns:
-            Names of the 16-bit params whose values may have changed since the last call.
+            Names of the 16-bit params whose values may have changed since the last `forget`: a call that was refused
+            in between has not made them known.
 
         Raises:
             LayoutError: what was done to one of them cannot be followed.
@@ -151,10 +121,16 @@ class Params:
         if any(held.get(key) is not each.param for each in self._params for held, key in each.homes):
             self._look_for_replaced()
         changed = {each.name for each in self._short if each.may_have_changed}
-        return frozenset(changed.union(each.name for each in left))
+        self._changed |= changed.union(each.name for each in left)
+        return self._changed
 
-    def forget(self) -> None:
-        """Takes all values as they are now for known."""
+    def forget(self, but: Callable[[frozenset[str]], frozenset[str]] = lambda changed: frozenset()) -> None:
+        """Takes all values as they are now for known.
+
+        Args:
+            but: from names of params that may have changed to those of them that stay unknown.
+        """
+        self._changed = but(self._changed)
         for each in self._short:
             each.forget()
 

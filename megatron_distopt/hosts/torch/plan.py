@@ -33,12 +33,16 @@ from megatron_distopt.optimizer import (
     InnerChoice,
     ParamGroup,
     adopt_instance,
+    adopt_muon,
     check_deterministic,
     check_devices,
+    check_new,
     check_offload,
     choose_inner,
     find_accelerator,
     fused_instance,
+    is_muon,
+    shape_of_matrix,
 )
 
 __all__ = ["ParamSet", "Plan", "UserRequest", "decide", "group_names", "plan_sets"]
@@ -55,12 +59,17 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class UserRequest:
-    """What the user gave to `distribute`."""
+    """What the user gave to `distribute`.
+
+    Args:
+        chunks, config, param_groups: see `distribute`.
+        optimizers: none, one, or Muon and another one.
+    """
 
     chunks: Sequence[Module]
     config: DistOptConfig | None
     param_groups: Sequence[Mapping[str, Any]] | None
-    optimizer: Optimizer | None
+    optimizers: tuple[Optimizer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Plan:
     Args:
         config: merged.
         named: every param of the model.
-        torch_groups: param groups with model params; a given optimizer's own dicts.
+        torch_groups: param groups with model params; the given optimizers' own dicts.
         groups: the same with the names of those that train now.
         sets: of those that train now.
         choice: the inner optimizer.
@@ -110,16 +119,28 @@ def decide(request: UserRequest, data: Group) -> Plan:
     _check_backend(data, device)
     check_deterministic(config, device, data)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
-    own = request.optimizer
-    if own is None:
-        choice = choose_inner(config, device.type)
-    else:
-        choice = fused_instance(own, config, device.type) or adopt_instance(own)
+    choice = _choose(request.optimizers, config, device, named, data)
     sets = plan_sets(trained, config, data.size)
     check_offload([(each.layout, _dtype_of(each.named)) for each in sets], config, device, choice)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
     return Plan(config, named, torch_groups, groups, sets, choice, device, how)
+
+
+def _choose(
+    given: Sequence[Optimizer], config: DistOptConfig, device: torch.device, named: Mapping[str, Parameter], data: Group
+) -> InnerChoice:
+    """The inner optimizer for what the user gave."""
+    if not given:
+        return choose_inner(config, device.type)
+    for each in given:
+        check_new(each)
+    if len(given) > 1 or is_muon(given[0]):
+        groups = [group for each in given if is_muon(each) for group in each.param_groups]
+        members = {param for group in groups for param in group["params"] if param.numel()}
+        specs = {name: shape_of_matrix(name, param) for name, param in named.items() if param in members}
+        return adopt_muon(given, specs, config, device.type, data)
+    return fused_instance(given[0], config, device.type) or adopt_instance(given[0])
 
 
 def _check_model(named: Mapping[str, Parameter]) -> None:
@@ -136,10 +157,11 @@ def _check_model(named: Mapping[str, Parameter]) -> None:
 
 def _torch_groups(request: UserRequest, named: Mapping[str, Parameter]) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
-    given = request.param_groups
-    if given is None and request.optimizer is not None:
-        given = request.optimizer.param_groups
-        groups = request.optimizer.param_groups
+    given, optimizers = request.param_groups, request.optimizers
+    if given is None and optimizers:
+        # Of one optimizer the list itself, which may grow; of several the dicts, whose options schedulers write.
+        groups = optimizers[0].param_groups
+        groups = groups if len(optimizers) == 1 else [group for each in optimizers for group in each.param_groups]
     else:
         groups = as_torch_groups(given if given is not None else [{"params": list(named.values())}])
     known, seen = set(named.values()), Counter(param for group in groups for param in group["params"])

@@ -1,0 +1,185 @@
+"""The matrices that a param consists of, and what it costs to orthogonalize them.
+
+An optimizer such as Muon updates a matrix as a whole: no element of the update can be computed without all elements of
+the matrix. A fused param is several matrices, each of which is orthogonalized by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.layout.buckets import ParamSpec
+from megatron_distopt.layout.spans import Box, Span, boxes
+
+__all__ = ["MatrixBlock", "MatrixPiece", "MatrixSpec", "newton_schulz_flops"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBlock:
+    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as possible.
+
+    Args:
+        in_param: the stretch.
+        matrices: their numbers among the matrices of the param.
+        shapes: rows and columns of each.
+    """
+
+    in_param: Span
+    matrices: range
+    shapes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPiece:
+    """Elements of one matrix in a stretch of the flattened param.
+
+    Args:
+        matrix: its number among the matrices of the param.
+        in_param: a contiguous stretch of the flattened param.
+        sizes: rows and columns to view that stretch in.
+        inside: the elements of that view that belong to the matrix.
+    """
+
+    matrix: int
+    in_param: Span
+    sizes: tuple[int, ...]
+    inside: Box
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSpec:
+    """A param as matrices: viewed as `rows` x `cols`, and cut along one dimension.
+
+    The dimension consists of `repeats` runs of equal length, and every run is cut into `sizes`. Matrix k is made of
+    piece k of all runs. Examples:
+
+    - one matrix: `MatrixSpec(m, n)`
+    - gate and up projection, one after the other: `MatrixSpec(2 * m, n, sizes=(m, m))`
+    - queries, keys and values of g groups of heads, as Megatron interleaves them: `sizes=(q, k, v)`, `repeats=g`
+    - e experts in a param of shape [e, m, n]: `MatrixSpec(e * m, n, sizes=(m,) * e)`
+
+    Args:
+        rows, cols: of the view.
+        dim: 0 to cut rows, 1 to cut columns.
+        sizes: of the pieces of a run, in rows or columns; empty for one matrix.
+        repeats: number of runs.
+
+    >>> MatrixSpec(6, 4, sizes=(2, 1), repeats=2).shapes
+    ((4, 4), (2, 4))
+    """
+
+    rows: int
+    cols: int
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:
+            rule = "have a dim of 0 or 1, and sizes and repeats of at least 1"
+            raise LayoutError(refusal("matrices", self, rule, "Give the sizes of the param's own parts"))
+        length = (self.rows, self.cols)[self.dim]
+        if self.sizes and sum(self.sizes) * self.repeats != length:
+            got = f"{self.repeats} times {self.sizes}"
+            rule = f"add up to the {length} {('rows', 'columns')[self.dim]} of the param"
+            raise LayoutError(refusal("sizes of matrices", got, rule, "Give the sizes of all its parts"))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all matrices."""
+        return self.rows * self.cols
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each matrix."""
+        lengths = [size * self.repeats for size in self.sizes] or [(self.rows, self.cols)[self.dim]]
+        return tuple((each, self.cols) if self.dim == 0 else (self.rows, each) for each in lengths)
+
+    @property
+    def blocks(self) -> tuple[MatrixBlock, ...]:
+        """In the order of the param: one for each matrix, or one for all of them where their elements alternate.
+
+        >>> [block.in_param for block in MatrixSpec(6, 4, sizes=(4, 2)).blocks]
+        [Span(start=0, stop=16), Span(start=16, stop=24)]
+        """
+        shapes = self.shapes
+        if len(shapes) > 1 and (self.dim == 1 or self.repeats > 1):
+            return (MatrixBlock(Span(0, self.numel), range(len(shapes)), shapes),)
+        stops = list(accumulate(rows * cols for rows, cols in shapes))
+        spans = map(Span, [0, *stops], stops)
+        return tuple(
+            MatrixBlock(span, range(number, number + 1), (shape,))
+            for number, (span, shape) in enumerate(zip(spans, shapes, strict=True))
+        )
+
+    @property
+    def bands(self) -> tuple[tuple[int, Box], ...]:
+        """Boxes of the view that tile it, each with the number of the matrix that it belongs to.
+
+        >>> MatrixSpec(4, 3, sizes=(1, 1), repeats=2).bands[1:3]
+        ((1, Box(offsets=(1, 0), sizes=(1, 3))), (0, Box(offsets=(2, 0), sizes=(1, 3))))
+        """
+        sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
+        starts = accumulate(sizes, initial=0)
+        pairs = enumerate(zip(starts, sizes, strict=False))
+        return tuple((number % (len(self.sizes) or 1), self._band(start, size)) for number, (start, size) in pairs)
+
+    def _band(self, start: int, size: int) -> Box:
+        if self.dim == 0:
+            return Box((start, 0), (size, self.cols))
+        return Box((0, start), (self.rows, size))
+
+    def pieces(self, in_param: Span) -> Iterator[MatrixPiece]:
+        """Cuts a stretch of the flattened param by matrix.
+
+        >>> [(each.matrix, each.in_param) for each in MatrixSpec(4, 3, sizes=(2, 2)).pieces(Span(4, 9))]
+        [(0, Span(start=4, stop=6)), (1, Span(start=6, stop=9))]
+        """
+        bands, start = self.bands, in_param.start
+        for number, band in bands if self.dim == 0 else ():
+            whole = Span(band.offsets[0] * self.cols, band.stops[0] * self.cols)
+            stretch = whole.intersect(in_param)
+            if stretch is not None:
+                yield MatrixPiece(number, stretch, (1, stretch.numel), Box.whole((1, stretch.numel)))
+        for box in boxes((self.rows, self.cols), in_param) if self.dim == 1 else ():
+            stretch = Span(start, start + box.numel)
+            start = stretch.stop
+            for number, band in bands:
+                inside = box.intersect(band)
+                if inside is not None:
+                    yield MatrixPiece(number, stretch, box.sizes, inside.relative_to(box.offsets))
+
+    @classmethod
+    def of(cls, param: ParamSpec) -> MatrixSpec:
+        """One matrix for each pair of indices before the last two: a 2-D param is one, experts in 3-D are several.
+
+        Raises:
+            LayoutError: the param has fewer than two dimensions.
+        """
+        if len(param.shape) < 2:
+            rule, remedy = "have at least 2 dimensions", "Update it with AdamW"
+            raise LayoutError(refusal(f"param {param.name!r}", f"shape {param.shape}", rule, remedy))
+        *outer, rows, cols = param.shape
+        count = math.prod(outer)
+        return cls(count * rows, cols, sizes=(rows,) * count if count > 1 else ())
+
+
+def newton_schulz_flops(shape: tuple[int, int], steps: int = 5) -> int:
+    """Floating-point operations of a Newton-Schulz orthogonalization of degree five.
+
+    Every step multiplies an m x n matrix (m <= n) with its transpose (2 m^2 n), the result with itself (2 m^3), and the
+    sum of both with the matrix (2 m^2 n). A square matrix costs 6 m an element, a wide one nearly 4 m.
+
+    Args:
+        shape: rows and columns of the matrix; its transpose costs the same.
+        steps: of the iteration.
+
+    >>> newton_schulz_flops((2, 3), steps=1), newton_schulz_flops((3, 2), steps=1)
+    (64, 64)
+    """
+    short, long = sorted(shape)
+    return steps * (4 * short * short * long + 2 * short**3)

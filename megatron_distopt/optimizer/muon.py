@@ -1,0 +1,265 @@
+"""Muon: momentum, orthogonalized matrix by matrix (Jordan et al., "Muon: An optimizer for hidden layers", 2024).
+
+With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz iteration NS::
+
+    M = M + (1 - momentum) (G - M)
+    D = G + momentum (M - G)          with Nesterov, else D = M
+    W = W (1 - lr wd) - lr ratio NS(D)
+
+[Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is element-wise, so that a rank
+does it for its shards, in whatever order their elements lie. Between the parts an update is in bfloat16, because NS
+rounds to it first and returns it; so a piece of it travels to another rank and back in 2 bytes an element without being
+rounded once more. A step on shards is a step on whole matrices, to the bit (tests/optimizer/test_muon.py).
+
+Source: `torch.optim.Muon` of torch 2.13, whose numbers these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
+
+__all__ = ["Muon", "MuonOptions", "apply_update", "direction_of", "lr_ratio", "orthogonalize", "orthogonalize_block"]
+
+#: Of the polynomial a X + b X X'X + c X X'X X'X.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_NUM_STEPS, _MOST_STEPS, _EPS = 5, 99, 1e-7
+_LR_RATIOS: Mapping[str, Callable[[int, int], float]] = {
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+}
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """The options of a param group but its params; names and defaults are those of `torch.optim.Muon`.
+
+    Args:
+        lr: learning rate; a tensor of one element is used as it is.
+        weight_decay: decoupled.
+        momentum: see the file.
+        nesterov: see the file.
+        ns_coefficients: a, b and c of the iteration.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: of the iteration.
+        adjust_lr_fn: how the learning rate depends on the shape, see `lr_ratio`.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+
+    lr: float | Tensor = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = _COEFFICIENTS
+    eps: float = _EPS
+    ns_steps: int = _NUM_STEPS
+    adjust_lr_fn: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
+            raise _refused("lr", f"a tensor of {self.lr.numel()} elements", "have one element")
+        for name in ("lr", "weight_decay", "momentum"):
+            if not getattr(self, name) >= 0:  # nan is not, either
+                raise _refused(name, getattr(self, name), "be at least 0")
+        if len(self.ns_coefficients) != 3:
+            raise _refused("ns_coefficients", self.ns_coefficients, "be three numbers")
+        if not 0 <= self.ns_steps <= _MOST_STEPS:
+            raise _refused("ns_steps", self.ns_steps, f"be from 0 to {_MOST_STEPS}")
+        if self.adjust_lr_fn is not None and self.adjust_lr_fn not in _LR_RATIOS:
+            raise _refused("adjust_lr_fn", repr(self.adjust_lr_fn), f"be one of {', '.join(_LR_RATIOS)}, or None")
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> MuonOptions:
+        """Those of a param group, whatever else is in it."""
+        return cls(**{name: group[name] for name in cls.__dataclass_fields__})
+
+
+def _refused(name: str, got: object, rule: str) -> ConfigError:
+    return ConfigError(refusal(f"option {name} of Muon", got, rule, f"Give the param group another {name}"))
+
+
+def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """What the learning rate is multiplied by for a matrix.
+
+    Args:
+        adjust_lr_fn: "original", also where None: sqrt(max(1, rows / columns)); or "match_rms_adamw":
+            0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al., "Muon is
+            Scalable for LLM Training", 2025, section 2.2).
+        shape: rows and columns.
+
+    >>> lr_ratio(None, (8, 2)), lr_ratio("original", (2, 8)), lr_ratio("match_rms_adamw", (25, 4))
+    (2.0, 1.0, 1.0)
+    """
+    return _LR_RATIOS[adjust_lr_fn or "original"](*shape)
+
+
+def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
+    """The first part, element by element: moves the momentum, and returns what is orthogonalized.
+
+    Args:
+        grad: of any shape; stays as it is.
+        momentum_buffer: of the same shape; changed in place.
+        options: see `MuonOptions`.
+
+    Returns:
+        bfloat16 of the same shape, in memory of its own.
+    """
+    momentum_buffer.lerp_(grad, 1 - options.momentum)
+    mixed = grad.lerp(momentum_buffer, options.momentum) if options.nesterov else momentum_buffer
+    return mixed.to(torch.bfloat16, copy=True)
+
+
+def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
+    """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz iteration.
+
+    Args:
+        matrix: bfloat16 2-D, contiguous; changed in place.
+        options: see `MuonOptions`.
+
+    Returns:
+        bfloat16 of the same shape, not contiguous where the matrix has more rows than columns.
+    """
+    a, b, c = options.ns_coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix  # the products are of the shorter side
+    wide.div_(wide.norm().clamp(min=options.eps))
+    for _ in range(options.ns_steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
+
+
+def orthogonalize_block(update: Tensor, spec: MatrixSpec, block: MatrixBlock, options: MuonOptions) -> None:
+    """Orthogonalizes each matrix of a block, in place.
+
+    Args:
+        update: bfloat16 1-D [block.in_param.numel], contiguous.
+        spec: of the param.
+        block: one of its blocks.
+        options: see `MuonOptions`.
+    """
+    for matrix, shape in zip(_matrices_of(update, spec, block), block.shapes, strict=True):
+        # As contiguous as a param of its own: a product of other strides may add up in another order.
+        matrix.copy_(orthogonalize(matrix.reshape(shape).contiguous(), options).reshape(matrix.shape))
+
+
+def _matrices_of(update: Tensor, spec: MatrixSpec, block: MatrixBlock) -> list[Tensor]:
+    """Views of the matrices of a block, of two or three dimensions."""
+    if len(block.shapes) == 1:
+        return [update.view(block.shapes[0])]
+    if spec.dim == 0:
+        return list(torch.split(update.view(spec.repeats, -1, spec.cols), list(spec.sizes), dim=1))
+    return list(torch.split(update.view(spec.rows, spec.repeats, -1), list(spec.sizes), dim=2))
+
+
+def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span, options: MuonOptions) -> None:
+    """The third part, element by element: decays a stretch of a param and adds its update.
+
+    Args:
+        main: 1-D [in_param.numel]; changed in place.
+        update: bfloat16 1-D, of the same elements.
+        spec: of the param.
+        in_param: which elements of it these are.
+        options: see `MuonOptions`.
+    """
+    lr = options.lr.squeeze() if isinstance(options.lr, Tensor) else options.lr
+    main.mul_(1 - lr * options.weight_decay)
+    ratios = [lr_ratio(options.adjust_lr_fn, shape) for shape in spec.shapes]
+    if len(set(ratios)) == 1:
+        main.add_(update, alpha=-(lr * ratios[0]))  # type: ignore[arg-type]
+        return
+    for piece in spec.pieces(in_param):
+        stretch, inside = piece.in_param.relative_to(in_param.start).as_slice(), piece.inside.as_slices()
+        target, source = (each[stretch].view(piece.sizes)[inside] for each in (main, update))
+        target.add_(source, alpha=-(lr * ratios[piece.matrix]))  # type: ignore[arg-type]
+
+
+class Muon(Optimizer):
+    """Muon for whole params: `torch.optim.Muon` to the bit, and it knows params that consist of several matrices.
+
+    One thing differs: without Nesterov and with bfloat16 gradients torch 2.13 orthogonalizes the momentum in its own
+    memory, so that the next step continues from the orthogonalized one. Here the momentum stays.
+
+    Args:
+        params: as for any optimizer of torch; each contiguous and of two dimensions, or more where it holds a stack of
+            matrices.
+        matrices: of those params that are not one matrix for each pair of indices before their last two dimensions.
+        options: of all groups that do not say otherwise.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+        LayoutError: a param has not the elements of its matrices, or fewer than two dimensions.
+
+    >>> weight = torch.nn.Parameter(torch.eye(2, 3))
+    >>> weight.grad = torch.ones(2, 3)
+    >>> Muon([weight], lr=0.5, weight_decay=0.0).step()
+    >>> bool((weight < torch.eye(2, 3)).all())
+    True
+    """
+
+    def __init__(
+        self, params: Iterable[Any], matrices: Mapping[Tensor, MatrixSpec] | None = None, **options: Any
+    ) -> None:
+        self._matrices = dict(matrices or {})
+        super().__init__(params, dict(vars(MuonOptions(**options))))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_matrices": self._matrices}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group; see the class."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        MuonOptions.of(group)
+        for param in group["params"]:
+            self._matrices[param] = _spec_of(param, self._matrices.get(param))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every param that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients; its value is returned.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            options = MuonOptions.of(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, options)
+        return loss
+
+    def _update(self, param: Tensor, options: MuonOptions) -> None:
+        grad, spec, state = param.grad, self._matrices[param], self.state[param]
+        if grad is None or grad.is_sparse or torch.is_complex(grad):
+            raise LayoutError(refusal("gradient", grad, "be dense and real", "Use AdamW for this param"))
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        update = direction_of(grad, state["momentum_buffer"], options).view(-1)
+        for block in spec.blocks:
+            orthogonalize_block(update[block.in_param.as_slice()], spec, block, options)
+        apply_update(param.view(-1), update, spec, Span(0, spec.numel), options)
+
+
+def _spec_of(param: Tensor, known: MatrixSpec | None) -> MatrixSpec:
+    if param.dim() < 2 or not param.is_contiguous():
+        got = f"shape {tuple(param.shape)}, strides {param.stride()}"
+        remedy = "Use AdamW for it, or call contiguous() on its data"
+        raise LayoutError(refusal("param of Muon", got, "be contiguous with at least two dimensions", remedy))
+    known = known or MatrixSpec.of(ParamSpec("param", param.numel(), tuple(param.shape)))
+    if known.numel != param.numel():
+        got, rule = f"{param.numel()} elements", f"have the {known.numel} of its matrices"
+        raise LayoutError(refusal("param of Muon", got, rule, "Give its own rows and columns"))
+    return known

@@ -1,0 +1,183 @@
+"""Muon as the inner optimizer: for matrices, with an Adam for all other params, or alone.
+
+Both are one inner optimizer, so that a step has one gradient norm and one decision, and a checkpoint holds all state.
+Which of the two updates a param group is seen from its options: groups of `torch.optim.Muon` have `ns_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
+from megatron_distopt.optimizer.choice import adopt_instance, fused_instance
+from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
+from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.muon import MuonOptions
+from megatron_distopt.optimizer.precision import Precision
+
+__all__ = ["adopt_muon", "is_muon", "is_muons_group", "shape_of_matrix"]
+
+#: Only groups of Muon have it.
+_MARK = "ns_steps"
+_WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
+_CALL = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
+
+
+def is_muon(optimizer: object) -> bool:
+    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have."""
+    known = getattr(torch.optim, "Muon", None)
+    return known is not None and type(optimizer) is known
+
+
+def is_muons_group(group: Mapping[str, Any]) -> bool:
+    """Whether a param group has the options of Muon."""
+    return _MARK in group
+
+
+def shape_of_matrix(name: str, param: Tensor) -> MatrixSpec:
+    """The matrix that a param of Muon is.
+
+    Raises:
+        LayoutError: it has not two dimensions.
+    """
+    if param.dim() != 2:
+        rule, remedy = "have two dimensions where Muon updates it", f"Give it to an AdamW beside Muon: {_CALL}"
+        raise LayoutError(refusal(f"param {name!r}", f"shape {list(param.shape)}", rule, remedy))
+    return MatrixSpec.of(ParamSpec(name, param.numel(), tuple(param.shape)))
+
+
+def adopt_muon(
+    given: Sequence[Optimizer], specs: Mapping[str, MatrixSpec], config: DistOptConfig, device_type: str, group: Group
+) -> InnerChoice:
+    """The inner optimizer for `torch.optim.Muon`, and for an Adam of torch's with it.
+
+    Args:
+        given: Muon and at most one Adam, in either order; new.
+        specs: of all params that Muon may update, by name.
+        config: merged.
+        device_type: of the main params.
+        group: the data-parallel group, whose ranks exchange pieces of matrices.
+
+    Raises:
+        ConfigError: other optimizers, or options of the config that Muon does not serve.
+    """
+    muon, others = _sorted(given)
+    _check(muon, config)
+    rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
+    defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muon.defaults.items()))
+    build = partial(MuonAndAdam, rest=rest[0].build if rest else None, matrices=_Matrices(specs, group))
+    return InnerChoice(
+        " and ".join(("torch_muon", *(each.name for each in rest))),
+        build,
+        ("Muon was given", *(why for each in rest for why in each.why)),
+        (*defaults, *(default for each in rest for default in each.defaults)),
+    )
+
+
+def _sorted(given: Sequence[Optimizer]) -> tuple[Optimizer, list[Optimizer]]:
+    muons = [each for each in given if is_muon(each)]
+    others = [each for each in given if not is_muon(each)]
+    if len(muons) != 1 or len(others) > 1 or any(type(each) not in _WITH_MUON for each in others):
+        got = " and ".join(type(each).__name__ for each in given) or "none"
+        rule = "be one optimizer, or torch.optim.Muon with an AdamW or Adam of torch's for params that are no matrices"
+        raise ConfigError(refusal("optimizers", got, rule, f"Write {_CALL}, or param groups in one optimizer"))
+    return muons[0], others
+
+
+def _check(muon: Optimizer, config: DistOptConfig) -> None:
+    for group in muon.param_groups:
+        MuonOptions.of(group)
+    asked = {
+        "offload_fraction": bool(config.offload_fraction),
+        "log_digests": config.log_digests is not None,
+        "deterministic": config.deterministic,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            rule, remedy = "be left out with Muon, for which it is not there yet", f"Leave {name} out, or use AdamW"
+            raise ConfigError(refusal(name, repr(getattr(config, name)), rule, remedy))
+    if not Precision.of(config).is_full:
+        rule, remedy = "be fp32 with Muon", "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'"
+        raise ConfigError(refusal("optimizer state", "in low precision", rule, remedy))
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """The matrices of a model, and the ranks that have pieces of them."""
+
+    specs: Mapping[str, MatrixSpec]
+    group: Group
+
+
+class MuonAndAdam(InParts):
+    """See the file.
+
+    Args:
+        groups: of main params.
+        rest: builds what updates the groups that are not Muon's; None where there are none.
+        matrices: see `_Matrices`.
+    """
+
+    def __init__(self, groups: Groups, *, rest: Build | None, matrices: _Matrices) -> None:
+        super().__init__([{"params": []}], {})
+        self._matrices, self._plans = matrices, list[OwnerPlan]()
+        others = [group for group in groups if not is_muons_group(group)]
+        self._muon = FlatMuon([group for group in groups if is_muons_group(group)])
+        self._rest = rest(others) if rest is not None else None
+        self._parts = [self._muon] if self._rest is None else [self._muon, self._rest]
+        of_part = {part: iter(part.param_groups) for part in self._parts}
+        self.param_groups = [next(of_part[self.part_for(group)]) for group in groups]
+        for part in self._parts:
+            part.state = self.state
+
+    def part_for(self, group: Mapping[str, Any]) -> Optimizer:
+        """See `InParts`."""
+        return self._muon if is_muons_group(group) or self._rest is None else self._rest
+
+    def hold(
+        self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
+    ) -> None:
+        """See `InParts`."""
+        members = [group.names for group in groups if is_muons_group(group.options)]
+        group_of = {name: number for number, names in enumerate(members) for name in names}
+        for buffer in buffers[len(self._plans) :]:
+            self._plans.append(plan_owners(buffer.layout, self._specs_in(buffer, group_of)))
+        of_muon = [flat for flat in flat_params if flat.plan.shards[0].name in group_of]
+        pairs = zip(buffers, self._plans, strict=True)
+        self._muon.bind([self._matrices_of(buffer, plan, of_muon) for buffer, plan in pairs], group_of)
+
+    def _specs_in(self, buffer: ShardedBuffer, names: Collection[str]) -> dict[str, MatrixSpec]:
+        held = (slot.name for slot in buffer.layout.slots if slot.name in names)
+        return {name: self._matrices.specs[name] for name in held}
+
+    def _matrices_of(self, buffer: ShardedBuffer, plan: OwnerPlan, flat_params: Sequence[FlatParam]) -> MatrixBuffer:
+        pairs = [(flat.main, flat.plan) for flat in flat_params if flat.plan.shards[0].name in buffer.layout.slot_of]
+        specs = self._specs_in(buffer, plan.owners_of)
+        return MatrixBuffer(plan, specs, self._matrices.group, buffer.param.device, pairs)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """See `InParts`."""
+        self._muon.left_out = frozenset(names)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective: updates every main param that has a gradient.
+
+        Args:
+            closure: computes the loss; its value is returned.
+        """
+        loss = self._muon.step(closure)
+        if self._rest is not None:
+            self._rest.step()
+        return loss
