@@ -29,8 +29,9 @@ from peers.ratios import ByRound, Spread, by_round, over, spread
 from peers.script import table, write
 
 from megatron_distopt.cli.plan_build import build
-from megatron_distopt.cli.plan_choice import Assumed, plan_choice, plan_stage, times_of
+from megatron_distopt.cli.plan_choice import plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes
+from megatron_distopt.cli.plan_times import Assumed, times_of
 
 BUCKET_SIZE = 40_000_000
 RANKS = (2, 8, 32, 128, 512, 2048, 8192)

@@ -7,7 +7,10 @@ inside can be told to run fused before its first step, which a user could do, to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -29,6 +32,7 @@ class CoreOptimizer:
         loss_scale: constant; None for none.
         is_fused: see [Note: its Adam].
         kind: "distributed" or "plain" for its own optimizers, "ours" for this package in the place of the first.
+        fields: more of its OptimizerConfig. For ours they are set behind the host's check, which asks for a package.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class CoreOptimizer:
         loss_scale: float | None = None,
         is_fused: bool = False,
         kind: str = "distributed",
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         import megatron_on_cpu
 
@@ -48,15 +53,15 @@ class CoreOptimizer:
                 undo.callback(megatron_distopt.install().undo)
             else:
                 undo.enter_context(megatron_on_cpu.map_type_strings())
-            self._build(module, bucket_size, loss_scale, is_distributed=kind != "plain")
+            self._wrap(module, bucket_size, is_distributed=kind != "plain")
+            self._build(loss_scale, fields, is_distributed=kind != "plain", is_ours=kind == "ours")
             if is_fused:
                 _fuse(self.optimizer.optimizer)
             self._undo = undo.pop_all()
 
-    def _build(self, module: Module, bucket_size: int, loss_scale: float | None, *, is_distributed: bool) -> None:
+    def _wrap(self, module: Module, bucket_size: int, *, is_distributed: bool) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
         if not parallel_state.model_parallel_is_initialized():
@@ -70,6 +75,12 @@ class CoreOptimizer:
             bucket_size=bucket_size,
         )
         self.model = DistributedDataParallel(TransformerConfig(**shape, bf16=True), ddp, module)
+
+    def _build(
+        self, loss_scale: float | None, fields: Mapping[str, Any], *, is_distributed: bool, is_ours: bool
+    ) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
         (beta1, beta2), rates = ADAM["betas"], {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"]}
         adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": ADAM["eps"], **rates}
         config = OptimizerConfig(
@@ -79,7 +90,10 @@ class CoreOptimizer:
             clip_grad=CLIP_GRAD,
             loss_scale=loss_scale,
             **adam,
+            **({} if is_ours else fields),
         )
+        for name, value in fields.items() if is_ours else ():
+            setattr(config, name, value)
         self.optimizer = get_megatron_optimizer(config, [self.model])
         for group in self.optimizer.param_groups:
             # Its scheduler does it at every step.

@@ -15,7 +15,7 @@ from peers.ratios import failure
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 
-__all__ = ["MemoryReading", "covered", "read"]
+__all__ = ["MemoryReading", "covered", "read", "reset_peak", "status", "storages"]
 
 #: Steps before the one that is measured: moments and what a first step leaves behind are there then.
 _WARM_UP = 2
@@ -56,14 +56,14 @@ def read(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
 
 
 def _measure(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
-    storages, before = _storages(), _reset_peak()
+    known, before = storages(), reset_peak()
     trainer = entry.build(setting)
     try:
         for step in range(_WARM_UP):
             trainer.train(batch(setting, step))
-        build_peak = _status("VmHWM") - before
+        build_peak = status("VmHWM") - before
         step_peak = _peak_of_step(trainer, setting) - before
-        held = covered((address, nbytes) for address, nbytes in _storages().items() if address not in storages)
+        held = covered((address, nbytes) for address, nbytes in storages().items() if address not in known)
     finally:
         trainer.close()
     most = (max(exchange(nbytes)) for nbytes in (held, step_peak, build_peak))
@@ -71,10 +71,10 @@ def _measure(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
 
 
 def _peak_of_step(trainer: Trainer, setting: TrainSetting) -> int:
-    _reset_peak()
+    reset_peak()
     trainer.train(batch(setting, _WARM_UP))
     trainer.finish()
-    return _status("VmHWM")
+    return status("VmHWM")
 
 
 def covered(storages: Iterable[tuple[int, int]]) -> int:
@@ -93,25 +93,25 @@ def covered(storages: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _storages() -> dict[int, int]:
+def storages() -> dict[int, int]:
     gc.collect()
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in _PLAIN]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    found = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in _PLAIN]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 #: A subclass (FSDP2's DTensor) is a wrapper; what it wraps is one of these.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Resident memory once all that is free was given back, from which the high-water mark now counts."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

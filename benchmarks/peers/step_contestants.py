@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from peers import adam
 from peers.adam import torch_adam
 from peers.core_optimizer import CoreOptimizer
 from peers.steppers import ForkStepper, Ours, Stepper, StepSetting, Undistributed
 
-__all__ = ["StepEntry", "step_entries"]
+__all__ = ["Core", "StepEntry", "step_entries"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Core(Stepper):
 
     Args:
         setting: of the model.
-        is_fused: see [Note: its Adam] in core_optimizer.py.
+        options: more of `CoreOptimizer`.
     """
 
-    def __init__(self, setting: StepSetting, *, is_fused: bool = False) -> None:
+    def __init__(self, setting: StepSetting, **options: Any) -> None:
         super().__init__(setting)
-        scale = setting.loss_scale
-        self._core = CoreOptimizer(self.model, bucket_size=setting.numel, loss_scale=scale, is_fused=is_fused)
+        options = {"bucket_size": setting.numel, "loss_scale": setting.loss_scale, **options}
+        self._core = CoreOptimizer(self.model, **options)
 
     def step(self) -> None:
         self._core.optimizer.step()
