@@ -18,6 +18,8 @@ import pytest
 from megatron_distopt.cli import main as cli
 from megatron_distopt.config import FIXES_VARIABLE, FREE_OPTIONS, config_from_environment, switch_from
 from megatron_distopt.plugin import add_arguments
+from scripts.plan_page import MARKED, with_outputs
+from scripts.plan_page import PAGE as PLAN
 from scripts.reference import PAGE as REFERENCE
 from scripts.reference import with_table
 
@@ -139,6 +141,12 @@ def test_page_when_it_sets_a_variable_of_ours_then_the_value_is_taken(page: Path
 def test_reference_when_compared_with_the_options_then_its_table_is_theirs() -> None:
     page = REFERENCE.read_text(encoding="utf-8")
     assert page == with_table(page), "write the table again: python scripts/reference.py"
+
+
+def test_plan_page_when_its_commands_run_then_they_print_what_it_shows() -> None:
+    page = PLAN.read_text(encoding="utf-8")
+    assert len(MARKED.findall(page)) == page.count("<!-- output: ") > 0
+    assert page == with_outputs(page), "write the outputs again: python scripts/plan_page.py"
 
 
 @pytest.fixture(scope="module")

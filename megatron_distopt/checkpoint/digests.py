@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, shards_of
 from megatron_distopt.device import CPU
@@ -102,7 +103,7 @@ class OwnedPieces:
             tensors = tensors_of(piece)
             for kind, tensor in tensors.items():
                 keys.append(DigestKey(kind, piece.placement.name))
-                dtypes.setdefault(kind, set()).add(str(tensor.dtype).removeprefix("torch."))
+                dtypes.setdefault(kind, set()).add(dtype_name(tensor.dtype))
             values = [plain(piece.view(tensor)) for tensor in tensors.values()]
             sums.append(_of_piece(values, piece.piece.in_global.offsets, self._device))
         total = torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=self._device)

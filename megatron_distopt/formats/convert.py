@@ -29,6 +29,7 @@ from megatron_distopt.formats.megatron_2023.plain import write_plain
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
 from megatron_distopt.formats.torch.single_file import write_torch_file
+from megatron_distopt.optimizer import is_muons_group
 
 __all__ = ["TARGETS", "Converted", "convert"]
 
@@ -91,6 +92,7 @@ def convert(
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
     if to != "distopt":
+        _check_no_muon(opened.source, src, to)
         _check_one_count(opened.source, src, to)
     is_iteration = to != "distopt" or (bool(opened.files) and dst.suffix != ".distopt")
     ranks = _ranks(opened, src, dp) if to in ("per-rank", "gathered") else 0
@@ -110,6 +112,14 @@ def convert(
         rule, remedy = "be writable", "Free space there, or write elsewhere"
         raise CheckpointError(refusal(f"target {dst}", error, rule, remedy)) from error
     return Converted(opened.found, to, dst, is_iteration)
+
+
+def _check_no_muon(source: Source, src: Path, to: str) -> None:
+    """An optimizer of a fork would take the momentum of Muon for that of SGD."""
+    names = [name for group in source.head.groups if is_muons_group(group.options) for name in group.names]
+    if names:
+        got, rule = f"that of {names[0]!r} is Muon's", f"be Adam's or SGD's to become {to}"
+        raise CheckpointError(refusal(f"momentum in {src}", got, rule, "Convert to distopt or torch"))
 
 
 def _check_one_count(source: Source, src: Path, to: str) -> None:

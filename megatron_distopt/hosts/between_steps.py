@@ -32,7 +32,7 @@ __all__ = [
     "torch_data",
 ]
 
-#: torch's own `param.data`: hosts/torch/params.py replaces it with a property that notes every tensor it returns.
+#: torch's own `param.data`: written.py replaces it with a property that notes every tensor it returns.
 torch_data: Any = torch._C.TensorBase.data
 
 

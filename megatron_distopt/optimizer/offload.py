@@ -35,17 +35,22 @@ from torch.optim import Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
 from megatron_distopt.errors import ConfigError, InvariantError, refusal
-from megatron_distopt.layout import BufferLayout
+from megatron_distopt.layout import BufferLayout, choose_buckets, greatest_fraction, pinned_nbytes
 from megatron_distopt.optimizer.deferred import HostCopy
-from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, RoundsItself, divides_in_place, step_divided
+from megatron_distopt.optimizer.inner import (
+    IMPLEMENTATION,
+    Build,
+    Groups,
+    InnerChoice,
+    RoundsItself,
+    divides_in_place,
+    step_divided,
+)
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.main_params import FlatParam, OnHost
 from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["Descent", "HostUpdates", "buckets_on_host", "check_offload", "host_nbytes"]
-
-#: Options of a param group that choose a kernel, which is another one on the host.
-_KERNELS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def buckets_on_host(
@@ -58,29 +63,33 @@ def buckets_on_host(
         fraction: of the elements of 16-bit params; buckets are taken until it is reached.
         device: of the params; nothing is taken from the CPU, where all of it is on the host already.
     """
-    eligible = [(number, layout) for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32]
-    wanted = fraction * sum(layout.numel for _, layout in eligible) if device.type != CPU else 0.0
-    chosen: list[set[int]] = [set() for _ in layouts]
-    taken = 0
-    for number, layout in eligible:
-        for bucket in layout.buckets:
-            if taken < wanted:
-                chosen[number].add(bucket.index)
-                taken += bucket.in_buffer.numel
-    return [frozenset(each) for each in chosen]
+    eligible = {number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32}
+    chosen = choose_buckets(list(eligible.values()), fraction if device.type != CPU else 0.0)
+    by_buffer = dict(zip(eligible, chosen, strict=True))
+    return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
 
 def host_nbytes(
     layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, device: torch.device
 ) -> int:
-    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params."""
+    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params.
+
+    Pinned memory is counted as torch allocates it on CUDA and ROCm, see `pinned_nbytes`.
+    """
+    return _host_nbytes(layouts, config, config.offload_fraction, device)
+
+
+def _host_nbytes(
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, fraction: float, device: torch.device
+) -> int:
     precision = Precision.of(config)
-    by_element = precision.nbytes_of_main + precision.nbytes_of_moments + 4
+    by_element = precision.nbytes_of_main + precision.nbytes_of_moments
     total = 0.0
-    chosen = buckets_on_host(layouts, config.offload_fraction, device)
+    chosen = buckets_on_host(layouts, fraction, device)
     for (layout, dtype), buckets in zip(layouts, chosen, strict=True):
-        numel = sum(each.in_buffer.numel for each in layout.buckets if each.index in buckets) // layout.num_shards
-        total += numel * (by_element + dtype.itemsize)
+        for bucket in buckets:
+            numel = layout.buckets[bucket].in_buffer.numel // layout.num_shards
+            total += numel * by_element + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
     return round(total)
 
 
@@ -117,11 +126,16 @@ def check_offload(
         )
         raise ConfigError(refusal("offload_fraction", got, rule, "Write offload_fraction=0.0, or train in bf16"))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed, available = num_ranks * host_nbytes(layouts, config, device), _available_nbytes()
-    if needed > available:
-        fitting = int(100 * config.offload_fraction * available / needed) / 100
-        got = f"{config.offload_fraction}, which needs {needed:,} bytes on this machine for {num_ranks} rank(s)"
-        rule, remedy = f"need at most the {available:,} bytes that are available", f"Write offload_fraction={fitting}"
+    available = _available_nbytes()
+
+    def needed(fraction: float) -> int:
+        return num_ranks * _host_nbytes(layouts, config, fraction, device)
+
+    if needed(config.offload_fraction) > available:
+        fitting = greatest_fraction(lambda fraction: needed(fraction) <= available)
+        took = f"{needed(config.offload_fraction):,} bytes on this machine for {num_ranks} rank(s)"
+        rule = f"need at most the {available:,} bytes that are available"
+        got, remedy = f"{config.offload_fraction}, which needs {took}", f"Write offload_fraction={fitting}"
         raise ConfigError(refusal("offload_fraction", got, rule, remedy))
 
 
@@ -200,7 +214,7 @@ class HostUpdates:
                 _copy_all([(_host_of(flat).arrived, flat.main_grad) for flat in bucket])
                 buckets.append((bucket, mark(self._device)))
         groups = [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", *_KERNELS)}
+            {key: _plain(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
             for group in self._inner.param_groups
         ]
         return Descent(buckets, divisor, numbers, groups)
@@ -226,7 +240,7 @@ class HostUpdates:
         """The optimizer of the host, built anew where there are more param groups."""
         if self._on_host is None or len(self._on_host.param_groups) != num_groups:
             options = [
-                {key: value for key, value in group.items() if key not in _KERNELS}
+                {key: value for key, value in group.items() if key not in IMPLEMENTATION}
                 for group in self._inner.param_groups
             ]
             self._on_host = self._build(

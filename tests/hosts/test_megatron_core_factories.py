@@ -22,6 +22,9 @@ from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
 
 CASE = Case("distopt", dp=2, steps=4)
+#: Then a copied factory builds the host's HybridDeviceOptimizer first.
+OFFLOADS = core_mentions("optimizer/optimizer_config.py", "optimizer_cpu_offload")
+OFFLOADED = (("optimizer_cpu_offload", True), ("optimizer_offload_fraction", 0.5))
 Facts = dict[str, Any]
 
 
@@ -31,6 +34,7 @@ def _collect(rank: int, size: int) -> Facts:
         "wrapped factory": _with_factory(_wrapped),
         "own factory": _with_factory(lambda: None),
         "copied factory, required": _with_factory(_copied, switch="require"),
+        "copied factory, state on the host": _with_factory(_copied, CASE.of(fields=OFFLOADED)) if OFFLOADS else None,
         "copied factory, switched off": _refusal(lambda: _with_factory(_copied, switch="0")),
         "required and not used": _refusal(_required_without_flag),
         "subclass": _refusal(_subclass),
@@ -79,7 +83,7 @@ def _wrapped() -> None:
     host.get_megatron_optimizer = wrapper
 
 
-def _with_factory(make: Callable[[], Callable[..., Any] | None], switch: str = "1") -> Facts:
+def _with_factory(make: Callable[[], Callable[..., Any] | None], case: Case = CASE, *, switch: str = "1") -> Facts:
     """Trains with what a factory builds that was made before the installation."""
     import megatron.core.optimizer as host
 
@@ -94,8 +98,8 @@ def _with_factory(make: Callable[[], Callable[..., Any] | None], switch: str = "
             patch.setenv("MEGATRON_DISTOPT", switch)
             if copied is not None:
                 patch.setattr(host, "get_megatron_optimizer", copied)
-            training = gpt.Training(CASE.of(optimizer="host-distributed"))  # which installs nothing itself
-            losses = [training.step().loss for _ in range(CASE.steps)]
+            training = gpt.Training(case.of(optimizer="host-distributed"))  # which installs nothing itself
+            losses = [training.step().loss for _ in range(case.steps)]
         kinds = [type(each).__module__ for each in (training.optimizer, *gpt.parts_of(training.optimizer))]
         installed.undo()
     return {"losses": losses, "kinds": sorted({kind.split(".")[0] for kind in kinds})}
@@ -258,7 +262,10 @@ def found() -> list[Facts]:
     return run_ranks(_collect, 2, seconds=240)
 
 
-@pytest.mark.parametrize("factory", ["copied factory", "wrapped factory", "copied factory, required"])
+FACTORIES = ["copied factory", "wrapped factory", "copied factory, required"]
+
+
+@pytest.mark.parametrize("factory", [*FACTORIES, *(["copied factory, state on the host"] if OFFLOADS else [])])
 def test_factory_when_copied_or_wrapped_then_it_builds_ours_and_every_bit_is_the_same(
     found: list[Facts], factory: str
 ) -> None:

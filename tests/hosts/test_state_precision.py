@@ -20,10 +20,10 @@ from megatron_distopt.optimizer import Precision
 from tests.support.cases import Case
 from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks
+from tests.support.state_table import HOSTS, PRECISIONS
 
 FORMS = ("float32", "remainder", "bfloat16", "float16")
 MOMENTS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
-HOSTS = ("torch", "megatron_2023", "megatron_core")
 FULL = Precision()
 ALL = tuple(Precision(form, moment, moment) for form, moment in product(FORMS, MOMENTS))
 #: Each form and each dtype of a moment at least once, and the two moments in different ones.
@@ -82,10 +82,10 @@ def _train_fork(fork: MiniFork) -> Trained:
     return Trained(tuple(each.loss for each in run.iterations), run.params)
 
 
-def _train_core() -> Trained:
+def _train_core(fields: tuple[tuple[str, object], ...] = ()) -> Trained:
     from tests.support.gpt import train
 
-    curve = train(Case("distopt", dp=2, steps=STEPS, precision="bf16"))
+    curve = train(Case("distopt", dp=2, steps=STEPS, precision="bf16", fields=fields))
     return Trained(tuple(curve.losses), curve.params)
 
 
@@ -118,7 +118,9 @@ def _are_equal(one: Trained, other: Trained) -> bool:
     return one.losses == other.losses and are_params
 
 
-#: By megatron-core's own fields, what they mean.
+#: The second is what its config makes of the first.
+AWARE = dict.fromkeys(("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), True)
+#: By megatron-core's own fields, what they mean. Before 0.13 it has plain main params in the place of remainders.
 OWN_FIELDS = {
     Precision("remainder"): {},
     Precision("float16", "float8_e4m3fn", "float16"): {
@@ -136,24 +138,11 @@ OWN_FIELDS = {
 
 def train_core_with_its_own_fields(rank: int, size: int) -> dict[Precision, tuple[Trained, Trained]]:
     """By what the host's fields mean: trained with them, and with ours. Empty where the host has no such fields."""
-    gpt = import_module("tests.support.gpt")
-    build = gpt.optimizer_config
+    if not hasattr(import_module("tests.support.gpt").OptimizerConfig, "use_precision_aware_optimizer"):
+        return {}
     found = {}
     for precision, fields in OWN_FIELDS.items():
-
-        def with_fields(case: Case, fields: dict[str, object] = fields) -> object:
-            config = build(case)
-            # After it was checked, because it asks for TransformerEngine.
-            for name, value in {"use_precision_aware_optimizer": True, **fields}.items():
-                setattr(config, name, value)
-            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-            return config
-
-        if not hasattr(gpt.OptimizerConfig, "store_param_remainders"):
-            return {}
-        gpt.optimizer_config = with_fields
-        theirs = _train_core()
-        gpt.optimizer_config = build
+        theirs = _train_core(tuple({**AWARE, **fields}.items()))
         with asked_for(precision):
             found[precision] = theirs, _train_core()
     return found
@@ -191,10 +180,20 @@ def test_training_when_state_is_kept_in_low_precision_then_it_follows_that_of_fp
     assert len({trained[each].losses for each in SOME}) == len(SOME) - 2  # two are equal to the bit
 
 
+#: Of a number in the table, which was found on another processor: that adds up in another order, and some values are
+#: then rounded to their other neighbour. Two processors were up to 0.0006 apart.
+AS_IN_THE_TABLE = 0.001
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("host", HOSTS)
-def test_training_when_every_combination_of_precisions_is_tried_then_it_follows_fp32(host: str) -> None:
+def test_training_when_every_combination_of_precisions_is_tried_then_it_is_as_the_table_says(host: str) -> None:
     found = run_ranks(train_all, 2, host, ALL, seconds=1200)[0]
-    verdicts = {each: verdict(found, each) for each in ALL}
-    assert all(verdicts[each] == "equal" for each in ALL if each.main_params_dtype == "remainder")
-    assert all(float(each) < TOLERANCE for each in verdicts.values() if each != "equal")
+    table = PRECISIONS.read()
+    for each in ALL:
+        now, then = verdict(found, each), table[each.main_params_dtype, each.exp_avg_dtype][host][0]
+        if each.main_params_dtype == "remainder":
+            assert now == then == "equal", each
+        else:
+            assert float(now) < TOLERANCE, each
+            assert float(now) == pytest.approx(float(then), abs=AS_IN_THE_TABLE), each

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,26 @@ def _go_back(first: str) -> Act:
     return act
 
 
+def _load_live(step: int, model: Sequential, optimizer: Any) -> None:
+    """As torch.distributed.checkpoint leaves it, which reads into the tensors of `state_dict()`."""
+    if step in (1, 3):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _load_local_and_leave_out() -> Act:
+    """What is loaded is cut before the next update, because one param of several has no gradient."""
+    kept: dict[str, Any] = {}
+
+    def act(step: int, model: Sequential, optimizer: Any) -> None:
+        if step == 1:
+            kept.update(copy.deepcopy(optimizer.local_state_dict()))
+        if step == 3:
+            optimizer.load_local_state_dict(kept)
+        model[0].bias.requires_grad_(step != 3)
+
+    return act
+
+
 EQUAL: dict[str, Act] = {
     "changes weights and says so": _change_and_reload,
     "reads weights": _read_detached,
@@ -85,6 +107,8 @@ EQUAL: dict[str, Act] = {
     "loads model and optimizer": _go_back("model"),
     "loads optimizer and model": _go_back("optimizer"),
     "loads the optimizer alone": _go_back("alone"),
+    "loads the state that it has": _load_live,
+    "loads a local state and leaves out a gradient": _load_local_and_leave_out(),
 }
 
 
@@ -125,6 +149,145 @@ def test_remainders_when_a_user_acts_between_steps_then_training_is_that_of_fp32
     found: list[dict[str, list[bool]]], name: str
 ) -> None:
     assert [of_rank[name] for of_rank in found] == [[True, True]] * 2
+
+
+def _torch_state_without_main_params(optimizer: Any) -> dict[str, Any]:
+    """As torch's own AdamW has it."""
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values.pop("main_param", None)
+    return state
+
+
+#: By what is given: loads that are refused.
+FAILED: dict[str, Callable[[Any, Path], None]] = {
+    "a folder without a checkpoint": lambda optimizer, folder: optimizer.load(folder / "none"),
+    "a damaged checkpoint": lambda optimizer, folder: optimizer.load(folder / "damaged"),
+    "a state dict of another model": lambda optimizer, folder: optimizer.load_state_dict(
+        {"state": {}, "param_groups": [{"params": [0]}]}
+    ),
+    "a local state of another model": lambda optimizer, folder: optimizer.load_local_state_dict({}),
+}
+#: By name: what leaves weights changed and main params as they were.
+CHANGES: dict[str, Callable[[Sequential], None]] = {
+    "written in place": _halve,
+    "replaced": lambda model: setattr(model[0].weight, "data", model[0].weight.detach() * 0.5),
+}
+
+
+def _change_and_fail(load: str, change: str, folder: Path, *, reloads: bool) -> Act:
+    """After two steps, on all ranks."""
+
+    def act(step: int, model: Sequential, optimizer: Any) -> None:
+        if step == 2:
+            CHANGES[change](model)
+            with pytest.raises(DistOptError):
+                FAILED[load](optimizer, folder)
+        if step == 2 and reloads:
+            optimizer.reload_model_params()
+
+    return act
+
+
+def _leave_damaged(rank: int, folder: Path) -> None:
+    """Collective: a checkpoint of the model with one bit flipped."""
+
+    def act(step: int, model: Sequential, optimizer: Any) -> None:
+        if step == 2:
+            optimizer.save(folder)
+
+    _train(act, {}, rank)
+    if rank == 0:
+        path = sorted(folder.glob("*.distcp"))[-1]
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+
+
+def _trained_or_refused(act: Act, options: dict[str, str], rank: int) -> Any:
+    try:
+        return _train(act, options, rank)
+    except DistOptError as error:
+        return str(error)
+
+
+def fail_to_load(rank: int, size: int, folder: Path) -> dict[tuple[str, str], tuple[list[bool], Any]]:
+    """By load and change: whether `PAIRS` are equal with a reload, and what remainders answer without one."""
+    _leave_damaged(rank, folder / "damaged")
+    found = {}
+    for load, change in product(FAILED, CHANGES):
+        told = _change_and_fail(load, change, folder, reloads=True)
+        pairs = [[_train(told, options, rank) for options in pair] for pair in PAIRS]
+        equal = [one[0] == two[0] and all(map(torch.equal, one[1], two[1])) for one, two in pairs]
+        silent = _change_and_fail(load, change, folder, reloads=False)
+        found[load, change] = equal, _trained_or_refused(silent, REMAINDER, rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], tuple[list[bool], Any]]]:
+    return run_ranks(fail_to_load, 2, tmp_path_factory.mktemp("failed"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("load", FAILED)
+def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change_is_not_forgotten(
+    failed: list[dict[tuple[str, str], tuple[list[bool], Any]]], load: str, change: str
+) -> None:
+    for of_rank in failed:
+        equal, answer = of_rank[load, change]
+        assert equal == [True, True]
+        assert "0.weight" in answer and "reload_model_params()" in answer
+
+
+def _change_and_load_without_main_params(*, reloads: bool) -> Act:
+    def act(step: int, model: Sequential, optimizer: Any) -> None:
+        if step == 2:
+            state = _torch_state_without_main_params(optimizer)
+            _halve(model)
+            optimizer.load_state_dict(state)
+        if step == 2 and reloads:
+            optimizer.reload_model_params()
+
+    return act
+
+
+READS: dict[str, Callable[[Any, Path], object]] = {
+    "state_dict": lambda optimizer, folder: optimizer.state_dict(),
+    "full_state_dict": lambda optimizer, folder: optimizer.full_state_dict(),
+    "local_state_dict": lambda optimizer, folder: optimizer.local_state_dict(),
+    "save": lambda optimizer, folder: optimizer.save(folder),
+}
+
+
+def read_changed(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What remainders answer where the state is loaded in part or read after a silent change."""
+    found = {
+        "loaded": _trained_or_refused(_change_and_load_without_main_params(reloads=False), REMAINDER, rank),
+        "reloaded": [
+            _train(_change_and_load_without_main_params(reloads=True), options, rank)[0] for options in PAIRS[0]
+        ],
+    }
+    for name, read in READS.items():
+
+        def act(step: int, model: Sequential, optimizer: Any, read: Callable[[Any, Path], object] = read) -> None:
+            if step == 2:
+                CHANGES["replaced"](model)
+                with pytest.raises(DistOptError, match="reload_model_params"):
+                    read(optimizer, folder)
+
+        found[name] = _trained_or_refused(act, REMAINDER, rank)
+    return found
+
+
+def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
+    tmp_path: Path,
+) -> None:
+    for answers in run_ranks(read_changed, 2, tmp_path):
+        one, other = answers.pop("reloaded")
+        assert one == other
+        assert {name for name, answer in answers.items() if "reload_model_params()" not in answer} == set()
 
 
 def refuse_on_one(rank: int, size: int) -> list[str]:

@@ -63,8 +63,11 @@ def test_fraction_when_a_variable_has_it_then_it_counts() -> None:
 
 
 def test_bytes_when_all_is_on_the_host_then_state_and_pinned_memory_of_a_shard() -> None:
-    numel = _LAYOUTS[0][0].numel // 2
-    assert host_nbytes(_LAYOUTS, DistOptConfig(offload_fraction=1.0), _CUDA) == numel * (12 + 4 + 2)
+    """torch pins memory in powers of two; tests/sim/test_plan_on_host.py reads what is in it off the tensors."""
+    numels = [bucket.in_buffer.numel // 2 for bucket in _LAYOUTS[0][0].buckets]
+    pinned = [min(1 << power for power in range(20) if 1 << power >= numel) * (4 + 2) for numel in numels]
+    assert host_nbytes(_LAYOUTS, DistOptConfig(offload_fraction=1.0), _CUDA) == 12 * sum(numels) + sum(pinned)
+    assert sum(pinned) > 6 * sum(numels)
 
 
 def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_both_numbers(
@@ -78,6 +81,23 @@ def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_b
     assert f"{8 * host_nbytes(_LAYOUTS, config, _CUDA):,} bytes on this machine for 8 rank(s)" in str(error.value)
     assert "5,000 bytes" in str(error.value)
     check_offload(_LAYOUTS, config, _CPU)
+
+
+@pytest.mark.parametrize(
+    ("available", "fraction"), [(0, 0.01), (5000, 0.01), (5000, 0.5), (5000, 1.0), (15_000, 1.0), (20_000, 1.0)]
+)
+def test_offload_when_a_fraction_is_refused_then_the_one_that_is_proposed_fits_and_the_next_does_not(
+    available: int, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets are whole: a fraction that is computed from bytes alone may take a bucket for which there is no room."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: available)
+    with pytest.raises(ConfigError) as error:
+        check_offload(_LAYOUTS, DistOptConfig(offload_fraction=fraction), _CUDA)
+    proposed = float(str(error.value).removesuffix(".").rpartition("=")[2])
+    check_offload(_LAYOUTS, DistOptConfig(offload_fraction=proposed), _CUDA)
+    with pytest.raises(ConfigError):
+        check_offload(_LAYOUTS, DistOptConfig(offload_fraction=proposed + 0.01), _CUDA)
 
 
 @pytest.mark.parametrize("name", ["torch.optim:Adagrad", "adam"])

@@ -51,6 +51,17 @@ CORE = {
     "tp2": _OVERLAP.of(tp=2),
     "pp2": _OVERLAP.of(pp=2, tied=False),
 }
+_ANY_STATE = f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 {_BOTH}"
+#: By the dtype of the params, trainings that have their state as variables of the environment ask for it.
+FORK_STATES = {
+    "bfloat16": f"{_ANY_STATE} --bf16",
+    "float16": f"{_ANY_STATE} --fp16 --initial-loss-scale 4096",
+    "float32": _ANY_STATE,
+}
+CORE_STATES = {
+    name: _OVERLAP.of(dp=2, precision=precision)
+    for name, precision in {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.items()
+}
 _REMAINDER = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}
 #: Variables of some of megatron-core's.
 VARIABLES = {
@@ -84,7 +95,7 @@ def train_fork(name: str, device: str) -> Trained:
     for module in [each for key, each in sys.modules.items() if key.split(".")[0] in ("megatron", "pretrain")]:
         if hasattr(module, "DEVICE"):
             module.DEVICE = device  # type: ignore[attr-defined]
-    run = fork.train(*FORK[name].split())
+    run = fork.train(*(FORK | FORK_STATES)[name].split())
     norms = [float(each.grad_norm) for each in run.iterations if each.grad_norm is not None]
     return Trained(run.losses, norms, {key: param.cpu() for key, param in run.params.items()})
 
@@ -108,7 +119,8 @@ def train_core(name: str, device: str) -> Trained:
 
     prepare_core(device)
     with streams_of(device), variables(VARIABLES.get(name, {})):
-        curve = _train_and_move(CORE[name]) if name == "moved away and back" else gpt.train(CORE[name])
+        case = (CORE | CORE_STATES)[name]
+        curve = _train_and_move(case) if name == "moved away and back" else gpt.train(case)
     norms = [float(step.grad_norm) for step in curve.steps if step.grad_norm is not None]
     losses = [float(step.loss) for step in curve.steps]
     return Trained(losses, norms, {key: param.cpu() for key, param in curve.params.items()})

@@ -37,6 +37,7 @@ class Program:
         steps: how many.
         bad: the step in which a gradient is not finite.
         variant: what is done beside plain training.
+        muon: whether Muon updates the params of two dimensions.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Program:
     steps: int = 4
     bad: int | None = None
     variant: str = "plain"
+    muon: bool = False
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -94,6 +96,12 @@ PROGRAMS: dict[str, Program] = {
     "gradients kept": Program(_OVERLAP, BF16, variant="kept"),
     "a module's buffers": Program(_OVERLAP, variant="buffers"),
     "step on a stream": Program(_OVERLAP, BF16, variant="step stream"),
+    # --- matrices that travel
+    "muon": Program({"clip_grad": 1.0, "bucket_size": 128}, muon=True),
+    "muon, overlap": Program({"clip_grad": 1.0, **_OVERLAP}, BF16, _MIXED, muon=True),
+    "muon, nan skip": Program({"nonfinite": "skip", **_OVERLAP}, BF16, bad=2, muon=True),
+    "muon, step on a stream": Program(_OVERLAP, BF16, variant="step stream", muon=True),
+    "muon, saved": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save", muon=True),
     # --- state on the host
     "host half": Program({"offload_fraction": 0.5, "clip_grad": 1.0, **_OVERLAP}, BF16),
     "host all": Program({"offload_fraction": 1.0, "clip_grad": 1.0, "bucket_size": 128}, BF16),
@@ -198,7 +206,11 @@ class Run:
             self.model.norm = _Norm(device)
         if program.variant == "direct":
             self.model.direct = _Direct(program.dtype).to(device)
-        given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
+        given: Any = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
+        if program.muon:
+            matrices = [param for param in self.model.parameters() if param.dim() == 2]
+            others = [param for param in self.model.parameters() if param.dim() != 2]
+            given = [torch.optim.Muon(matrices, lr=2.0**-6), torch.optim.AdamW(others, lr=2.0**-6)]
         if program.variant == "direct":
             given.add_param_group({"params": [self.model.direct.weight], "wd_mult": 1.0})
         self._late = dict(self.model.named())["deep.weight"].requires_grad_(program.variant != "unfrozen")

@@ -94,6 +94,7 @@ REMOVALS = (
     Removal("comm/pairwise.py", "keep_for_current_stream(self._sent)", "pass", _REDUCED),
     Removal("comm/pairwise.py", "keep_for_current_stream(self._received)", "pass", _REDUCED),
     Removal("comm/collectives.py", "how.reduce_dtype).wait()", "how.reduce_dtype)", _REDUCED[2:]),
+    Removal("comm/travel.py", "work.wait()", "pass", ("muon", "muon, overlap")),
     Removal("comm/timing.py", "seconds = each.wait()", "seconds = 0.0", _PLAIN),
     Removal(_COMM, "wait_for_streams(self._streams", "(lambda *_: 0)(self._streams", ("streams",)),
     Removal(_COMM, "self._grads.wait(list(self._grads.under_way))", _NO_TIME, _PLAIN),
@@ -169,7 +170,11 @@ _KEPT: dict[str, dict[str, str]] = {
     "comm/pairwise.py": dict.fromkeys(
         ("wait(sent)", "wait(received)", "wait(self.received)", "wait(works)"), _MESSAGES
     ),
+    "comm/travel.py": {"wait(self._messages)": _MESSAGES},
     "device.py": {"event = current_stream(device).record_event()": _GONE},
+    "optimizer/flat_muon.py": dict.fromkeys(
+        ("under_way.wait()", "returning.pop(0)[0].wait()", "arrived.under_way.wait()"), _BY_NAME
+    ),
     "hosts/megatron_2023/built.py": {"self.communication.finish_gather()": _BY_NAME},
     "hosts/megatron_2023/checkpoint.py": {
         "self._optimizer.finish_param_gather()": _SLOW,

@@ -1,15 +1,20 @@
-"""Digests on the simulated accelerator are those of the CPU, and logging them changes nothing and waits for nothing."""
+"""Digests on the simulated accelerator are those of the CPU, and logging them changes nothing and waits for nothing.
+
+Those of a run with state on the host are those of the same run without, in a Megatron as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_distopt.checkpoint.digest_files import LoggedRun, read_run
-from tests.sim import programs
+from tests.sim import host_programs, programs
 from tests.sim.trial import begin, differs
+from tests.support.sim import machine
 from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import run_ranks
 
@@ -52,3 +57,61 @@ def _digests(run: LoggedRun) -> dict[int, object]:
 def test_digests_when_on_an_asynchronous_device_then_no_seed_finds_anything(tmp_path: Path) -> None:
     found = run_ranks(_try, 2, tmp_path, sorted(programs.PROGRAMS), range(5), seconds=3000)
     assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}, {}]
+
+
+#: By name: variables that ask for a form of the state.
+STATES: Mapping[str, Mapping[str, str]] = {
+    "remainder and int8": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"},
+    "fp32": {},
+    "bf16": dict.fromkeys(("MAIN_PARAMS_DTYPE", "EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE"), "bfloat16"),
+    "fp16 and fp8": {"MAIN_PARAMS_DTYPE": "float16", "EXP_AVG_SQ_DTYPE": "float8_e5m2"},
+}
+#: What is not long.
+SHORT = ("remainder and int8",)
+FRACTIONS = ("0.5", "1.0")
+KINDS = {"grad", "main", "exp_avg", "exp_avg_sq"}
+
+
+def _log_in_places(
+    rank: int, size: int, folder: Path, host: str, states: Sequence[str], seeds: Sequence[int]
+) -> dict[str, list[str]]:
+    """What was wrong, by the form of the state; each entry names the fraction on the host and the seed."""
+    begin()
+    take_over_world()
+    found: dict[str, list[str]] = {}
+    for name in states:
+        expected = _logged(folder / name / "device", host, STATES[name])
+        kinds = {key.kind for key in expected.steps[max(expected.steps)].digests}
+        wrong = [] if kinds == KINDS and len(expected.steps) > 3 else [f"{kinds} of steps {[*expected.steps]}"]
+        for fraction, seed in ((fraction, seed) for fraction in FRACTIONS for seed in seeds):
+            machine.seed(seed)
+            asked = {"OFFLOAD_FRACTION": fraction, **STATES[name]}
+            logged = _logged(folder / name / f"{fraction} {seed}", host, asked)
+            if _digests(logged) != _digests(expected):
+                wrong.append(f"{fraction}, seed {seed}")
+        found[name] = wrong
+    return found
+
+
+def _logged(folder: Path, host: str, asked: Mapping[str, str]) -> LoggedRun:
+    """Collective: the digests of a training on the device."""
+    with host_programs.variables({"LOG_DIGESTS": "1", "DIGEST_FOLDER": str(folder), **asked}):
+        host_programs.train(host, "bfloat16", "sim")
+    gc.collect()  # the end of an optimizer writes what is due
+    programs.dist.barrier()
+    return read_run(folder)
+
+
+@pytest.mark.parametrize("host", ["fork", "core"])
+def test_digests_in_a_megatron_when_state_is_on_the_host_then_they_are_those_without(tmp_path: Path, host: str) -> None:
+    found = run_ranks(_log_in_places, 2, tmp_path, host, SHORT, (1,), seconds=200)
+    assert found == [{name: [] for name in SHORT}] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("host", ["fork", "core"])
+def test_digests_in_a_megatron_when_state_is_on_the_host_then_they_are_those_without_in_every_form(
+    tmp_path: Path, host: str
+) -> None:
+    found = run_ranks(_log_in_places, 2, tmp_path, host, [*STATES], range(5), seconds=1200)
+    assert found == [{name: [] for name in STATES}] * 2

@@ -19,7 +19,7 @@ SHORT = (
     *("fp32 overlap", "mixed overlap", "bf16 overlap, two streams", "reduced in bf16, forward on a stream"),
     *("fp16 dynamic", "nan raise", "nan skip", "captured", "clipped by the user", "saved in the background"),
     *("step on a stream", "a param begins to train", "low precision", "low precision, captured"),
-    *("host half, low precision", "host all, mixed"),
+    *("host half, low precision", "host all, mixed", "muon, step on a stream"),
 )
 #: On a device that DeepSpeed names.
 NAMED = ("fp32 overlap", "mixed overlap", "a module's buffers", "saved in the background", "reduced in bf16, overlap")
@@ -33,7 +33,7 @@ ON_FOUR = (
     "captured",
 )
 #: Long ones are cut into parts, so that a rank need not live for an hour.
-PARTS = [sorted(PROGRAMS)[start::6] for start in range(6)]
+PARTS = [sorted(PROGRAMS)[start::12] for start in range(12)]
 
 
 @pytest.fixture(scope="module")

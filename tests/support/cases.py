@@ -50,6 +50,9 @@ class Case:
     instances: int = 1  # of the distributed optimizer
     mtp: int = 0  # layers that predict further tokens
     mtp_detached: bool = False  # whose heads then have a norm of their own, from 0.19 on
+    fields: tuple[
+        tuple[str, Any], ...
+    ] = ()  # of the host's OptimizerConfig, set behind its check for TransformerEngine
 
     @property
     def distributed(self) -> bool:

@@ -98,9 +98,13 @@ class Training:
             import megatron_distopt
 
             self._undo.callback(megatron_distopt.install().undo)
-        with self.type_strings():
-            # Looked up when it is called, as a training module does that is imported after the installation.
-            self.optimizer = host_optimizer.get_megatron_optimizer(optimizer_config(case), self.chunks)
+        try:
+            with self.type_strings():
+                # Looked up when it is called, as a training module does that is imported after the installation.
+                self.optimizer = host_optimizer.get_megatron_optimizer(optimizer_config(case), self.chunks)
+        except Exception:
+            self.close()
+            raise
         self._connect_schedule()
 
     def close(self) -> None:
@@ -392,7 +396,7 @@ def ddp_config(case: Case) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(case: Case) -> OptimizerConfig:
-    return OptimizerConfig(
+    config = OptimizerConfig(
         optimizer=case.optimizer_name,
         lr=case.lr,
         min_lr=case.lr / 10,
@@ -415,6 +419,9 @@ def optimizer_config(case: Case) -> OptimizerConfig:
             overlap_param_gather=case.overlap_param_gather,
         ),
     )
+    for name, value in case.fields:
+        setattr(config, name, value)
+    return config
 
 
 def microbatches(case: Case, step: int) -> Iterator[Tensor]:

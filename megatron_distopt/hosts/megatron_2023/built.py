@@ -38,6 +38,7 @@ from megatron_distopt.hosts.megatron_2023.start import Request, Start, plan_star
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch
+from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 from megatron_distopt.optimizer.accelerator import stats_dtype
 
@@ -115,6 +116,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         self._may_be_stale = True
         self._placed = [PlacedParam(name, param) for name, param in self.start.named.items()]
         self._members = GroupMembers(self.optimizer)
+        self.written = RemainderWatch(self.sharded, self.start.named)
         numbers = torch.empty((), dtype=stats_dtype(self.sharded.device), device=self.sharded.device)
         self._used = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
         if self.everyone.rank == 0:

@@ -101,6 +101,7 @@ class CheckpointCalls:
             self._load_head(state_dict)
             return
         self._has_whole_state = True
+        self._optimizer.written.forget()
         self._optimizer.communication.gather_now()
 
     def _without_constant_scale(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,6 +155,7 @@ class CheckpointCalls:
             raise
         finally:
             self._take_back = _nothing
+        self._optimizer.written.forget()
         self._optimizer.communication.gather_now()
 
     def _load_tensors(self, filename: str) -> None:

@@ -110,10 +110,13 @@ class DistributedOptimizer(BuiltOptimizer):
         try:
             self._members.check()
             self._bring_params_back(with_values=self._may_be_stale)
+            if not self._may_be_stale:
+                self.written.check()
         except LayoutError as error:
             return notice_for(raising(error), torch.ones_like(self._used.found), self.everyone)
         if self._may_be_stale:
             self.sharded.follow_model()
+            self.written.forget()
             self._may_be_stale = False
         found = self._used.found
         return notice_for(partial(UsedGrads.check, found.clone()), found, self.everyone)
@@ -159,6 +162,7 @@ class DistributedOptimizer(BuiltOptimizer):
         self.finish_param_gather()
         self._bring_params_back(with_values=True)
         self.sharded.follow_model()
+        self.written.forget()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")

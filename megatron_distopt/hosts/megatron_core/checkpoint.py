@@ -108,6 +108,8 @@ class CheckpointCalls(DigestCalls):
             if group.param_gather_handle is not None:
                 group.start_param_sync(force_sync=True)
         yield
+        for optimizer in self.ours():
+            optimizer.written.forget()
         self.digests.restart()
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["host_state_of"]
+__all__ = ["host_state_of", "is_hosts_offloading"]
+
+#: The host's own optimizer over copies of params on the host, and what it updates them with.
+_HYBRID, _OVER = "HybridDeviceOptimizer", (torch.optim.AdamW, torch.optim.SGD)
 
 #: What of the state is pinned by options of the host. Ours pins what is copied, and nothing else.
 _PINNED = ("pin_cpu_grads", "pin_cpu_params")
@@ -31,3 +37,13 @@ def host_state_of(host: Any) -> dict[str, float]:
             rule = "be True with optimizer_cpu_offload, because gradients and params are copied from pinned memory"
             raise ConfigError(refusal(name, "False", rule, f"Drop --no-{name.replace('_', '-')}"))
     return {"offload_fraction": host.optimizer_offload_fraction}
+
+
+def is_hosts_offloading(optimizer: Optimizer) -> bool:
+    """Whether the host built its own offloading optimizer, which a factory that others copied does.
+
+    Ours takes its place, with the Adam or SGD inside it.
+    """
+    kind = type(optimizer)
+    is_hosts = kind.__name__ == _HYBRID and kind.__module__.startswith("megatron.core.")
+    return is_hosts and optimizer.defaults["cpu_optimizer_cls"] in _OVER

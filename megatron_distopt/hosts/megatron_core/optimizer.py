@@ -39,9 +39,11 @@ from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_buf
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
+from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer import (
     InnerChoice,
     ShardedOptimizer,
@@ -115,6 +117,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.shard_fp32_from_float16_groups = [[main] for main in main_params]
         self.offloaded = OffloadedState(self.sharded, main_params)
         self._members = GroupMembers(self.sharded.inner)
+        self.written = RemainderWatch(self.sharded, self.named)
 
     def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None) -> ShardedOptimizer:
         device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
@@ -153,7 +156,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:
-        """Whether params are in the host's buffers, groups have their params and the state is not offloaded.
+        """Whether params are in the host's buffers, groups have their params and the state is not offloaded or lost.
 
         Raises:
             LayoutError: on this rank.
@@ -163,6 +166,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         check_buffers_stay(self.sharded.buffers, self.sharded.flat_params)
         for buffer in self.buffers:
             check_params_are_in(buffer, self.named)
+        self.written.check()
 
     @property
     def stats_group(self) -> Group:
@@ -212,6 +216,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             state_dict: the host's model state dict, or None for the model params as they are.
         """
         self.offloaded.check_is_there()
+        self.written.forget()
         if state_dict is None:
             self.sharded.reload_model_params()
             return
@@ -330,6 +335,8 @@ def _inner_for(
     """
     if optimizer is None:
         return choose_inner(config, device_type), []
+    if is_hosts_offloading(optimizer):
+        return choose_inner(config, device_type), groups_of(optimizer)
     if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
         _check_options_of(optimizer)
         return choose_inner(config, device_type), groups_of(optimizer)

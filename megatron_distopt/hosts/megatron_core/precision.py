@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import ConfigError, refusal
 
 __all__ = ["in_full_precision", "precision_of"]
@@ -32,9 +33,9 @@ def precision_of(host: Any) -> dict[str, str]:
     dtypes = {name: getattr(host, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
-            names = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+            names = ", ".join(map(dtype_name, _DTYPES))
             remedy = f"Write --{name.replace('_', '-')} fp32"
-            raise ConfigError(refusal(name, str(dtype).removeprefix("torch."), f"be one of {names}", remedy))
+            raise ConfigError(refusal(name, dtype_name(dtype), f"be one of {names}", remedy))
     precision = {name: _DTYPES[dtype] for name, dtype in dtypes.items()}
     # The host's own remainders are of bf16 params as well.
     if precision["main_params_dtype"] == "float32" and host.bf16 and getattr(host, "store_param_remainders", False):

@@ -13,6 +13,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer import ShardedOptimizer
 
 __all__ = ["HoldsState", "whole_model_of"]
@@ -24,11 +25,13 @@ class HoldsState(Protocol):
     Args:
         sharded: the sharded step.
         offloaded: where its state is.
+        written: what others did to the params.
         named: this rank's params by their names in the optimizer.
     """
 
     sharded: ShardedOptimizer
     offloaded: OffloadedState
+    written: RemainderWatch
     named: dict[str, Parameter]
     model_chunks: list[Any]
     param_groups: list[dict[str, Any]]

@@ -12,11 +12,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 #: Of the device `sim` among torch's.
@@ -26,6 +29,19 @@ _PRIVATE_USE_1 = 20
 _SECONDS = 60.0
 #: How long the host may be idle before the device goes on by itself, as one does while the host is in another library.
 _IDLE_SECONDS = 0.1
+
+
+@contextmanager
+def _disabled() -> Iterator[None]:
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Neither autograd nor a mode sees torch's operators then; to disable nothing would take longer than a kernel."""
+    if _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
+        return _disabled()
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 class SimError(RuntimeError):
@@ -265,18 +281,19 @@ class Machine:
 
     def _step(self) -> bool:
         """Carries out one operation, if one can be."""
-        waiting = sorted(self.busy, key=lambda stream: stream.number)
         if self._random.random() < 0.1:
-            self._priorities = {stream: self._random.random() for stream in waiting}
-        waiting.sort(key=lambda stream: self._priorities.setdefault(stream, self._random.random()))
-        return any(self._advance(stream) for stream in waiting)
+            self._priorities = {}
+        if any(stream not in self._priorities for stream in self.busy):
+            for stream in sorted(self.busy, key=lambda stream: stream.number):
+                self._priorities.setdefault(stream, self._random.random())
+        return any(self._advance(stream) for stream in sorted(self.busy, key=self._priorities.__getitem__))
 
     def _advance(self, stream: Stream) -> bool:
         head = stream.queue[0]
         if not all(point.is_reached for point in head.after):
             return False
         try:
-            with torch.no_grad(), _disable_current_modes():
+            with _unseen():
                 if head.under_way is None:
                     head.under_way = head.run()
                     is_done = head.under_way is None

@@ -132,7 +132,10 @@ class Memory:
     def collect(self) -> None:
         """Gives what torch has freed back to its streams."""
         with machine.lock:
-            freed = np.flatnonzero(self._slots[: self._num_slots, 0] != self._lent[: self._num_slots])
+            is_freed = self._slots[: self._num_slots, 0] != self._lent[: self._num_slots]
+            if not is_freed.any():
+                return
+            freed = is_freed.nonzero()[0]
             blocks = [self._in_slot.pop(slot) for slot in freed.tolist()]
             self._lent[freed] = self._slots[freed, 0] = 0
             self._free_slots += freed.tolist()
