@@ -136,8 +136,6 @@ PROGRAMS: dict[str, Program] = {
     ),
     "low precision, bf16 main params": Program({**_OVERLAP, **_RANDOM}, BF16, variant="state"),
 }
-#: Those that a device without float64, fp16 and graphs can run.
-SMALL = tuple(name for name, each in PROGRAMS.items() if each.dtype is not FP16 and each.variant != "captured")
 
 
 @dataclass(frozen=True)

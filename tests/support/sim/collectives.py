@@ -2,13 +2,12 @@
 
 A collective is queued on a stream of its communicator, behind what the current stream has queued. `wait()` makes the
 current stream wait, and not the host. Tensors are kept until then, as NCCL's backend keeps them. When a collective is
-carried out, ranks first compare which one it is: where they differ, every rank raises what each of them called. gloo
-carries the bytes, and tensors of the CPU.
+carried out, ranks first compare which one it is: where they differ, every rank raises what each of them called. Memory
+that they share carries the bytes (wire.py), and gloo tensors of the CPU.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,13 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.sim.machine import DEVICE, Point, SimError, Stream, machine
-from tests.support.sim.memory import memory, void
+from tests.support.sim.memory import memory
 from tests.support.sim.operators import rules
+from tests.support.sim.wire import Wire, head_of, tensors_of
 
 NAME = "simccl"
-_HEAD_NBYTES = 256
-#: Of the messages between two ranks, in a communicator of gloo that collectives share.
-_P2P = 1 << 20
 
 
 @dataclass
@@ -72,63 +69,51 @@ class SimWork(dist.Work):
         return self._kept
 
 
-@dataclass
 class _Exchange:
     """Every rank's bytes, on their way to all ranks.
 
     Args:
-        gloo: carries them.
+        wire: carries them.
         head: what this rank calls the collective.
         inputs: what this rank contributes.
         finish: is given the inputs of all ranks.
     """
 
-    gloo: Any
-    head: str
-    inputs: list[Tensor]
-    finish: Callable[[list[list[Tensor]]], None]
-
-    def __post_init__(self) -> None:
-        padded = self.head.encode()[:_HEAD_NBYTES].ljust(_HEAD_NBYTES)
-        self._mine = [torch.frombuffer(bytearray(padded), dtype=torch.uint8)]
-        self._heads_agree = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._all = [[torch.empty_like(each) for each in self._mine] for _ in range(self.gloo.size())]
-        self._works = [
-            self.gloo.allgather([[of_rank[at] for of_rank in self._all]], [each]) for at, each in enumerate(self._mine)
-        ]
+    def __init__(
+        self, wire: Wire, head: str, inputs: list[Tensor], finish: Callable[[list[list[Tensor]]], None]
+    ) -> None:
+        self._wire, self._inputs, self._finish = wire, inputs, finish
+        self._number = wire.next_number()
+        self._found: dict[int, bytes] = {}
+        wire.publish(self._number, head, inputs)
 
     def is_done(self) -> bool:
-        if not all(work.is_completed() for work in self._works):
-            return False
-        for work in self._works:
-            work.wait()
-        if self._heads_agree:
-            self.finish(self._all)
-            return True
-        heads = [bytes(of_rank[0].tolist()).decode().strip() for of_rank in self._all]
+        for rank in range(self._wire.size):
+            if rank not in self._found:
+                found = self._wire.published(self._number, rank)
+                if found is None:
+                    return False
+                self._found[rank] = found
+        messages = [self._found[rank] for rank in range(self._wire.size)]
+        heads = list(map(head_of, messages))
         if len(set(heads)) > 1:
             raise SimError("ranks called different collectives: " + "; ".join(f"{n}: {h}" for n, h in enumerate(heads)))
-        self._heads_agree, self._mine = True, [each.contiguous() for each in self.inputs]
-        self._begin()
-        return False
+        self._finish([tensors_of(each, self._inputs) for each in messages])
+        return True
 
 
+@dataclass
 class _Message:
-    """A message between two ranks. gloo cannot be asked whether it is done, so a thread waits for it."""
+    """A message between two ranks.
 
-    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
-        self._finish = finish
-        self._thread = threading.Thread(target=work.wait, daemon=True)
-        self._thread.start()
+    Args:
+        receive: takes it, if it is there.
+    """
+
+    receive: Callable[[], bool]
 
     def is_done(self) -> bool:
-        if self._thread.is_alive():
-            return False
-        self._finish()
-        return True
+        return self.receive()
 
 
 def _last(works: list[Any]) -> Any:
@@ -167,7 +152,7 @@ class SimGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout=timeout)
+        self._wire = Wire(dist.PrefixStore("sim", store), rank, size)
         self._of_cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
         self._stream = Stream(name=f"communicator of {size}")
         self._store = store
@@ -253,7 +238,7 @@ class SimGroup(dist.ProcessGroup):
 
         return self._queue(
             name,
-            lambda: _Exchange(self._gloo, head, [each.clone() for each in mine], finish),
+            lambda: _Exchange(self._wire, head, [each.clone() for each in mine], finish),
             [*inputs, *outputs],
         )
 
@@ -355,9 +340,8 @@ class SimGroup(dist.ProcessGroup):
         data = memory.on_cpu(tensors[0].detach())
         return self._queue("send", lambda: self._sent(data, dst, tag), tensors, self._lane("send", dst))
 
-    def _sent(self, data: Tensor, dst: int, tag: int) -> _Message:
-        staged = data.contiguous().clone()
-        return _Message(self._gloo.send([staged], dst, _P2P + tag), staged.numel)
+    def _sent(self, data: Tensor, dst: int, tag: int) -> None:
+        self._wire.send(self._wire.message(self._rank, dst, tag), data)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         if tensors[0].device.type != DEVICE:
@@ -366,8 +350,8 @@ class SimGroup(dist.ProcessGroup):
         return self._queue("receive", lambda: self._received(into, src, tag), tensors, self._lane("receive", src))
 
     def _received(self, into: Tensor, src: int, tag: int) -> _Message:
-        staged = torch.empty_like(into, memory_format=torch.contiguous_format)
-        return _Message(self._gloo.recv([staged], src, _P2P + tag), lambda: void(into.copy_(staged)))
+        name = self._wire.message(src, self._rank, tag)
+        return _Message(lambda: self._wire.receive(name, into))
 
     def shutdown(self) -> None:
         pass
