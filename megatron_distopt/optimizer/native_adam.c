@@ -3,11 +3,13 @@
  *
  * Formula and roundings are those of torch's fused Adam and AdamW for CPUs. What its compiler fuses into one rounding is
  * fused here: in vectors the last product of the second moment, and in the elements behind the last whole vector the
- * other one.
+ * other one. With AVX-512 its vectors have 16 elements, but what its compiler makes of the loop over those behind them
+ * has vectors of 8, with the roundings of the others.
  */
 #include "native_codes.c"
 
 enum { PLAIN, CODES, REMAINDER };
+enum { VECTOR_NUMEL = 8 };
 
 /* How the values of a flat param are kept. */
 typedef struct {
@@ -30,7 +32,6 @@ typedef struct {
     float eps;
     float step_size;
     int32_t is_decoupled;
-    int32_t vector_numel; /* elements of a vector of torch */
     uint32_t seed;        /* of the random bits */
 } Update;
 
@@ -137,7 +138,7 @@ static INLINE void update_block(const Update *by, const Kept *main, const Kept *
 /* Updates a flat param of `numel` elements; `head` values of its first block are not its own. */
 void distopt_adam(const Update *update, const Kept *main, const Kept *first, const Kept *second, float *grads,
                   int64_t head, int64_t numel, int32_t threads) {
-    int64_t num_blocks = (head + numel + BLOCK - 1) / BLOCK, in_vectors = numel - numel % update->vector_numel;
+    int64_t num_blocks = (head + numel + BLOCK - 1) / BLOCK, in_vectors = numel - numel % VECTOR_NUMEL;
     FOR_BLOCKS
     for (int64_t block = 0; block < num_blocks; block++) {
         Part part = part_of(block, head, numel);

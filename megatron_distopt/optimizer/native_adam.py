@@ -27,8 +27,8 @@ __all__ = ["choose", "update"]
 
 _log = logging.getLogger("megatron_distopt")
 
-#: fp32 numbers of a vector of torch's kernel; what is not here has other instructions.
-_VECTOR_NUMEL = {"AVX2": 8, "AVX512": 16}
+#: Instructions of torch's kernel whose roundings are known.
+_KNOWN = ("AVX2", "AVX512")
 _PLAIN, _CODES, _REMAINDER = range(3)
 #: Options that change the formula.
 _UNUSUAL = ("amsgrad", "maximize")
@@ -50,7 +50,7 @@ class _Update(Structure):
     _fields_ = [
         *((name, c_float) for name in ("divisor", "decay", "first_weight", "beta2", "second_weight", "second_root")),
         *((name, c_float) for name in ("eps", "step_size")),
-        *((name, c_int32) for name in ("is_decoupled", "vector_numel")),
+        ("is_decoupled", c_int32),
         ("seed", c_uint32),
     ]
 
@@ -104,8 +104,7 @@ def _numbers(forms: Forms, group: Mapping[str, Any], decoupled: bool, divisor: f
     decay = 1 - lr * group["weight_decay"] if decoupled else group["weight_decay"]
     root, step_size = math.sqrt(1 - beta2**count), lr / (1 - beta1**count)
     moments = (1 - beta1, beta2, 1 - beta2, root)
-    vector_numel, seed = _VECTOR_NUMEL[_capability()], seed_of(count, forms.number)
-    return _Update(divisor, decay, *moments, group["eps"], step_size, decoupled, vector_numel, seed)
+    return _Update(divisor, decay, *moments, group["eps"], step_size, decoupled, seed_of(count, forms.number))
 
 
 def _kept(kept: Kept, model: Tensor | None = None) -> _Kept:
@@ -126,7 +125,7 @@ def _is_known(forms: Forms, group: Mapping[str, Any]) -> bool:
     has_numbers = numbers <= {torch.float32, torch.bfloat16} and forms.grad.dtype == torch.float32
     # Where a main param is rounded twice, the model param is what the form gives back.
     is_direct = forms.model is None or (forms.main.is_read_in_place and forms.model.dtype == torch.bfloat16)
-    is_on_cpu = library(forms.grad, forms.step, *forms.tensors) is not None and _capability() in _VECTOR_NUMEL
+    is_on_cpu = library(forms.grad, forms.step, *forms.tensors) is not None and _capability() in _KNOWN
     return is_usual and has_numbers and is_direct and is_on_cpu
 
 
@@ -145,7 +144,7 @@ def _is_right(decoupled: bool) -> bool:
 
 
 def _tries(native: Native, decoupled: bool, beta1: float) -> bool:
-    """On plain state of no whole number of vectors; how forms are read and written is tried by `library`."""
+    """On plain state whose end has a vector of 8 and less; how forms are read and written is tried by `library`."""
     generator = torch.Generator().manual_seed(7)
     main, first, grad = (torch.randn(2 * BLOCK_NUMEL + 13, generator=generator) for _ in range(3))
     second = torch.rand(main.numel(), generator=generator) * 1e-2
