@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,14 @@ PRECISIONS = {
     "bf16 param": Precision("bfloat16", "bfloat16", "int8"),
 }
 SIZES = (1, 2, 3)
-#: By kind: from a precision at a size to another, so that every precision is loaded into every other.
+#: Each precision is saved at one of the sizes.
+SAVED = tuple((name, SIZES[number % 3]) for number, name in enumerate(PRECISIONS))
+#: From a precision at a size to another: each into itself at the same size and into two others. What a checkpoint holds
+#: does not depend on where it goes, so not every pair is needed.
 PAIRS = tuple(
-    (one, SIZES[number % 3], other, SIZES[(number // 3) % 3])
-    for number, (one, other) in enumerate(product(PRECISIONS, repeat=2))
+    (one, before, *SAVED[(number + step) % len(SAVED)])
+    for step in (0, 1, 3)
+    for number, (one, before) in enumerate(SAVED)
 )
 #: Relative errors that a precision allows: of main params and first moments to those of their block's largest, which
 #: are rounded to nearest when loaded.
@@ -81,7 +84,7 @@ def _groups() -> dict[int, Any]:
 def cross(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Saves every precision at every size, and loads all pairs; returns what was saved, loaded and trained on."""
     groups, saved, losses = _groups(), dict[Any, Values](), dict[Any, list[float]]()
-    for name, ranks in product(PRECISIONS, SIZES):
+    for name, ranks in SAVED:
         if rank < ranks:
             model, optimizer = _build(name, groups[ranks])
             _train(model, optimizer, range(4))
