@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -212,33 +213,17 @@ def _trained_or_refused(act: Act, options: dict[str, str], rank: int) -> Any:
         return str(error)
 
 
-def fail_to_load(rank: int, size: int, folder: Path) -> dict[tuple[str, str], tuple[list[bool], Any]]:
-    """By load and change: whether `PAIRS` are equal with a reload, and what remainders answer without one."""
+def fail_to_load(rank: int, folder: Path) -> dict[tuple[str, str], tuple[bool, Any]]:
+    """By load and change: whether one of `PAIRS` is equal with a reload, and what remainders answer without one."""
     _leave_damaged(rank, folder / "damaged")
     found = {}
-    for load, change in product(FAILED, CHANGES):
+    for load, (change, pair) in product(FAILED, zip(CHANGES, PAIRS, strict=True)):
         told = _change_and_fail(load, change, folder, reloads=True)
-        pairs = [[_train(told, options, rank) for options in pair] for pair in PAIRS]
-        equal = [one[0] == two[0] and all(map(torch.equal, one[1], two[1])) for one, two in pairs]
+        one, two = (_train(told, options, rank) for options in pair)
         silent = _change_and_fail(load, change, folder, reloads=False)
-        found[load, change] = equal, _trained_or_refused(silent, REMAINDER, rank)
+        are_equal = one[0] == two[0] and all(map(torch.equal, one[1], two[1]))
+        found[load, change] = are_equal, _trained_or_refused(silent, REMAINDER, rank)
     return found
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], tuple[list[bool], Any]]]:
-    return run_ranks(fail_to_load, 2, tmp_path_factory.mktemp("failed"))
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("load", FAILED)
-def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change_is_not_forgotten(
-    failed: list[dict[tuple[str, str], tuple[list[bool], Any]]], load: str, change: str
-) -> None:
-    for of_rank in failed:
-        equal, answer = of_rank[load, change]
-        assert equal == [True, True]
-        assert "0.weight" in answer and "reload_model_params()" in answer
 
 
 def _change_and_load_without_main_params(*, reloads: bool) -> Act:
@@ -261,7 +246,7 @@ READS: dict[str, Callable[[Any, Path], object]] = {
 }
 
 
-def read_changed(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def read_changed(rank: int, folder: Path) -> dict[str, Any]:
     """What remainders answer where the state is loaded in part or read after a silent change."""
     found = {
         "loaded": _trained_or_refused(_change_and_load_without_main_params(reloads=False), REMAINDER, rank),
@@ -279,15 +264,6 @@ def read_changed(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
         found[name] = _trained_or_refused(act, REMAINDER, rank)
     return found
-
-
-def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
-    tmp_path: Path,
-) -> None:
-    for answers in run_ranks(read_changed, 2, tmp_path):
-        one, other = answers.pop("reloaded")
-        assert one == other
-        assert {name for name, answer in answers.items() if "reload_model_params()" not in answer} == set()
 
 
 def refuse_on_one(rank: int, size: int) -> list[str]:
@@ -312,8 +288,46 @@ def refuse_on_one(rank: int, size: int) -> list[str]:
     return answers
 
 
-def test_remainders_when_weights_are_changed_silently_then_all_ranks_say_what_to_call() -> None:
-    for answers in run_ranks(refuse_on_one, 2):
+@dataclass(frozen=True)
+class Changed:
+    """What one rank found after weights were changed, see the functions that give these."""
+
+    failed: dict[tuple[str, str], tuple[bool, Any]]
+    read: dict[str, Any]
+    on_one: list[str]
+
+
+def change_all(rank: int, size: int, folder: Path) -> Changed:
+    return Changed(fail_to_load(rank, folder), read_changed(rank, folder), refuse_on_one(rank, size))
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> list[Changed]:
+    return run_ranks(change_all, 2, tmp_path_factory.mktemp("changed"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("load", FAILED)
+def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change_is_not_forgotten(
+    changed: list[Changed], load: str, change: str
+) -> None:
+    for of_rank in (each.failed for each in changed):
+        is_equal, answer = of_rank[load, change]
+        assert is_equal
+        assert "0.weight" in answer and "reload_model_params()" in answer
+
+
+def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
+    changed: list[Changed],
+) -> None:
+    for answers in (dict(each.read) for each in changed):
+        one, other = answers.pop("reloaded")
+        assert one == other
+        assert {name for name, answer in answers.items() if "reload_model_params()" not in answer} == set()
+
+
+def test_remainders_when_weights_are_changed_silently_then_all_ranks_say_what_to_call(changed: list[Changed]) -> None:
+    for answers in (each.on_one for each in changed):
         for answer in answers:
             assert "0.weight" in answer and "reload_model_params()" in answer and "main_params_dtype" in answer
 

@@ -308,16 +308,18 @@ KEYS = {
     for is_view in (False, True)
     if is_view == (dtype is torch.bfloat16) or name in ("accumulated", "kept_references")
 }
-#: On three ranks, where an average is no power of two.
-KEYS_OF_THREE = [key for key, (_, dtype, is_view) in KEYS.items() if dtype is torch.float32 and not is_view]
+#: On three ranks, where an average is no power of two: each way in which gradients are averaged.
+NAMES_OF_THREE = ("wrapped_first", "accumulated", "branches", "part_wrapped", "unwrapped_again")
+KEYS_OF_THREE = [f"{name}, float32, copies" for name in NAMES_OF_THREE]
 
 
-def cases(rank: int, size: int, keys: list[str]) -> dict[str, str]:
-    found = {}
+def cases(rank: int, size: int, keys: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for key in keys:
         name, dtype, is_view = KEYS[key]
         options = {"bucket_size": 64, "overlap_param_gather": is_view}
         found[key] = outcome(CASES[name], dtype, {"gradient_as_bucket_view": is_view}, options)
+    found["refused"] = refusals() if size == 2 else {}
     torch.use_deterministic_algorithms(True)
     try:
         deterministic(Loop(ours, torch.float32, {}, {"deterministic": True}))
@@ -334,27 +336,27 @@ def deterministic(loop: Loop) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[str, str]]:
+def on_two() -> list[dict[str, Any]]:
     return run_ranks(cases, 2, list(KEYS), seconds=300)
 
 
 @pytest.fixture(scope="module")
-def on_three() -> list[dict[str, str]]:
+def on_three() -> list[dict[str, Any]]:
     return run_ranks(cases, 3, KEYS_OF_THREE, seconds=300)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(on_two: list[dict[str, str]], key: str) -> None:
+def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(on_two: list[dict[str, Any]], key: str) -> None:
     assert [each[key] for each in on_two] == ["equal"] * 2
 
 
 @pytest.mark.parametrize("key", KEYS_OF_THREE)
-def test_ddp_when_on_three_ranks_then_all_is_as_with_adamw(on_three: list[dict[str, str]], key: str) -> None:
+def test_ddp_when_on_three_ranks_then_all_is_as_with_adamw(on_three: list[dict[str, Any]], key: str) -> None:
     assert [each[key] for each in on_three] == ["equal"] * 3
 
 
 def test_ddp_when_sums_depend_on_its_buckets_then_deterministic_is_refused(
-    on_two: list[dict[str, str]], on_three: list[dict[str, str]]
+    on_two: list[dict[str, Any]], on_three: list[dict[str, Any]]
 ) -> None:
     assert [each["deterministic"] for each in on_two] == ["taken"] * 2  # two numbers have one sum
     assert all("deterministic" in each["deterministic"] for each in on_three)
@@ -417,7 +419,7 @@ REFUSALS: dict[str, tuple[Callable[[Loop], None], type[DistOptError], tuple[str,
 }
 
 
-def refusals(rank: int, size: int) -> dict[str, tuple[str, str]]:
+def refusals() -> dict[str, tuple[str, str]]:
     found = {}
     for name, (case, _, _) in REFUSALS.items():
         with pytest.raises(DistOptError) as caught:
@@ -426,16 +428,9 @@ def refusals(rank: int, size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def refused() -> list[dict[str, tuple[str, str]]]:
-    return run_ranks(refusals, 2)
-
-
 @pytest.mark.parametrize("name", REFUSALS)
-def test_ddp_when_gradients_are_not_its_averages_then_all_ranks_say_so(
-    refused: list[dict[str, tuple[str, str]]], name: str
-) -> None:
+def test_ddp_when_gradients_are_not_its_averages_then_all_ranks_say_so(on_two: list[dict[str, Any]], name: str) -> None:
     _, error, parts = REFUSALS[name]
-    for kind, text in (each[name] for each in refused):
+    for kind, text in (each["refused"][name] for each in on_two):
         assert kind == error.__name__
         assert all(part in text for part in parts), text
