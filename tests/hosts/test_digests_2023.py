@@ -20,11 +20,9 @@ FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1"
 OURS = "--use-distributed-optimizer --distopt-deterministic --distopt-log-digests 1"
 #: Flags of trainings, by name.
 TRAININGS = {
-    "bf16": "--bf16 --clip-grad 0.5",
-    "overlapped": f"--bf16 --fp32-norms {BOTH}",
-    "fp16": FP16,
-    "tp 2": "--bf16 --tensor-model-parallel-size 2",
-    "in the fork's format": f"{FP16} --distopt-checkpoint-format gathered",
+    "overlapped": f"--bf16 --fp32-norms --clip-grad 0.5 {BOTH}",
+    "fp16, tp 2": f"{FP16} --tensor-model-parallel-size 2",
+    "in the fork's format": "--bf16 --clip-grad 0.5 --distopt-checkpoint-format gathered",
 }
 
 

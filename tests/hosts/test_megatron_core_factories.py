@@ -21,7 +21,7 @@ from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
 
-CASE = Case("distopt", dp=2, steps=4)
+CASE = Case("distopt", dp=2, steps=3, num_microbatches=1)
 #: Then a copied factory builds the host's HybridDeviceOptimizer first.
 OFFLOADS = core_mentions("optimizer/optimizer_config.py", "optimizer_cpu_offload")
 OFFLOADED = (("optimizer_cpu_offload", True), ("optimizer_offload_fraction", 0.5))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,18 +28,20 @@ def _write_data(user: Any) -> None:
         param.data.mul_(0.5)
 
 
-def _keep_data(user: Any) -> None:
-    user.noted["aliases"] = [param.data for param in user.params.values()]
-
-
 def _write_to_a_view(user: Any) -> None:
     for param in user.params.values():
         param.data.view(-1)[:1].zero_()
 
 
-def _read_data(user: Any) -> None:
+def _read_and_keep_data(user: Any) -> None:
     """As a host that logs the norm of the params; more often than aliases are held."""
     user.noted["norm"] = sum(float(param.data.float().norm()) for param in user.params.values() for _ in range(20))
+    user.noted["aliases"] = [param.data for param in user.params.values()]
+
+
+def _freeze_and_edit_the_groups(user: Any) -> None:
+    promises.freeze(user)
+    promises.edit_the_groups(user)
 
 
 def _change_and_fail(change: Act, *, reloads: bool = False) -> Act:
@@ -62,12 +65,13 @@ PROGRAMS: dict[str, Act] = {
     "changes them and reloads": promises.halve_and_reload,
     "changes them before a load that fails and reloads": _change_and_fail(promises.halve, reloads=True),
     "a load fails": _change_and_fail(bool),
-    "reads them by .data": _read_data,
-    "keeps .data": _keep_data,
-    "freezes": promises.freeze,
-    "edits options": promises.edit_the_groups,
+    "reads them by .data and keeps it": _read_and_keep_data,
+    "freezes and edits options": _freeze_and_edit_the_groups,
 }
 REFUSED = tuple(name for name in PROGRAMS if name.startswith("changes") and not name.endswith("reloads"))
+#: By program, the one that comes to the same with fp32 main params, where that is another.
+ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it"), "nothing")
+ALIKE |= {"changes them before a load that fails and reloads": "changes them and reloads"}
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,23 @@ class Pair:
     noted: Mapping[str, Any]
 
 
-def _pair(train: Any, program: Program) -> Pair:
+def _compare_all(train: Callable[[Program], Outcome], setting: Any, **options: Any) -> dict[str, Pair]:
+    """Collective: each program with remainders, and once what it comes to with fp32 main params."""
+    plain: dict[str, Outcome] = {}
     with asked_for(Precision()):
-        plain: Outcome = train(program, True)
+        for name in (ALIKE.get(name, name) for name in PROGRAMS if name not in REFUSED):
+            plain[name] = plain.get(name) or train(Program(PROGRAMS.get(name), setting=setting, at=1, **options))
+    assert {outcome.error for outcome in plain.values()} == {""}
     with asked_for(REMAINDER):
-        ours: Outcome = train(program, True)
-    assert plain.error == "", plain.error
+        return {
+            name: _pair(plain.get(ALIKE.get(name, name)), train(Program(act, setting=setting, at=1, **options)))
+            for name, act in PROGRAMS.items()
+        }
+
+
+def _pair(plain: Outcome | None, ours: Outcome) -> Pair:
     noted = {key: value for key, value in ours.noted.items() if key != "aliases"}
-    return Pair(promises._same(plain, ours), ours.error, noted)
+    return Pair(plain is not None and promises._same(plain, ours), ours.error, noted)
 
 
 def act_in_2023(rank: int, size: int) -> dict[str, Pair]:
@@ -94,18 +107,13 @@ def act_in_2023(rank: int, size: int) -> dict[str, Pair]:
     fork = MiniFork.imported(file_layout="gathered", adam="fused")
     own = import_module("megatron.optimizer").Adam
 
-    def train(program: Program, ours: bool) -> Outcome:
-        return test_promise_2023._train(fork, program, ours)
-
-    programs = {name: Program(act, setting=test_promise_2023.BF16, base=own) for name, act in PROGRAMS.items()}
     with redirect_stdout(io.StringIO()):
-        return {name: _pair(train, program) for name, program in programs.items()}
+        return _compare_all(partial(test_promise_2023._train, fork, ours=True), test_promise_2023.BF16, base=own)
 
 
 def act_in_core(rank: int, size: int) -> dict[str, Pair]:
     """Collective."""
-    programs = {name: Program(act, setting=test_promise_core.BF16) for name, act in PROGRAMS.items()}
-    return {name: _pair(test_promise_core._train, program) for name, program in programs.items()}
+    return _compare_all(partial(test_promise_core._train, ours=True), test_promise_core.BF16)
 
 
 @pytest.fixture(scope="module", params=["megatron_2023", "megatron_core"])
