@@ -22,6 +22,7 @@ def _environment(folder: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "tests.support.preloaded_core")
 #: Between the oldest and the newest; the installed one is not among them.
 _OTHERS = ("0.10.0", "0.11.0", "0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.17.1", "0.18.2")
 
@@ -34,7 +35,7 @@ def test_version_when_it_is_served_then_the_tests_of_the_host_pass(version: str)
     if not folder.exists():
         pytest.skip(f"needs megatron-core {version}, which scripts/test_hosts.sh {version} unpacks")
     files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in _FILES]
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files]
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not long", *_PLUGINS, *files]
     done = subprocess.run(
         command, env=_environment(folder), cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False
     )
