@@ -218,16 +218,16 @@ def host_scheduler() -> Facts:
                 init_lr=1e-4,
                 max_lr=training.case.lr,
                 min_lr=training.case.lr / 10,
-                lr_warmup_steps=3,
-                lr_decay_steps=8,
+                lr_warmup_steps=2,
+                lr_decay_steps=5,
                 lr_decay_style="cosine",
                 start_wd=0.0,
                 end_wd=1.0,
-                wd_incr_steps=8,
+                wd_incr_steps=5,
                 wd_incr_style="linear",
             )
             losses[name] = []
-            for _ in range(8):
+            for _ in range(5):
                 losses[name].append(training.step().loss)
                 schedule.step(increment=1)
     return losses
@@ -380,7 +380,7 @@ def constant_loss_scale() -> Facts:
         with closing(Training(BF16.of(loss_scale=scale))) as training:
             facts[f"{name} scale"] = float(training.optimizer.get_loss_scale())
             facts[f"{name} scaled loss"] = float(training.optimizer.scale_loss(torch.tensor(3.0)))
-            steps = [training.step() for _ in range(6)]
+            steps = [training.step() for _ in range(3)]
             facts[f"{name} steps"] = [(step.loss, step.grad_norm) for step in steps]
     return facts
 
@@ -460,7 +460,7 @@ def frozen_after_wrapping() -> Facts:
     ):
         with context, closing(Training(of_case)) as training:
             before = training.params()
-            losses = [training.step().loss for _ in range(6)]
+            losses = [training.step().loss for _ in range(5)]
             after = training.params()
             named = dict(training.named_params())
             kept = {name for name, param in after.items() if torch.equal(param, before[name])}
@@ -497,14 +497,14 @@ def state_in_a_fresh_model() -> Facts:
     cases = {"plain": BF16, "fp16": FP16, "overlap": BF16.of(overlap_grad_reduce=True, overlap_param_gather=True)}
     facts: Facts = {}
     for name, case in cases.items():
-        with trained(case, steps=3) as training:
+        with trained(case) as training:
             saved = copy.deepcopy(parts_of(training.optimizer)[0].local_state_dict())
             wanted = training.params()
             losses = [training.step().loss for _ in range(2)]
         with trained(case, steps=0) as fresh:
             fresh.optimizer.load_state_dict(saved)
             found = {name: param.detach().clone() for name, param in fresh.named_params()}
-            fresh.steps_taken = 3
+            fresh.steps_taken = 2
             if case.overlap_param_gather:
                 for chunk in fresh.chunks:
                     chunk.enable_forward_pre_hook()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 
@@ -82,10 +82,10 @@ def _train_fork(fork: MiniFork) -> Trained:
     return Trained(tuple(each.loss for each in run.iterations), run.params)
 
 
-def _train_core(fields: tuple[tuple[str, object], ...] = ()) -> Trained:
+def _train_core(fields: tuple[tuple[str, object], ...] = (), steps: int = STEPS) -> Trained:
     from tests.support.gpt import train
 
-    curve = train(Case("distopt", dp=2, steps=STEPS, precision="bf16", fields=fields))
+    curve = train(Case("distopt", dp=2, steps=steps, precision="bf16", fields=fields))
     return Trained(tuple(curve.losses), curve.params)
 
 
@@ -136,20 +136,39 @@ OWN_FIELDS = {
 }
 
 
-def train_core_with_its_own_fields(rank: int, size: int) -> dict[Precision, tuple[Trained, Trained]]:
+def _train_core_with_its_own_fields() -> dict[Precision, tuple[Trained, Trained]]:
     """By what the host's fields mean: trained with them, and with ours. Empty where the host has no such fields."""
     if not hasattr(import_module("tests.support.gpt").OptimizerConfig, "use_precision_aware_optimizer"):
         return {}
     found = {}
     for precision, fields in OWN_FIELDS.items():
-        theirs = _train_core(tuple({**AWARE, **fields}.items()))
+        theirs = _train_core(tuple({**AWARE, **fields}.items()), 3)
         with asked_for(precision):
-            found[precision] = theirs, _train_core()
+            found[precision] = theirs, _train_core(steps=3)
     return found
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the trainings of a host left: in `SOME` precisions, and with its own fields."""
+
+    trained: dict[Precision, Trained]
+    with_own_fields: dict[Precision, tuple[Trained, Trained]]
+
+
+def _train_some(rank: int, size: int, host: str) -> Found:
+    """Collective."""
+    own = _train_core_with_its_own_fields() if host == "megatron_core" else {}
+    return Found(train_all(rank, size, host, SOME), own)
+
+
+@cache
+def _found(host: str) -> Found:
+    return run_ranks(_train_some, 2, host, seconds=300)[0]
+
+
 def test_megatron_core_when_its_own_fields_ask_for_a_precision_then_it_is_ours() -> None:
-    found = run_ranks(train_core_with_its_own_fields, 2)[0]
+    found = _found("megatron_core").with_own_fields
     if not found:
         pytest.skip("this megatron-core has no precision-aware optimizer")
     for precision, (theirs, ours) in found.items():
@@ -159,7 +178,7 @@ def test_megatron_core_when_its_own_fields_ask_for_a_precision_then_it_is_ours()
 
 @pytest.fixture(scope="module", params=HOSTS)
 def trained(request: pytest.FixtureRequest) -> dict[Precision, Trained]:
-    return run_ranks(train_all, 2, request.param, SOME, seconds=300)[0]
+    return _found(request.param).trained
 
 
 def test_training_when_main_params_are_remainders_then_it_is_that_of_fp32_to_the_bit(
