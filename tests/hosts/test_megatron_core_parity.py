@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -29,20 +30,23 @@ HAS_STUBS = core_mentions("pipeline_parallel/schedules.py", "output_tensor[0].re
 HAS_L2 = core_mentions("optimizer/optimizer_config.py", "decoupled_weight_decay")
 
 PAIRS = (("distopt", "host-plain"), ("distopt", "host-distributed"), ("host-distributed", "host-plain"))
+#: The fifth step is the first one that sees its batch again.
 LAYOUTS = {
-    "dp2": Case("host-plain", dp=2, steps=6),
-    "tp2": Case("host-plain", tp=2, steps=6),
-    "pp2": Case("host-plain", tied=TIES_STAGES, pp=2, steps=6),
-    "pp2-vp2": Case("host-plain", tied=TIES_STAGES, pp=2, vp=2, steps=6),
-    "tp2-pp2": Case("host-plain", tied=TIES_STAGES, tp=2, pp=2, steps=6),
-    "dp4": Case("host-plain", dp=4, steps=6),
-    "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=6),
-    "pp2-dp2": Case("host-plain", tied=TIES_STAGES, pp=2, dp=2, steps=6),
+    "dp2": Case("host-plain", dp=2, steps=5),
+    "tp2": Case("host-plain", tp=2, steps=5, num_microbatches=1),
+    "pp2": Case("host-plain", tied=TIES_STAGES, pp=2, steps=5),
+    "pp2-vp2": Case("host-plain", tied=TIES_STAGES, pp=2, vp=2, steps=5),
+    "tp2-pp2": Case("host-plain", tied=TIES_STAGES, tp=2, pp=2, steps=5),
+    "dp4": Case("host-plain", dp=4, steps=5, num_microbatches=1),
+    "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=5, num_microbatches=1),
+    "pp2-dp2": Case("host-plain", tied=TIES_STAGES, pp=2, dp=2, steps=5),
 }
-PRECISIONS = ("fp32", "bf16")
+#: 16 bits where a layout has buffers or messages of its own; the others are put together of these.
+IN_BF16 = ("dp2", "tp2", "pp2-vp2", "tp2-dp2")
+TRAINED = [(layout, each) for layout in LAYOUTS for each in ("fp32", *(["bf16"] if layout in IN_BF16 else []))]
 #: Where the host's own two optimizers are compared with each other as well.
-BOTH_REFERENCES = ("dp2", "dp4")
-COMPARED = [(layout, pair) for layout in LAYOUTS for pair in (PAIRS if layout in BOTH_REFERENCES else PAIRS[:1])]
+BOTH_REFERENCES = ("dp2",)
+COMPARED = [(*of, pair) for of in TRAINED for pair in (PAIRS if of[0] in BOTH_REFERENCES else PAIRS[:1])]
 
 Curves = dict[str, list[Curve]]  # by name of the case; one for each rank
 Record = Callable[[str, object], None]
@@ -60,7 +64,7 @@ class Tolerance:
 
 TOLERANCES = {
     # Two correct programs add the squares of the norm and the terms of the update in different orders: an ulp of fp32
-    # (5e-7 at a loss of 4) each step, at most twenty steps. The first update moves a param by lr = 3e-3 times at most
+    # (5e-7 at a loss of 4) each step, at most twelve steps. The first update moves a param by lr = 3e-3 times at most
     # 1; an ulp or two of that and of a param near 1 is 2e-7.
     "fp32": Tolerance(loss=5e-6, grad_norm=1e-5, first_param=5e-7, first_share=0.0),
     # Main params that agree to 1e-7 round to different bf16 values where they straddle a boundary: 2**-8 apart below 1,
@@ -83,42 +87,43 @@ def _of_two(name: str, case: Case) -> dict[str, Case]:
 
 def _ordinary_cases(size: int) -> dict[str, Case]:
     cases: dict[str, Case] = {}
-    for layout, case in LAYOUTS.items():
-        if case.ranks == size:
-            for precision in PRECISIONS:
-                of = _of_every_optimizer if layout in BOTH_REFERENCES else _of_two
-                cases |= of(f"{layout}-{precision}", case.of(precision=precision))
+    for layout, precision in TRAINED:
+        if LAYOUTS[layout].ranks == size:
+            of = _of_every_optimizer if layout in BOTH_REFERENCES else _of_two
+            cases |= of(f"{layout}-{precision}", LAYOUTS[layout].of(precision=precision))
     return cases
 
 
 DP2 = LAYOUTS["dp2"]
-# Starts above what fp16 holds, so that steps are skipped; grows again every five good steps.
-FP16 = DP2.of(steps=20, precision="fp16", initial_loss_scale=2.0**20, loss_scale_window=5)
-SGD = DP2.of(steps=20, optimizer_name="sgd", lr=0.03, weight_decay=0.01)
+# Starts above what fp16 holds, so that steps are skipped; grows again every three good steps.
+FP16 = DP2.of(steps=12, precision="fp16", initial_loss_scale=2.0**20, loss_scale_window=3)
+SGD = DP2.of(steps=9, optimizer_name="sgd", lr=0.1, weight_decay=0.01)
 FP32_NORMS = DP2.of(precision="bf16", fp32_norms=True)
 FROZEN = DP2.of(frozen=("position_embeddings", "layers.0.", "layers.1.mlp.linear_fc1"))
 FROZEN_STAGE = Case("host-plain", pp=2, steps=6, tied=False, frozen=("embedding", "layers."))
 # Without the query, key and value biases: whether rounding noise is zero or not would decide the count.
-ZEROS = DP2.of(steps=6, tied=False, log_num_zeros=True, frozen=("linear_qkv.bias",))
-ZEROS_TP2 = ZEROS.of(dp=1, tp=2)
-ZEROS_PP2 = ZEROS.of(dp=1, pp=2, tied=TIES_STAGES)
-OVERLAPS = {
+ZEROS = DP2.of(tied=False, log_num_zeros=True, frozen=("linear_qkv.bias",))
+ZEROS_TP2 = ZEROS.of(dp=1, tp=2, steps=2)
+ZEROS_PP2 = ZEROS.of(dp=1, pp=2, tied=TIES_STAGES, steps=2)
+OVERLAPS: dict[str, dict[str, Any]] = {
     "grad-reduce": {"overlap_grad_reduce": True},
     "param-gather": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "buckets": {"overlap_grad_reduce": True, "bucket_size": 9000},
     "buckets-param-gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 9000},
     "average-in-collective": {"average_in_collective": True},
 }
+#: Where every bit stays the same, and where sums are formed in another order; each with buffers of both precisions.
+ONE_BUCKET = (("grad-reduce", "fp32"), ("param-gather", "bf16"), ("average-in-collective", "bf16"))
+SEVERAL_BUCKETS = (("buckets", "bf16"), ("buckets-param-gather", "fp32"))
 
 
 def _special_cases() -> dict[str, Case]:
     cases = {
         **_of_every_optimizer("dp2-fp16", FP16),
-        **_of_every_optimizer("dp2-fp16-grads16", FP16.of(grad_reduce_in_fp32=False)),
+        **_of_two("dp2-fp16-grads16", FP16.of(grad_reduce_in_fp32=False)),
         **_of_two("dp2-bf16-grads16", DP2.of(precision="bf16", grad_reduce_in_fp32=False)),
         **_of_two("fp32-norms", FP32_NORMS),
         **_of_two("frozen", FROZEN),
-        **_of_two("untied", DP2.of(tied=False)),
         **_of_every_optimizer("zeros-dp2", ZEROS),
         **_of_two("unclipped", DP2.of(clip_grad=0.0)),
         "sgd-host-plain": SGD,
@@ -126,13 +131,12 @@ def _special_cases() -> dict[str, Case]:
     }
     if HAS_L2:  # the host's distributed optimizer refuses it with torch's Adam
         cases |= _of_two("l2", DP2.of(decoupled_weight_decay=False))
-    cases |= {f"overlap-{name}": DP2.of(optimizer="distopt", **fields) for name, fields in OVERLAPS.items()}
     cases |= {
-        f"bf16-overlap-{name}": DP2.of(optimizer="distopt", precision="bf16", **fields)
-        for name, fields in OVERLAPS.items()
+        f"overlap-{name}": DP2.of(optimizer="distopt", precision=precision, **OVERLAPS[name])
+        for name, precision in (*ONE_BUCKET, *SEVERAL_BUCKETS)
     }
-    cases |= _of_every_optimizer("zeros-tp2", ZEROS_TP2)
-    cases |= _of_every_optimizer("zeros-pp2", ZEROS_PP2)
+    cases |= _of_two("zeros-tp2", ZEROS_TP2)
+    cases |= _of_two("zeros-pp2", ZEROS_PP2)
     if HAS_STUBS:
         cases |= _of_two("frozen-stage", FROZEN_STAGE)
     virtual = LAYOUTS["pp2-vp2"].of(optimizer="distopt", **OVERLAPS["buckets-param-gather"])
@@ -213,11 +217,7 @@ def check_curves(curves: Curves, name: str, pair: tuple[str, str], precision: st
     check_alike(ours, theirs, precision, record, " vs ".join(pair))
 
 
-@pytest.mark.parametrize(
-    ("layout", "pair"),
-    [(layout, pair) for layout in LAYOUTS for pair in PAIRS[: 3 if layout in BOTH_REFERENCES else 1]],
-)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("layout", "precision", "pair"), COMPARED)
 def test_curve_when_layout_and_precision_vary_then_it_is_the_hosts(
     request: pytest.FixtureRequest,
     record_property: Record,
@@ -229,8 +229,7 @@ def test_curve_when_layout_and_precision_vary_then_it_is_the_hosts(
     check_curves(curves, f"{layout}-{precision}", pair, precision, record_property)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" vs ".join)
-@pytest.mark.parametrize("name", ["dp2-fp16", "dp2-fp16-grads16"])
+@pytest.mark.parametrize(("name", "pair"), [*(("dp2-fp16", pair) for pair in PAIRS), ("dp2-fp16-grads16", PAIRS[0])])
 def test_curve_when_fp16_overflows_then_skips_and_loss_scales_are_the_hosts(
     two_ranks: Curves, record_property: Record, name: str, pair: tuple[str, str]
 ) -> None:
@@ -238,7 +237,7 @@ def test_curve_when_fp16_overflows_then_skips_and_loss_scales_are_the_hosts(
     assert ours.successes == theirs.successes
     assert ours.loss_scales == theirs.loss_scales
     assert ours.successes.count(False) >= 3, "the case has to skip steps"
-    assert ours.successes.count(True) >= 10, "the case has to train"
+    assert ours.successes.count(True) >= 6, "the case has to train"
     assert any(later > earlier for earlier, later in pairwise(ours.loss_scales)), "the scale has to grow again"
     check_curves(two_ranks, name, pair, "fp16", record_property)
 
@@ -248,7 +247,7 @@ def test_curve_when_fp16_overflows_then_skips_and_loss_scales_are_the_hosts(
     [
         ("dp2-bf16-grads16", "bf16"),
         ("frozen", "fp32"),
-        ("untied", "fp32"),
+        ("zeros-dp2", "fp32"),  # also of an embedding that is not tied
         ("unclipped", "fp32"),
         ("fp32-norms", "bf16"),
     ],
@@ -286,9 +285,9 @@ def test_params_when_frozen_then_keep_their_bits(two_ranks: Curves, name: str) -
 
 def test_curve_when_sgd_shards_then_it_is_the_one_of_plain_sgd(two_ranks: Curves, record_property: Record) -> None:
     # The host refuses to shard SGD, so its plain optimizer is the only reference. The first update is lr times a
-    # gradient below 1, with lr = 0.03 and a norm clipped to 1: the tolerance for Adam's holds for it as well.
+    # gradient below 1, with lr = 0.1 and a norm clipped to 1: the tolerance for Adam's holds for it as well.
     ours, theirs = two_ranks["sgd-distopt"], two_ranks["sgd-host-plain"]
-    assert ours[0].losses[-1] < ours[0].losses[0] - 0.3
+    assert ours[0].losses[-1] < ours[0].losses[0] - 0.1
     check_alike(ours, theirs, "fp32", record_property, "SGD distopt vs host-plain")
 
 
@@ -302,29 +301,23 @@ def test_curve_when_weight_decay_is_l2_then_it_is_the_one_of_plain_adam(
     assert abs(ours[0].losses[-1] - two_ranks["dp2-fp32-distopt"][0].losses[DP2.steps - 1]) > 1e-3
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["grad-reduce", "param-gather", "average-in-collective"])
+@pytest.mark.parametrize(("name", "precision"), ONE_BUCKET)
 def test_curve_when_communication_overlaps_then_every_bit_is_the_same(
     two_ranks: Curves, name: str, precision: str
 ) -> None:
     # One bucket and two ranks: the same two numbers are added, and half of them is exact, whoever divides and when.
-    prefix = "" if precision == "fp32" else "bf16-"
-    for ours, reference in zip(
-        two_ranks[f"{prefix}overlap-{name}"], two_ranks[f"dp2-{precision}-distopt"], strict=True
-    ):
+    for ours, reference in zip(two_ranks[f"overlap-{name}"], two_ranks[f"dp2-{precision}-distopt"], strict=True):
         assert ours.losses == reference.losses
         assert ours.grad_norms == reference.grad_norms
         assert all(torch.equal(param, reference.params[name]) for name, param in ours.params.items())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["buckets", "buckets-param-gather"])
+@pytest.mark.parametrize(("name", "precision"), SEVERAL_BUCKETS)
 def test_curve_when_there_are_several_buckets_then_it_is_the_same(
     two_ranks: Curves, record_property: Record, name: str, precision: str
 ) -> None:
     # Another cut into shards sums the gradient norm in another order: the tolerance of two programs, not of one.
-    prefix = "" if precision == "fp32" else "bf16-"
-    ours, reference = two_ranks[f"{prefix}overlap-{name}"], two_ranks[f"dp2-{precision}-distopt"]
+    ours, reference = two_ranks[f"overlap-{name}"], two_ranks[f"dp2-{precision}-distopt"]
     check_alike(ours, reference, precision, record_property, "several buckets vs one")
 
 
@@ -353,8 +346,10 @@ def test_norms_when_fp32_in_a_bf16_model_then_are_never_rounded(two_ranks: Curve
     assert largest <= 2.5e-7
 
 
-@pytest.mark.parametrize("reference", ["host-plain", "host-distributed"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "reference"),
+    [("dp2", "host-plain"), ("dp2", "host-distributed"), ("tp2", "host-plain"), ("pp2", "host-plain")],
+)
 def test_zero_count_when_logged_then_it_is_the_hosts(two_ranks: Curves, layout: str, reference: str) -> None:
     ours, theirs = (two_ranks[f"zeros-{layout}-{optimizer}"][0] for optimizer in ("distopt", reference))
     assert ours.num_zeros == theirs.num_zeros
@@ -366,8 +361,7 @@ def test_zero_count_when_not_logged_then_it_is_none(two_ranks: Curves) -> None:
     assert two_ranks["dp2-fp32-distopt"][0].num_zeros == [None] * DP2.steps
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "precision"), TRAINED)
 def test_params_when_ranks_hold_copies_then_the_copies_have_the_same_bits(
     request: pytest.FixtureRequest, layout: str, precision: str
 ) -> None:
