@@ -43,41 +43,61 @@ def with_script(folder: Path, text: str, **more: str) -> Path:
     return write_tree(gathered_2023(folder), {"pretrain_gpt.py": text, **files})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import absent_package\n",
-        "import json.absent\n",
-        "from absent_package.part import thing\n",
-        "class A:\n    import absent_package\n",
-        "try:\n    import absent_package\nexcept ValueError:\n    pass\n",
-        "try:\n    import absent_package\nexcept ImportError:\n    print(1)\n    raise\n",
-        "with open('x'):\n    import absent_package\n",
-        "import megatron.absent\n",
-        "from megatron.absent import thing\n",
-    ],
-)
-def test_start_when_an_import_would_fail_then_a_problem_with_its_line(tmp_path: Path, text: str) -> None:
-    (found,) = problems(start(with_script(tmp_path, text)))
-    assert "absent" in found
-    assert "pretrain_gpt.py:" in found
+#: Each import of a module whose name has "absent" in it fails.
+FAILING = """
+import absent_package
+import json.absent
+from absent_of_part.part import thing
+class A:
+    import absent_in_class
+try:
+    import absent_unguarded
+except ValueError:
+    pass
+try:
+    import absent_raised
+except ImportError:
+    print(1)
+    raise
+with open('x'):
+    import absent_in_with
+import megatron.absent
+from megatron.absent_of_thing import thing
+"""
+GUARDED_OR_THERE = """
+try:
+    import absent_package
+except ImportError:
+    absent_package = None
+try:
+    import absent_bare
+except:
+    pass
+try:
+    import absent_of_some
+except (ValueError, ModuleNotFoundError):
+    pass
+if False:
+    import absent_in_branch
+def later():
+    import absent_in_function
+import json.decoder, os.path, importlib
+from megatron import training
+from helper_beside import thing
+"""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "try:\n    import absent_package\nexcept ImportError:\n    absent_package = None\n",
-        "try:\n    import absent_package\nexcept:\n    pass\n",
-        "try:\n    import absent_package\nexcept (ValueError, ModuleNotFoundError):\n    pass\n",
-        "if False:\n    import absent_package\n",
-        "def later():\n    import absent_package\n",
-        "import json.decoder, os.path, importlib\nfrom megatron import training\n",
-        "from helper_beside import thing\n",
-    ],
-)
-def test_start_when_an_import_is_guarded_or_can_be_found_then_no_problem(tmp_path: Path, text: str) -> None:
+def test_start_when_imports_would_fail_then_a_problem_with_its_line_for_each(tmp_path: Path) -> None:
+    found = problems(start(with_script(tmp_path, FAILING)))
+    lines = [(number, line) for number, line in enumerate(FAILING.splitlines(), 1) if "absent" in line]
+    assert len(found) == len(lines) == 9
+    for text, (number, line) in zip(found, lines, strict=True):
+        assert f"pretrain_gpt.py:{number} " in text and line.split()[1].removesuffix(".part") in text
+
+
+def test_start_when_imports_are_guarded_or_can_be_found_then_no_problem(tmp_path: Path) -> None:
     write_tree(tmp_path, {"helper_beside.py": "thing = 1\n"})
-    findings = start(with_script(tmp_path, text))
+    findings = start(with_script(tmp_path, GUARDED_OR_THERE))
     assert not problems(findings)
     assert "imports" in [finding.subject for finding in findings]
 

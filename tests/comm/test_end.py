@@ -1,4 +1,8 @@
-"""The end of a process without `destroy_process_group`: regular, by an exception, and with a collective under way."""
+"""The end of a process without `destroy_process_group`: regular, by an exception, and with a collective under way.
+
+One process for each rank imports torch and forks for each case. A fork comes to its end as any interpreter does, with
+handlers and finalizers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: Arguments: rank, folder, how, and the mode in which it communicates.
+#: Arguments: rank, and for each case its folder, how it ends, and the mode in which it communicates.
 PROGRAM = """
 import atexit, os, sys, time
 from pathlib import Path
@@ -23,8 +27,20 @@ import megatron_distopt
 from megatron_distopt.comm import Group, allow_shared_memory
 from megatron_distopt.comm.collectives import begin_all_gather
 
-rank, folder, how, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+rank, cases = int(sys.argv[1]), sys.argv[2:]
 torch.set_num_threads(1)
+for folder, how, mode in zip(cases[::3], cases[1::3], cases[2::3]):
+    folder = Path(folder)
+    child = os.fork()
+    if child == 0:
+        for descriptor, name in ((1, "out"), (2, "error")):
+            os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), descriptor)
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (folder / f"status{rank}").write_text(str(status))
+else:
+    os._exit(0)
+
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 (folder / f"pid{rank}").write_text(str(os.getpid()))
 
@@ -77,6 +93,9 @@ if "raises" in how:
 """
 
 
+MODES = ("memory", "messages", "memory overlap", "messages overlap")
+
+
 @dataclass(frozen=True)
 class Ended:
     """One rank: its exit status, and what it wrote to its outputs."""
@@ -86,51 +105,59 @@ class Ended:
     error: str
 
 
-def _ended(folder: Path, how: str, mode: str) -> list[Ended]:
-    folder.mkdir()
+def _ended(folder: Path, cases: Sequence[tuple[str, str]]) -> list[list[Ended]]:
+    """Both ranks of each case, which is how it ends and its mode."""
+    folders = [folder / str(number) for number in range(len(cases))]
+    for each in folders:
+        each.mkdir(parents=True)
+    words = [word for each, case in zip(folders, cases, strict=True) for word in (str(each), *case)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(folder), how, mode],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), *words], env=environ) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
-    return [Ended(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
+    return [[_read(each, rank) for rank in range(2)] for each in folders]
 
 
-MODES = ("memory", "messages", "memory overlap", "messages overlap")
+def _read(folder: Path, rank: int) -> Ended:
+    status, out, error = ((folder / f"{name}{rank}").read_text() for name in ("status", "out", "error"))
+    return Ended(int(status), out, error)
 
 
-def test_end_when_the_group_is_left_open_then_status_0(tmp_path: Path) -> None:
-    for rank in _ended(tmp_path / "ranks", "regular", "memory overlap"):
+REGULAR, RAISES = ("regular", "memory overlap"), ("raises", "messages overlap")
+ALONE = {mode: ("raises, alone", mode) for mode in ("memory", "messages")}
+Found = dict[tuple[str, str], list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By case, what became of both ranks."""
+    cases = [REGULAR, RAISES, *ALONE.values()]
+    return dict(zip(cases, _ended(tmp_path_factory.mktemp("ended"), cases), strict=True))
+
+
+def test_end_when_the_group_is_left_open_then_status_0(ended: Found) -> None:
+    for rank in ended[REGULAR]:
         assert (rank.status, rank.out) == (0, "handlers ran\n"), rank.error
 
 
-def test_end_when_the_program_raises_then_status_1_and_its_error(tmp_path: Path) -> None:
-    for rank in _ended(tmp_path / "ranks", "raises", "messages overlap"):
+def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:
+    for rank in ended[RAISES]:
         assert (rank.status, rank.out) == (1, "handlers ran\n")
         assert rank.error.rstrip().endswith("RuntimeError: the program's own")
 
 
-@pytest.mark.parametrize("mode", ["memory", "messages"])
+@pytest.mark.parametrize("mode", ALONE)
 def test_end_when_one_rank_raises_inside_a_collective_that_no_other_comes_to_then_it_does_not_wait_for_them(
-    tmp_path: Path, mode: str
+    ended: Found, mode: str
 ) -> None:
-    start = time.monotonic()
-    first, second = _ended(tmp_path / "ranks", "raises, alone", mode)
+    first, second = ended[ALONE[mode]]
     assert (first.status, first.out) == (1, "handlers ran\n"), first.error
     assert "RuntimeError: the program's own" in first.error
     assert "a collective under way that other ranks did not come to" in first.error
-    assert second.status == 0, f"rank 0 was there after {time.monotonic() - start:.0f} s"
+    assert second.status == 0, "rank 0 was there after a minute"
 
 
 @pytest.mark.long
@@ -138,5 +165,5 @@ def test_end_when_one_rank_raises_inside_a_collective_that_no_other_comes_to_the
 def test_end_when_repeated_then_never_by_a_signal(tmp_path: Path, mode: str, how: str) -> None:
     wanted = 0 if how == "regular" else 1
     for number in range(15):
-        for rank in _ended(tmp_path / str(number), how, mode):
+        for rank in _ended(tmp_path / str(number), [(how, mode)])[0]:
             assert rank.status == wanted, rank.error
