@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,25 @@ class Source:
     def layer(self) -> str:
         return self.path.partition("/")[0].removesuffix(".py")
 
-    @property
+    @cached_property
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(ast.parse(self.text)))
+
+    @cached_property
+    def imported(self) -> list[str]:
+        return [name for node in self.nodes for name in imported(node)]
 
 
 Rule = Callable[[Source], Iterator[str]]
 
 
+#: One for each path and text, so that rules share what Python makes of it.
+_source = cache(Source)
+
+
 def sources(folder: Path) -> list[Source]:
     files = sorted(folder.rglob("*.py"))
-    return [Source(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    return [_source(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
 
 
 def violations(folder: Path, rule: Rule) -> list[str]:
@@ -67,15 +76,11 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def all_imported(source: Source) -> list[str]:
-    return [name for node in source.nodes for name in imported(node)]
-
-
 def follows_the_arrow(source: Source) -> Iterator[str]:
     """The package's own __init__ is the shop window: it names things of every layer and imports them when asked."""
     order = COMMON if source.layer in COMMON else (*COMMON, *LAYERS)
     allowed = order[: order.index(source.layer) + 1] if source.layer in order else order
-    for name in all_imported(source):
+    for name in source.imported:
         parts = name.split(".")
         if name.startswith("."):
             yield f"relative import {name}"
@@ -84,7 +89,7 @@ def follows_the_arrow(source: Source) -> Iterator[str]:
 
 
 def keeps_layout_pure(source: Source) -> Iterator[str]:
-    for name in all_imported(source) if source.layer == "layout" else ():
+    for name in source.imported if source.layer == "layout" else ():
         ours = name.startswith((f"{NAME}.layout.", f"{NAME}.errors."))
         if not ours and name.split(".")[0] not in sys.stdlib_module_names:
             yield f"imports {name}"
@@ -92,13 +97,13 @@ def keeps_layout_pure(source: Source) -> Iterator[str]:
 
 def keeps_collectives_in_comm(source: Source) -> Iterator[str]:
     used = [ast.unparse(node) for node in source.nodes if isinstance(node, ast.Attribute)]
-    for name in [*all_imported(source), *used] if source.layer not in ("comm", "checkpoint") else ():
+    for name in [*source.imported, *used] if source.layer not in ("comm", "checkpoint") else ():
         if name == "torch.distributed" or name.startswith("torch.distributed."):
             yield f"uses {name}"
 
 
 def keeps_megatron_in_hosts(source: Source) -> Iterator[str]:
-    for name in all_imported(source) if source.layer != "hosts" else ():
+    for name in source.imported if source.layer != "hosts" else ():
         if name.split(".")[0] == "megatron":
             yield f"imports {name}"
 
@@ -192,8 +197,7 @@ def cycle_of_imports(folder: Path) -> list[str]:
         f"{NAME}.{source.path[:-3].replace('/', '.').removesuffix('.__init__')}": source for source in sources(folder)
     }
     graph = {
-        name: {each if each in files else each.rpartition(".")[0] for each in all_imported(source)}
-        & files.keys() - {name}
+        name: {each if each in files else each.rpartition(".")[0] for each in source.imported} & files.keys() - {name}
         for name, source in files.items()
         if source.path != "__init__.py"  # the shop window imports things of every layer when it is asked
     }
