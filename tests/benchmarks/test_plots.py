@@ -146,11 +146,14 @@ def test_arguments_when_they_are_taken_then_the_rest_is_what_was_measured() -> N
     assert json.dumps(vars(args)) == '{"sizes": 3}'
 
 
-def test_from_when_there_is_no_plot_beside_it_then_says_what_to_write() -> None:
-    command = [sys.executable, str(BENCHMARKS / "collectives.py"), "--from", "x.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "Invalid --from: no --plot beside it. Must say where to draw. Write --plot FILE beside it." in done.stderr
+def test_from_when_there_is_no_plot_beside_it_then_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    Drawing.add_arguments(parser)
+    with pytest.raises(SystemExit) as ended:
+        Drawing.taken_from(parser.parse_args(["--from", "x.json"]), parser)
+    assert ended.value.code == 2
+    said = "Invalid --from: no --plot beside it. Must say where to draw. Write --plot FILE beside it."
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
@@ -160,17 +163,12 @@ def test_readme_picture_when_compared_with_its_result_then_it_is_not_stale(pictu
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_readme_picture_when_drawn_twice_then_the_files_are_equal(picture: Picture, tmp_path: Path) -> None:
+def test_readme_picture_when_drawn_twice_then_files_are_equal_with_every_contestant_and_number_of_ranks(
+    picture: Picture, tmp_path: Path, drawn: list[Any]
+) -> None:
     for name in ("a.svg", "b.svg"):
         draw_picture(picture, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_readme_picture_when_drawn_then_every_contestant_and_number_of_ranks_is_in_it(
-    picture: Picture, tmp_path: Path, drawn: list[Any]
-) -> None:
-    draw_picture(picture, tmp_path / "x.svg")
     entries = json.loads(picture.result.read_text(encoding="utf-8"))["ranks"]
     titles = {f"{entry['ranks']} ranks" for entry in entries}
     found = texts(drawn[0])
