@@ -43,11 +43,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-#: Every layout is written once and read at three others, so that each is read as often.
+#: Every layout is written once and read at two others, so that each is read as often.
 PAIRS = [
     (here, list(LAYOUTS)[(number + distance) % len(LAYOUTS)])
     for number, here in enumerate(LAYOUTS)
-    for distance in (1, 3, 8)
+    for distance in (3, 8)
 ]
 
 
