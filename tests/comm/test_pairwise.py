@@ -325,20 +325,22 @@ def test_begin_when_the_group_is_one_rank_then_nothing_is_done() -> None:
 
 
 def _lost(rank: int, size: int, how: str) -> str:
-    """Rank 1 takes part once, and then no more."""
+    """Rank 1 takes part once, and then no more; it is there until rank 0 has found out, or ends at once."""
     handle = dist.new_group(timeout=timedelta(seconds=1))
-    group = Group.of(handle)
+    group, store = Group.of(handle), dist.distributed_c10d._get_default_store()
     bucket = torch.ones(2 * 8)
     pairwise.reduce_scatter(bucket, bucket.view(2, -1)[group.rank], group)
     if rank == 1:
         if how == "ended":
             os._exit(0)
-        time.sleep(4)
+        store.wait(["found out"], timedelta(seconds=60))
         return ""
     try:
         pairwise.reduce_scatter(bucket, bucket.view(2, -1)[group.rank], group)
     except RanksDisagreeError as error:
         return str(error)
+    finally:
+        store.set("found out", "")
     return "nothing"
 
 
