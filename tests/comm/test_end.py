@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import atexit, os, sys, time
 from pathlib import Path
-import torch, torch.distributed as dist
+import torch, torch._dynamo, torch.distributed as dist
 import megatron_distopt
 from megatron_distopt.comm import Group, allow_shared_memory
 from megatron_distopt.comm.collectives import begin_all_gather
