@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.runner import TrainingScript, parse_target
+from megatron_distopt.plugin.runner import TrainingScript, main, parse_target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_core.py"
 
@@ -46,31 +45,31 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(
-    *words: str, cwd: Path, switch: str = "0", program: tuple[str, ...] = ("-m", "megatron_distopt")
+    *words: str, cwd: Path, program: tuple[str, ...] = ("-m", "megatron_distopt")
 ) -> subprocess.CompletedProcess[str]:
-    """Without the host by default: what is tested is not what is installed."""
-    environment = {**os.environ, "MEGATRON_DISTOPT": switch}
+    """Without the host: what is tested is not what is installed."""
+    environment = {**os.environ, "MEGATRON_DISTOPT": "0"}
     command = [sys.executable, *program, *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(
     "words",
-    [("train.py", "--lr", "1"), ("--local_rank=0", "train.py", "--lr", "1"), ("-m", "package.train", "--lr", "1")],
-    ids=["script", "launcher's rank first", "module"],
+    [("train.py", "--lr", "1"), ("-m", "package.train", "--lr", "1")],
+    ids=["script", "module"],
 )
 def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(folder: Path, words: tuple[str, ...]) -> None:
     done = _run(*words, cwd=folder)
-    arguments = [word for word in words if word.startswith("--local_rank")] + ["--lr", "1"]
-    assert json.loads(done.stdout) == [arguments, "train.py", "train.py", 5, [4, 9]], done.stderr
+    assert json.loads(done.stdout) == [["--lr", "1"], "train.py", "train.py", 5, [4, 9]], done.stderr
     assert done.returncode == 7
 
 
-def test_runner_when_the_script_is_elsewhere_then_its_folder_comes_first_on_the_path(
+def test_runner_when_the_script_is_elsewhere_then_its_folder_is_first_on_the_path_and_the_rank_is_handed_on(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    done = _run(str(folder / "train.py"), cwd=tmp_path_factory.mktemp("elsewhere"))
-    assert json.loads(done.stdout)[3] == 5, done.stderr
+    done = _run("--local_rank=0", str(folder / "train.py"), cwd=tmp_path_factory.mktemp("elsewhere"))
+    assert json.loads(done.stdout) == [["--local_rank=0"], "train.py", "train.py", 5, [4, 9]], done.stderr
+    assert done.returncode == 7
 
 
 def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(folder: Path) -> None:
@@ -81,28 +80,45 @@ def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(folder:
     assert ours.returncode == alone.returncode == 1
 
 
+@pytest.fixture
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For calls of `main` that end before anything runs: what they change is put back."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("in_folder")
 @pytest.mark.parametrize(
     ("words", "got"),
     [((), "none"), (("missing.py",), "'missing.py'"), (("--local_rank=1",), "none"), (("-m",), "none")],
 )
-def test_runner_when_there_is_no_target_then_refused(folder: Path, words: tuple[str, ...], got: str) -> None:
-    done = _run(*words, cwd=folder)
+def test_runner_when_there_is_no_target_then_refused(
+    words: tuple[str, ...], got: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
     rule = "Must be a file that exists. Put the script's path, or -m and a module, first."
-    assert done.stderr.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         f"Invalid training script: {got}. {rule}",
         "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]",
     ]
-    assert done.returncode == 2
+    assert ended.value.code == 2
     with pytest.raises(ConfigError):
-        parse_target([word for word in words if word != "missing.py"])
+        parse_target(words)
 
 
-def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(folder: Path) -> None:
-    done = _run("train.py", cwd=folder, switch="maybe")
-    assert done.stderr == (
+@pytest.mark.usefixtures("in_folder")
+def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT", "maybe")
+    with pytest.raises(SystemExit) as ended:
+        main(["train.py"])
+    said = capsys.readouterr()
+    assert said.err == (
         "megatron_distopt: Invalid MEGATRON_DISTOPT: 'maybe'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=1.\n"
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (ended.value.code, said.out) == (1, "")
 
 
 def test_target_when_the_rank_comes_first_then_is_handed_on(folder: Path) -> None:
@@ -112,11 +128,13 @@ def test_target_when_the_rank_comes_first_then_is_handed_on(folder: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_runner_when_a_launcher_starts_it_then_an_unchanged_script_gets_our_optimizer(
-    tmp_path: Path, launcher: str
+def test_runner_when_torchrun_starts_it_then_an_unchanged_script_of_megatron_core_gets_our_optimizer(
+    tmp_path: Path,
 ) -> None:
-    """The example without its own call of install(), and with MEGATRON_DISTOPT=require: it would stop without us."""
+    """The example without its own call of install(), and with MEGATRON_DISTOPT=require: it would stop without us.
+
+    Under the DeepSpeed launcher, and in a fork of 2023: tests/hosts/test_megatron_2023_install_methods.py.
+    """
     text = EXAMPLE.read_text(encoding="utf-8")
     line = "installation = megatron_distopt.install()"
     assert line in text
@@ -124,24 +142,17 @@ def test_runner_when_a_launcher_starts_it_then_an_unchanged_script_gets_our_opti
     script.write_text(
         text.replace(line, "from types import SimpleNamespace\ninstallation = SimpleNamespace(is_active=True)")
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    start = {
-        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, "-m", "megatron_distopt"],
-        "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", port, "--module", "megatron_distopt"],
-    }[launcher]
     environment = {
         **os.environ,
         "MEGATRON_DISTOPT": "require",
         "PYTHONPATH": str(EXAMPLE.parent),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
     words = [str(script), "--use-distributed-optimizer", "--bf16", "--train-iters", "3", "--data", str(EXAMPLE)]
+    command = [*torchrun, "-m", "megatron_distopt", *words]
     done = subprocess.run(
-        [*start, *words], env=environment, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
