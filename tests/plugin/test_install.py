@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostE
 from megatron_distopt.hosts.detect import Host
 from megatron_distopt.hosts.patch_points import PatchPoint
 from tests.support.refusals import Said
+from tests.support.spawn import run_ranks
 
 PATCH_POINT = PatchPoint("fake_megatron", "get_megatron_optimizer", ("config", "model_chunks"))
 
@@ -205,45 +204,43 @@ def test_install_when_looked_up_on_the_package_then_it_is_this_function() -> Non
     assert megatron_distopt.Installation is Installation
 
 
-REAL_HOST = """
-import json, sys, types
+def _in_the_real_host(rank: int, size: int) -> dict[str, object]:
+    """Where another module has taken megatron-core's factory by value."""
+    import megatron.core.optimizer as host
 
-import megatron.core.optimizer as host
-import megatron_distopt
-from megatron_distopt.errors import ConfigError
-
-originals = [host.get_megatron_optimizer]  # in a list: a variable of this module would be rebound as well
-trainer = types.ModuleType("trainer")
-trainer.get_megatron_optimizer = trainer.build_optimizer = originals[0]
-sys.modules["trainer"] = trainer
-installation = megatron_distopt.install()
-ours = [host.get_megatron_optimizer]
-by_value = (trainer.get_megatron_optimizer, trainer.build_optimizer)
-report = {"replaced": ours[0] is not originals[0], "rebound": all(each is ours[0] for each in by_value)}
-del by_value
-try:
-    trainer.get_megatron_optimizer(types.SimpleNamespace(use_distributed_optimizer=False), [])
-except ConfigError as error:
-    report["refused"] = str(error)
-installation.undo()
-everywhere = (host.get_megatron_optimizer, trainer.get_megatron_optimizer, trainer.build_optimizer)
-report["undone"] = all(each is originals[0] for each in everywhere)
-print(json.dumps(report))
-"""
+    original = host.get_megatron_optimizer
+    trainer: Any = ModuleType("trainer")
+    trainer.get_megatron_optimizer = trainer.build_optimizer = original
+    sys.modules["trainer"] = trainer
+    installation = install()
+    ours = host.get_megatron_optimizer
+    found: dict[str, object] = {
+        "replaced": ours is not original,
+        "rebound": trainer.get_megatron_optimizer is ours and trainer.build_optimizer is ours,
+    }
+    try:
+        trainer.get_megatron_optimizer(SimpleNamespace(use_distributed_optimizer=False), [])
+    except ConfigError as error:
+        found["refused"] = str(error)
+    installation.undo()
+    everywhere = (host.get_megatron_optimizer, trainer.get_megatron_optimizer, trainer.build_optimizer)
+    return {**found, "undone": all(each is original for each in everywhere)}
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_install_when_required_and_the_real_host_runs_without_its_flag_then_refused() -> None:
-    environ = {**os.environ, "MEGATRON_DISTOPT": "require", "MEGATRON_DISTOPT_ACCELERATOR": "torch"}
-    result = subprocess.run(
-        [sys.executable, "-c", REAL_HOST], env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == {
-        "replaced": True,
-        "rebound": True,
-        "refused": Said(
-            "Invalid run: without use_distributed_optimizer", "Add --use-distributed-optimizer, or unset the variable."
-        ),
-        "undone": True,
-    }
+def test_install_when_required_and_the_real_host_runs_without_its_flag_then_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT", "require")
+    monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")
+    assert run_ranks(_in_the_real_host, 1) == [
+        {
+            "replaced": True,
+            "rebound": True,
+            "refused": Said(
+                "Invalid run: without use_distributed_optimizer",
+                "Add --use-distributed-optimizer, or unset the variable.",
+            ),
+            "undone": True,
+        }
+    ]
