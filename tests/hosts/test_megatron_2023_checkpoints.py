@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,7 +39,7 @@ ODD_NUMEL = 1105
 #: The fork's own class as our inner optimizer, and no clipping, whose norm is summed in another order: the same bits.
 SAME_KERNEL = ("--clip-grad", "0", "--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam")
 
-#: By name: ranks and flags of trainings that are interrupted.
+#: By name: ranks and flags of trainings that are interrupted, in the files of `KEPT_IN`.
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (2, ()),
     "bf16": (2, ("--bf16",)),
@@ -56,6 +56,15 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts of 4 ranks in 2 groups": (4, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
 }
 PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",), "fp16": FP16}
+#: Which trainings are interrupted with which files. What is written of a precision, of a class and of groups of ranks
+#: is another thing in the fork's two layouts; ours is one layout for all of them.
+KEPT_IN: dict[str, tuple[str, ...]] = {
+    "gathered": tuple(RESUMED),
+    "per_rank": tuple(name for name in RESUMED if name not in ("fp32 norms in fp16", "experts on both ranks", "odd")),
+    "ours": ("bf16", "fp32 norms in fp16", "torch_foreach", "sgd", "experts apart", "tp2 dp2"),
+}
+#: Where another of our classes resumes, too: its moments are the same whatever the params are.
+CROSSED_AMONG_OURS = ("bf16", "torch")
 
 
 # In the ranks.
@@ -77,6 +86,21 @@ class _Fork(ForkInWorlds):
     def train_undistributed(self, *words: str) -> TrainingRun:
         """Collective: without the flag, by the fork's own optimizer, to the iteration of the checkpoints."""
         return super().train(*words, "--train-iters", str(SAVED_AT), ours=False)
+
+    @contextlib.contextmanager
+    def first(self, look: Callable[[Any], None]) -> Iterator[None]:
+        """Trainings call `look(optimizer)` before their first iteration."""
+        training, train = self.fork.training, self.fork.training.train
+
+        def look_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
+            look(optimizer)
+            return train(forward_step, model, optimizer, *args)
+
+        training.train = look_and_train
+        try:
+            yield
+        finally:
+            training.train = train
 
     def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
         """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
@@ -128,57 +152,63 @@ def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_A
     return Continued(full.iterations[at:], resumed.iterations, same(everything, held(resumed)))
 
 
+def _words_of(files: str, size: int) -> dict[str, tuple[str, ...]]:
+    return {name: RESUMED[name][1] for name in KEPT_IN[files] if RESUMED[name][0] == size}
+
+
 def _resume_all(fork: _Fork, size: int) -> dict[str, Continued]:
-    cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
-    return {name: _resume(fork, words, fork.folder / name) for name, words in cases}
+    cases = _words_of(fork.file_layout, size)
+    return {name: _resume(fork, words, fork.folder / name) for name, words in cases.items()}
 
 
 def _resume_all_in_ours(fork: _Fork, size: int) -> dict[str, Continued]:
     """With a gathered file, where the default is a folder beside the fork's file."""
     fork.format = "distopt"
     try:
-        cases = [(name, words) for name, (ranks, words) in RESUMED.items() if ranks == size]
-        return {name: _resume(fork, words, fork.folder / f"{name} in ours") for name, words in cases}
+        cases = _words_of("ours", size)
+        return {name: _resume(fork, words, fork.folder / f"{name} in ours") for name, words in cases.items()}
     finally:
         fork.format = "gathered"
 
 
+FROM_FORK, FROM_OURS, FROM_ANOTHER = "ours from the fork's", "the fork's from ours", "ours from another of ours"
+
+
 def _cross(
-    fork: _Fork, name: str, words: tuple[str, ...], reopen: Callable[[TrainingRun, Path], None], *of_ours: str
+    fork: _Fork, name: str, words: tuple[str, ...], rewrite: Callable[[Any, Path], None], *of_ours: str
 ) -> dict[str, Continued]:
-    """From the fork's own optimizer to ours and back. `reopen` writes the state of a run that was just loaded."""
+    """From the fork's own optimizer to ours and back. `rewrite` writes the state that an optimizer has loaded."""
     of_fork, ours, another = fork.folder / f"of fork {name}", fork.folder / name, ("--distopt-adam", "torch_foreach")
-    uninterrupted = {of_fork: fork.train_and_save(of_fork, *words, ours=False), ours: fork.train(*words, *of_ours)}
-    if not ours.exists():
-        fork.train_and_save(ours, *words, *of_ours)
+    uninterrupted = {of_fork: fork.train_and_save(of_fork, *words, ours=False)}
+    ways = {FROM_OURS: (ours, (), False), FROM_FORK: (of_fork, of_ours, True)}
+    ways |= {FROM_ANOTHER: (ours, (*of_ours, *another), True)} if name in CROSSED_AMONG_OURS else {}
+    uninterrupted[ours] = fork.train(*words, *of_ours) if ours.exists() else fork.train_and_save(ours, *words, *of_ours)
     found = {}
-    for way, folder, flags, by_ours in (
-        ("ours from the fork's", of_fork, of_ours, True),
-        ("the fork's from ours", ours, (), False),
-        ("ours from another of ours", ours, (*of_ours, *another), True),
-    ):
-        resumed = fork.train(*words, *flags, "--load", str(folder), ours=by_ours)
+    for way, (folder, flags, by_ours) in ways.items():
+        to = fork.folder / f"{name}, {way}"
+        with fork.first(lambda optimizer, to=to: rewrite(optimizer, to)):
+            resumed = fork.train(*words, *flags, "--load", str(folder), ours=by_ours)
         found[way] = Continued(uninterrupted[folder].iterations[SAVED_AT:], resumed.iterations)
-        reopen(fork.open(folder, *words, *flags, ours=by_ours), fork.folder / f"{name}, {way}")
     return found
 
 
 def _of_same_kernel(fork: _Fork) -> None:
-    for name, words in PRECISIONS.items():
-        for ours in (True, False):
+    for ours in (True, False):
+        for name, words in PRECISIONS.items():
             folder = fork.folder / f"{'ours' if ours else 'of fork'} of the same kernel {name}"
-            fork.train_and_save(folder, *words, *ODD, *(SAME_KERNEL if ours else SAME_KERNEL[:2]), ours=ours)
+            of_kernel = SAME_KERNEL if ours else SAME_KERNEL[:2]
+            fork.train(*words, *ODD, *of_kernel, "--train-iters", str(SAVED_AT), "--save", str(folder), ours=ours)
 
 
-def _write_gathered(run: TrainingRun, folder: Path) -> None:
+def _write_gathered(optimizer: Any, folder: Path) -> None:
     """Collective."""
     folder.mkdir(exist_ok=True)
-    run.optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+    optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
 
 
-def _write_own(run: TrainingRun, folder: Path) -> None:
+def _write_own(optimizer: Any, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    torch.save(run.optimizer.state_dict(), folder / f"{dist.get_rank()}.pt")
+    torch.save(optimizer.state_dict(), folder / f"{dist.get_rank()}.pt")
 
 
 class _Logged(logging.Handler):
@@ -225,10 +255,11 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
     l2 = (*words, "--distopt-decay", "l2")
     with fork.adam_of_torch():
         theirs = fork.train_and_save(of_fork, *words, ours=False)
+        groups: list[dict[str, Any]] = []
+        with fork.first(lambda optimizer: groups.extend(optimizer.state_dict()["optimizer"]["param_groups"])):
+            resumed = fork.train(*words, *RESUME_STEP, "--load", str(of_fork))
         found = {
-            "resume step": Continued(
-                theirs.iterations[SAVED_AT:], fork.train(*words, *RESUME_STEP, "--load", str(of_fork)).iterations
-            ),
+            "resume step": Continued(theirs.iterations[SAVED_AT:], resumed.iterations),
             "exact": _resume(fork, l2, ours),
             "exact, decoupled": _resume(fork, words, fork.folder / "torchs decoupled"),
             "ours": raised(lambda: fork.train(*l2, "--load", str(of_fork))),
@@ -236,10 +267,7 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
             "same step": raised(lambda: fork.open(ours, *l2, "--distopt-resume-step", str(SAVED_AT))),
             "fork": raised(lambda: fork.train(*words, "--load", str(of_fork), ours=False)),
         }
-        opened = fork.open(of_fork, *words, *RESUME_STEP).optimizer
-        found["steps"] = {group["step"] for group in opened.state_dict()["optimizer"]["param_groups"]}
-        found["keys"] = {*opened.state_dict()["optimizer"]["param_groups"][0]}
-    return found
+    return {**found, "steps": {group["step"] for group in groups}, "keys": {*groups[0]}}
 
 
 class _Dangerous:
@@ -455,16 +483,16 @@ def _refusal_of_one_slice(fork: _Fork) -> Refused:
 
 def _other_sizes(fork: _Fork, size: int) -> tuple[Iteration, ...]:
     """What two ranks saved, read and written again by `size` ranks, and continued by them."""
-    words, folder = RESUMED["odd"][1], fork.folder / "odd"
-    _write_gathered(fork.open(folder, *words), fork.folder / f"odd of {size}")
-    return fork.train(*words, "--load", str(folder)).iterations
+    words, to = RESUMED["odd"][1], fork.folder / f"odd of {size}"
+    with fork.first(lambda optimizer: _write_gathered(optimizer, to)):
+        return fork.train(*words, "--load", str(fork.folder / "odd")).iterations
 
 
 def _back_to_two(fork: _Fork) -> None:
     run = fork.open(fork.folder / "odd", *RESUMED["odd"][1])
     for size in (1, 3, 4):
         run.optimizer.load_parameter_state(str(fork.folder / f"odd of {size}" / "distrib_optim.pt"))
-        _write_gathered(run, fork.folder / f"odd of {size} and back")
+        _write_gathered(run.optimizer, fork.folder / f"odd of {size} and back")
 
 
 def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -579,11 +607,11 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 def _mixed_own(fork: _Fork) -> None:
     """From the fork's own optimizer to ours and back; curves differ, because the fork rounds fp32 norms to bf16."""
     words, of_fork = ("--bf16", "--fp32-norms"), fork.folder / "of fork fp32 norms"
-    fork.train_and_save(of_fork, *words, ours=False)
-    _write_own(fork.open(of_fork, *words), fork.folder / "fp32 norms, ours from the fork's")
-    _write_own(
-        fork.open(fork.folder / "fp32 norms", *words, ours=False), fork.folder / "fp32 norms, the fork's from ours"
-    )
+    fork.train(*words, "--train-iters", str(SAVED_AT), "--save", str(of_fork), ours=False)
+    ours = fork.open(of_fork, *words).optimizer
+    _write_own(ours, fork.folder / "fp32 norms, ours from the fork's")
+    theirs = fork.open(fork.folder / "fp32 norms", *words, ours=False).optimizer
+    _write_own(theirs, fork.folder / "fp32 norms, the fork's from ours")
 
 
 def _other_size(fork: _Fork) -> Refused:
@@ -644,15 +672,13 @@ def _unpadded(tensors: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
     return {key: tensor[:numel] for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize(
-    ("file_layout", "files"), [("per_rank", "resumed"), ("gathered", "resumed"), ("gathered", "resumed in ours")]
-)
+@pytest.mark.parametrize(("files", "name"), [(files, name) for files, names in KEPT_IN.items() for name in names])
 def test_resume_when_ours_saved_then_it_is_the_uninterrupted_run_bit_for_bit(
-    name: str, file_layout: str, files: str, request: pytest.FixtureRequest
+    files: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    collected: Collected = request.getfixturevalue(file_layout)
-    of_ranks = [resumed[name] for resumed in collected.of_world(files) if name in resumed]
+    collected: Collected = request.getfixturevalue("gathered" if files == "ours" else files)
+    found = collected.of_world("resumed in ours" if files == "ours" else "resumed")
+    of_ranks = [resumed[name] for resumed in found if name in resumed]
     assert len(of_ranks) == RESUMED[name][0]
     assert len(of_ranks[0].resumed) == ITERATIONS - SAVED_AT
     assert of_ranks[0].resumed == of_ranks[0].uninterrupted
@@ -667,7 +693,7 @@ def test_resume_when_in_fp16_then_the_loss_scale_moves_before_and_after_the_chec
 
 
 def test_save_when_in_ours_then_the_fork_has_no_file_and_the_folder_is_one_for_all_slices(gathered: Collected) -> None:
-    for name in RESUMED:
+    for name in KEPT_IN["ours"]:
         iteration = gathered.folder / f"{name} in ours/iter_0000003"
         assert not list(iteration.rglob("distrib_optim*.pt"))
         assert [found.relative_to(iteration).as_posix() for found in iteration.rglob("manifest.json")] == [
@@ -679,14 +705,15 @@ def test_save_when_in_ours_then_the_fork_has_no_file_and_the_folder_is_one_for_a
 
 def test_save_when_in_either_format_then_training_is_the_same(gathered: Collected) -> None:
     of_fork, ours = gathered.ranks[0]["resumed"], gathered.ranks[0]["resumed in ours"]
-    assert of_fork.keys() == ours.keys() == RESUMED.keys()
-    for name in RESUMED:
+    assert [*of_fork] == [*KEPT_IN["gathered"]]
+    assert {*ours} == {*KEPT_IN["ours"]}
+    for name in ours:
         assert of_fork[name].uninterrupted == ours[name].uninterrupted, name
 
 
 def test_save_when_on_the_way_then_training_goes_on_as_without(layout: Collected) -> None:
     for name in PRECISIONS:
-        without = layout.ranks[0]["crossed"][name]["ours from another of ours"].uninterrupted
+        without = layout.ranks[0]["crossed"][name][FROM_OURS].uninterrupted
         assert layout.ranks[0]["resumed"][name].uninterrupted == without
 
 
@@ -703,6 +730,11 @@ def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(pe
     assert found.largest_deviation < TOLERANCE_16_BIT
 
 
+def _ways(names: Iterable[str]) -> list[tuple[str, str]]:
+    every = [(name, way) for name in names for way in (FROM_FORK, FROM_OURS, FROM_ANOTHER)]
+    return [(name, way) for name, way in every if way != FROM_ANOTHER or name in CROSSED_AMONG_OURS]
+
+
 #: Of a loss of 4 the last bit is 4.8e-7. Another Adam kernel and another order of the norm's sum may move it by one at
 #: each of three iterations; a step count or a moment that is lost moves it by 1e-3 and more.
 TOLERANCE_FP32 = 2e-6
@@ -710,8 +742,7 @@ TOLERANCE_FP32 = 2e-6
 TOLERANCE_16_BIT = 1e-4
 
 
-@pytest.mark.parametrize("way", ["ours from the fork's", "the fork's from ours", "ours from another of ours"])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(("name", "way"), _ways(PRECISIONS))
 def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
     name: str, way: str, layout: Collected, record_property: Callable[[str, object], None]
 ) -> None:
@@ -722,8 +753,7 @@ def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
     assert [each.loss_scale for each in found.resumed] == [each.loss_scale for each in found.uninterrupted]
 
 
-@pytest.mark.parametrize("way", ["ours from the fork's", "the fork's from ours", "ours from another of ours"])
-@pytest.mark.parametrize("name", ["sgd", "torch"])
+@pytest.mark.parametrize(("name", "way"), _ways(("sgd", "torch")))
 def test_resume_when_the_state_is_of_torchs_classes_then_each_goes_on_on_the_others_curve(
     name: str, way: str, per_rank: Collected
 ) -> None:
@@ -732,12 +762,11 @@ def test_resume_when_the_state_is_of_torchs_classes_then_each_goes_on_on_the_oth
     assert found.largest_deviation < TOLERANCE_16_BIT
 
 
-@pytest.mark.parametrize("way", ["ours from the fork's", "the fork's from ours", "ours from another of ours"])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(("name", "way"), _ways(PRECISIONS))
 def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, gathered: Collected
 ) -> None:
-    source = gathered.folder / (f"of fork {name}" if way == "ours from the fork's" else name)
+    source = gathered.folder / (f"of fork {name}" if way == FROM_FORK else name)
     before = _gathered(_checkpoint(source))
     after = _gathered(gathered.folder / f"{name}, {way}" / "distrib_optim.pt")
     assert [*after] == ["param", "exp_avg", "exp_avg_sq"]
@@ -745,12 +774,11 @@ def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bi
     assert min(float(tensor.abs().max()) for tensor in after.values()) > 0
 
 
-@pytest.mark.parametrize("way", ["ours from the fork's", "the fork's from ours", "ours from another of ours"])
-@pytest.mark.parametrize("name", [*PRECISIONS, "sgd", "torch"])
+@pytest.mark.parametrize(("name", "way"), _ways((*PRECISIONS, "sgd", "torch")))
 def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, per_rank: Collected
 ) -> None:
-    source = per_rank.folder / (f"of fork {name}" if way == "ours from the fork's" else name)
+    source = per_rank.folder / (f"of fork {name}" if way == FROM_FORK else name)
     for rank in range(2):
         before = _state_of_file(source, rank)
         after = torch.load(per_rank.folder / f"{name}, {way}" / f"{rank}.pt", weights_only=True)
@@ -759,9 +787,7 @@ def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_
         assert _steps(after) == _steps(before) == {"fp16": {1}, "sgd": set()}.get(name, {SAVED_AT})
 
 
-@pytest.mark.parametrize(
-    ("source", "way"), [("of fork fp32 norms", "ours from the fork's"), ("fp32 norms", "the fork's from ours")]
-)
+@pytest.mark.parametrize(("source", "way"), [("of fork fp32 norms", FROM_FORK), ("fp32 norms", FROM_OURS)])
 def test_own_state_when_groups_mix_dtypes_then_fp32_params_come_first_in_them_for_both(
     source: str, way: str, per_rank: Collected
 ) -> None:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.mini_fork import MiniFork, TrainingRun
+from tests.support.installed_fork import InstalledFork
+from tests.support.mini_fork import TrainingRun
 
 
 class ForkInWorlds:
@@ -37,13 +38,14 @@ class ForkInWorlds:
     """
 
     def __init__(self, file_layout: str, rank: int, folder: str, *, ranks: int) -> None:
-        self.rank, self.folder = rank, Path(folder)
-        self.fork = MiniFork.imported(file_layout=file_layout, adam="fused")
+        self.rank, self.folder, self.file_layout = rank, Path(folder), file_layout
+        self.fork = InstalledFork.imported(file_layout=file_layout, adam="fused")
         self._worlds, self._ranks = 0, ranks
 
     def enters(self, size: int) -> bool:
         """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
         self._worlds += 1
+        self.fork.uninstall()  # while it is installed, all ranks of a new world have to have it
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.rank >= size:
