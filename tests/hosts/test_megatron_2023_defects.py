@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.installed_fork import InstalledFork
 from tests.support.mini_fork import MiniFork, TrainingRun, core_folder
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
@@ -129,8 +130,10 @@ def decay_off_cuda(fork: MiniFork) -> Facts:
 def cuda_names(fork: MiniFork) -> Facts:
     facts: Facts = {}
     with _for_cuda_alone():
-        for name, words in {"fp32": (DISTRIBUTED,), "bf16": BF16, "fp16": ("--fp16", DISTRIBUTED)}.items():
+        trainings = {"fp32": (DISTRIBUTED,), "bf16": BF16, "fp16": ("--fp16", DISTRIBUTED)}
+        for name, words in trainings.items():
             facts[f"{name} host"] = _error(lambda words=words: fork.train(*words, ours=False))
+        for name, words in trainings.items():
             facts[f"{name} ours"] = _error(lambda words=words: fork.train(*words, *SHORT))
     return facts
 
@@ -156,7 +159,7 @@ def storage_calls(fork: MiniFork) -> Facts:
 
 def nan_in_bf16(fork: MiniFork) -> Facts:
     words = (*BF16, "--nan-at", "2", "0")
-    theirs = fork.train(*words, ours=False)
+    theirs = fork.train(*words, "--train-iters", "2", ours=False)
     skipping = fork.train(*words, "--distopt-nonfinite", "skip")
     return {
         "host's params": all(bool(param.isfinite().all()) for param in theirs.params.values()),
@@ -214,11 +217,11 @@ def other_inner_optimizers(fork: MiniFork) -> Facts:
         facts[f"{name} ours"] = f"{type(inner).__name__}, {run.optimizer.sharded.plan.choice.name}"
         facts[f"{name} fused"] = [group.get("fused") for group in inner.param_groups]
         facts[f"{name} params"] = {each: param.clone() for each, param in run.params.items()}
-    facts["torch is left behind"] = hasattr(host, "torch")
     with _deepspeed():
         named = fork.train(DISTRIBUTED, "--ds-fused-adam", "--distopt-adam", "torch_foreach")
     facts["ours by name"] = named.optimizer.sharded.plan.choice.name
-    plain = {"sgd": fork.train(*sgd, ours=False)}
+    plain = {"sgd": fork.train(*sgd, ours=False)}  # the package is taken out for it
+    facts["torch is left behind"] = hasattr(host, "torch")
     with _adam(torch.optim.AdamW):
         plain["ds"] = plain["cpu torch"] = fork.train(ours=False)
     for name, run in plain.items():
@@ -383,7 +386,7 @@ IN_A1: tuple[Callable[[MiniFork], Facts], ...] = (
 
 
 def _collect(rank: int, size: int, file_layout: str, folder: Path) -> dict[str, Facts]:
-    fork = MiniFork.imported(file_layout=file_layout)
+    fork = InstalledFork.imported(file_layout=file_layout)
     with contextlib.redirect_stdout(io.StringIO()):
         facts = {each.__name__: each(fork) for each in (IN_A2 if file_layout == "gathered" else IN_A1)}
         if file_layout == "per_rank":
@@ -485,7 +488,7 @@ def test_nan_when_in_a_bf16_gradient_then_every_rank_stops_and_names_rank_and_pa
     for facts in ranks_of_gathered:
         found = facts["nan_in_bf16"]
         assert found["host's params"] is False
-        assert found["host's skips"] in ([], [False] * 4)
+        assert found["host's skips"] in ([], [False] * 2)
         # The word embeddings lie last in the buffer, which rank 1 owns, whoever had the nan.
         assert found["ours"].startswith(NAN_TEXT)
         assert found["on another rank"].startswith(NAN_TEXT)
