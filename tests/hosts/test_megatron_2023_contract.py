@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_distopt
+from tests.support.installed_fork import InstalledFork
 from tests.support.mini_fork import MiniFork, TrainingRun, core_folder
 from tests.support.spawn import run_ranks
 
@@ -197,11 +198,12 @@ def types(fork: MiniFork) -> Facts:
 def by_hand(fork: MiniFork) -> Facts:
     """The ten positional arguments, in a fork where nothing is installed, against the installed one."""
     facts: Facts = {}
-    for name, flags in {"fp32": (), "bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "4096")}.items():
-        params: list[dict[str, Tensor]] = []
-        _drive(fork, _loop_by_hand(params), *flags, ours=False)
-        installed = fork.train(*flags, DISTRIBUTED)
-        facts[name] = _same(params[0], installed.params)
+    trainings = {"fp32": (), "bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "4096")}
+    params: list[dict[str, Tensor]] = []
+    for flags in trainings.values():
+        _drive(fork, _loop_by_hand(params), *flags, "--train-iters", "2", ours=False)
+    for (name, flags), by_hand in zip(trainings.items(), params, strict=True):
+        facts[name] = _same(by_hand, fork.train(*flags, DISTRIBUTED, "--train-iters", "2").params)
     return facts
 
 
@@ -239,8 +241,8 @@ def _same(ours: dict[str, Tensor], theirs: Any) -> bool:
 def timers(fork: MiniFork) -> Facts:
     """Names, log levels and barriers of everything that is timed in a step, by who steps."""
     facts: Facts = {}
-    for barrier, flags in {"barrier": (), "no barrier": ("--no-barrier-with-level-1-timing",)}.items():
-        for ours in (True, False):
+    for ours in (False, True):
+        for barrier, flags in {"barrier": (), "no barrier": ("--no-barrier-with-level-1-timing",)}.items():
             calls: list[tuple[Any, ...]] = []
             loop = _stepping(1, lambda *_: None, _step_with(_NotedTimers(calls)))
             _drive(fork, loop, *FP16, *flags, ours=ours)
@@ -296,8 +298,8 @@ def step_results(fork: MiniFork) -> Facts:
         "overflow": ("--fp16", DISTRIBUTED, "--log-num-zeros-in-grad"),
     }
     facts: Facts = {}
-    for name, words in cases.items():
-        for ours in (True, False):
+    for ours in (True, False):
+        for name, words in cases.items():
             results: list[Any] = []
             run = _drive(fork, _stepping(1, lambda *_: None, _noting_result(results)), *words, ours=ours)
             facts[f"{name} {'ours' if ours else 'host'}"] = results[0]
@@ -387,8 +389,8 @@ def reloading(fork: MiniFork) -> Facts:
 def ranges(fork: MiniFork) -> Facts:
     """By model: what the fork's own optimizer and ours say this rank owns of each param."""
     facts: Facts = {}
-    for name, words in {"bf16": BF16, "mixed": MIXED, "narrow": (*BF16, "--hidden-size", "12")}.items():
-        for ours in (True, False):
+    for ours in (False, True):
+        for name, words in {"bf16": BF16, "mixed": MIXED, "narrow": (*BF16, "--hidden-size", "12")}.items():
             found: dict[str, Any] = {}
 
             def look(model: Any, optimizer: Any, found: dict[str, Any] = found) -> None:
@@ -515,17 +517,22 @@ ALL: tuple[Callable[[MiniFork], Facts], ...] = (
     ranges,
     param_groups,
     optimizer_states,
-    installation,
-    without_us,
 )
+#: With an installation for each training, in which nothing of another one is left.
+INSTALLING: tuple[Callable[[MiniFork], Facts], ...] = (installation, without_us)
 #: Where the file layouts differ: what of the fork's own class is called or replaced.
-ALSO_IN_A1 = (types, by_hand, timers, reloading, ranges, installation)
+ALSO_IN_A1 = (types, by_hand, timers, reloading, ranges)
 
 
 def _collect(rank: int, size: int, file_layout: str) -> dict[str, Facts]:
-    fork = MiniFork.imported(file_layout=file_layout)
+    fork = InstalledFork.imported(file_layout=file_layout)
     with contextlib.redirect_stdout(io.StringIO()):
-        return {each.__name__: each(fork) for each in (ALL if file_layout == "gathered" else ALSO_IN_A1)}
+        facts = {each.__name__: each(fork) for each in (ALL if file_layout == "gathered" else ALSO_IN_A1)}
+        fork.uninstall()
+        bare = MiniFork(fork.training, fork.script)
+        return facts | {
+            each.__name__: each(bare) for each in (INSTALLING if file_layout == "gathered" else (installation,))
+        }
 
 
 @pytest.fixture(scope="module")
