@@ -60,11 +60,9 @@ def _start(folder: Path, how: str, script: Path, *flags: str) -> Ended:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Ended]:
-    """All at once, two beside each other."""
+    """Both beside each other."""
     words = {
         "2023, off": ("off", SCRIPT, *_FLAG),
-        "core, off": ("off", _EXAMPLE, *_FLAG),
-        "2023, without the flag": ("on", SCRIPT),
         "core, without the flag": ("on", _EXAMPLE, "--train-iters", "1"),
     }
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -76,18 +74,18 @@ def _names_rank_1(ended: Ended, reason: str) -> bool:
     return f"megatron_distopt is not used on rank 1 ({reason})" in ended.launched.output
 
 
-@pytest.mark.parametrize("host", ["2023", "core"])
-def test_rank_when_it_is_switched_off_then_the_job_ends_and_says_which(ended: dict[str, Ended], host: str) -> None:
-    job = ended[f"{host}, off"]
+def test_rank_when_it_is_switched_off_then_the_job_ends_and_says_which(ended: dict[str, Ended]) -> None:
+    """megatron-core says the same; see test_megatron_core_refusals.py."""
+    job = ended["2023, off"]
     assert _names_rank_1(job, "MEGATRON_DISTOPT=0"), job.launched.output
     assert job.launched.status != 0
 
 
-@pytest.mark.parametrize("host", ["2023", "core"])
 def test_job_when_no_rank_has_the_flag_then_it_trains_and_says_once_that_the_package_is_not_used(
-    ended: dict[str, Ended], host: str
+    ended: dict[str, Ended],
 ) -> None:
-    job = ended[f"{host}, without the flag"]
+    """A Megatron of 2023 says the same; see test_megatron_2023_install_methods.py."""
+    job = ended["core, without the flag"]
     line = "megatron_distopt is loaded and not used: use_distributed_optimizer is not set"
     assert job.launched.output.count(line) == 1, job.launched.output
     assert job.launched.status == 0

@@ -116,8 +116,9 @@ def _starts(patched: Path) -> dict[str, Start]:
             {"MINI_FORK_FILE_LAYOUT": "per_rank", "MINI_FORK_FLAGS": "underscore", **required},
             underscores,
         ),
-        "torchrun": Start("torchrun", (*runner, "pretrain.py"), required, (_FLAG, "--distopt-nonfinite=skip")),
-        "workers": Start("torchrun", (*runner, str(patched / "with_workers.py")), required),
+        "torchrun": Start(
+            "torchrun", (*runner, str(patched / "with_workers.py")), required, (_FLAG, "--distopt-nonfinite=skip")
+        ),
         "entry point": Start("torchrun", (str(patched / "pretrain.py"),), of_patched | required),
         "entry point, runner, module": Start("torchrun", (*runner, "-m", "tools.pretrain"), of_patched | required),
         "entry point, install": Start("torchrun", (str(patched / "with_install.py"),), of_patched | required, ranks=1),
@@ -241,8 +242,9 @@ def _changed(run: Callable[[], object]) -> set[tuple[str, str]]:
 
 
 def _install_and_undo(fork: MiniFork, facts: dict[str, object]) -> None:
-    without_us = _changed(lambda: fork.train(_BF16, _FLAG, ours=False))
-    facts["a run changes only what it changes without us"] = _changed(lambda: fork.train(_BF16, _FLAG)) == without_us
+    short = (_BF16, _FLAG, "--train-iters", "1")
+    without_us = _changed(lambda: fork.train(*short, ours=False))
+    facts["a run changes only what it changes without us"] = _changed(lambda: fork.train(*short)) == without_us
     facts["install and undo change"] = _changed(lambda: megatron_distopt.install().undo())
     installations: list[megatron_distopt.Installation] = []
     facts["install changes"] = _changed(lambda: installations.append(megatron_distopt.install()))
@@ -265,7 +267,8 @@ def _call_directly(fork: MiniFork, ours: TrainingRun, facts: dict[str, object]) 
         run = fork.train(_BF16, _FLAG, ours=False)
         facts["called directly"] = (type(run.optimizer).__module__, _curves_of(run) == _curves_of(ours))
         patch.setattr(fork.training, "get_megatron_optimizer", _with_l2)
-        facts["called with options"] = fork.train(_BF16, _FLAG, ours=False).optimizer.sharded.config.decay
+        short = fork.train(_BF16, _FLAG, "--train-iters", "1", ours=False)
+        facts["called with options"] = short.optimizer.sharded.config.decay
 
 
 def _with_l2(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +276,11 @@ def _with_l2(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_the_flag(fork: MiniFork, facts: dict[str, object]) -> None:
-    alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_distopt.hosts.handshake.announce", said.append)
+        alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
+    facts["said without the flag"] = said
     facts["without the flag"] = _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
 
 
@@ -351,12 +358,19 @@ def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(found: list[Fou
     assert [each.facts[name] for each in found] == [FACTS[name]] * SIZE
 
 
+def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it_is_not_used(
+    found: list[Found],
+) -> None:
+    line = "megatron_distopt is loaded and not used: use_distributed_optimizer is not set"
+    assert [each.facts["said without the flag"] for each in found] == [[line], []]
+
+
 def test_as_library_when_trained_then_the_curve_is_the_forks_own(ours: Curves, theirs: Curves) -> None:
     """Adam is torch's fused one here and the fork's stand-in for apex's there; a param in bf16 has 8 bits."""
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "torchrun", "workers", "entry point", "entry point, runner, module"])
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun", "entry point", "entry point, runner, module"])
 def test_install_method_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_as_by_the_as_library(
     launched: Callable[[str], Done], ours: Curves, name: str
 ) -> None:
@@ -397,9 +411,8 @@ def test_runner_when_the_fork_prints_its_arguments_then_ours_are_among_them(
 def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_announce_it(
     launched: Callable[[str], Done],
 ) -> None:
-    output = launched("workers").launched.output
-    assert output.count("workers say [4, 6]") == SIZE
-    assert len(launched("workers").block) == 10
+    assert launched("torchrun").launched.output.count("workers say [4, 6]") == SIZE
+    assert len(launched("torchrun").block) == 10
 
 
 @pytest.mark.parametrize("name", ["entry point", "entry point, runner, module"])
