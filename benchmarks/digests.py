@@ -1,6 +1,6 @@
 """What does a record of digests cost beside a training step, in CPU time for each element that the rank owns?
 
-    python benchmarks/digests.py [--rounds N] [--quick] [--json FILE]
+    python benchmarks/digests.py [--rounds N] [--quick] [--json FILE] [--plot FILE]
 
 The same training runs without digests and with a record in every step, turn by turn, on one rank with one thread. Time
 is that of the process, because others may use the machine.
@@ -14,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
 from peers.machine import about
+from peers.plot import Bar, Drawing, Panel, Row, draw_panels
 from peers.script import parser_of, table, write
 from peers.trainers import Ours
 from peers.transformer import TrainSetting, batch
@@ -83,25 +85,44 @@ def lines(readings: Sequence[Reading]) -> Iterator[str]:
     yield from table(("elements", "tokens", "step", "record", *shares), rows)
 
 
+def draw(result: dict[str, object], path: object) -> None:
+    """A step, and a record, of each model."""
+    rows = []
+    for each in (Reading(**row) for row in result["rows"]):  # type: ignore[attr-defined]
+        model = f"{each.numel / 1e6:.2f} M elements, {each.tokens:,} tokens"
+        rows += [Row(f"{model}: step", (_bar(each.step_ns),)), Row(f"{model}: record", (_bar(each.record_ns),))]
+    panel = Panel("", "ns of CPU time an element", rows)
+    draw_panels("a record of digests beside a training step", [[panel]], path)  # type: ignore[arg-type]
+
+
+def _bar(value: float) -> Bar:
+    return Bar((value, value, value), f"{value:.1f}")
+
+
 def main() -> None:
-    args = parse_args()
+    args, drawing = parse_args()
+    if drawing.of_kept(draw):
+        return
     start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     readings = [read(*model, args.rounds) for model in (QUICK if args.quick else MODELS)]
     dist.destroy_process_group()
-    result = {**about(args.load_before, time.monotonic() - start), "rounds": args.rounds}
-    write({**result, "rows": [*map(asdict, readings)]}, args.json)
+    result: dict[str, Any] = {**about(args.load_before, time.monotonic() - start), "rounds": args.rounds}
+    result["rows"] = [*map(asdict, readings)]
+    write(result, args.json)
+    drawing.of_result(draw, result)
     print("\n".join(lines(readings)))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = parser_of(__doc__, "a small model, three rounds")
     parser.add_argument("--rounds", type=int, default=15)
+    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.rounds = 3
-    return args
+    return args, Drawing.taken_from(args, parser)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class ForkInWorlds:
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), **sizes)
         store = dist.FileStore(str(self.folder / f"world{self._worlds}"), size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=600))
+        dist.barrier()  # a rank that left at once would close connections that others still make
         return True
 
     def leaves(self) -> None:

@@ -154,6 +154,7 @@ def _run_rank(task: _Task, rank: int) -> None:
         # A file, not a port: test runs beside each other on one machine cannot clash.
         store, limit = dist.FileStore(os.path.join(task.folder, "store"), size), timedelta(seconds=task.seconds)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        dist.barrier()  # a rank that ended at once would close connections that others still make
         function, args = pickle.loads(task.call)
         outcome = _Outcome(value=function(rank, size, *args), ended_at=time.time())
     except BaseException as error:  # noqa: BLE001 - it is carried to the parent and raised there
