@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.hosts.written import _Writes, data_watch
+from tests.support.spawn import run_ranks
 
 
 class _User:
@@ -74,10 +75,16 @@ def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(wat
         assert watched.is_written
 
 
-def test_data_when_nobody_watches_any_more_then_it_is_torchs_own() -> None:
+def _is_replaced(rank: int, size: int) -> list[bool]:
+    """Whether `data` is ours while somebody watches, and afterwards."""
     user, writes = _User(), _Writes("weight", Parameter(torch.ones(4)))
     data_watch.add(user, [writes])
-    assert "data" in vars(Parameter)
+    found = ["data" in vars(Parameter)]
     del user
     gc.collect()
-    assert "data" not in vars(Parameter)
+    return [*found, "data" in vars(Parameter)]
+
+
+def test_data_when_nobody_watches_any_more_then_it_is_torchs_own() -> None:
+    """In a process in which no other test has left somebody who watches."""
+    assert run_ranks(_is_replaced, 1) == [[True, False]]
