@@ -67,9 +67,6 @@ class Ours(Trainer):
         self._optimizer.step()
         return loss.detach()
 
-    def close(self) -> None:
-        self._optimizer.release()
-
 
 class ForkTrainer(Trainer):
     """The forks' order: zero, forward, backward, reduce, step, gather; nothing overlaps.

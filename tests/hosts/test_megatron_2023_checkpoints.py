@@ -87,21 +87,6 @@ class _Fork(ForkInWorlds):
         """Collective: without the flag, by the fork's own optimizer, to the iteration of the checkpoints."""
         return super().train(*words, "--train-iters", str(SAVED_AT), ours=False)
 
-    @contextlib.contextmanager
-    def first(self, look: Callable[[Any], None]) -> Iterator[None]:
-        """Trainings call `look(optimizer)` before their first iteration."""
-        training, train = self.fork.training, self.fork.training.train
-
-        def look_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
-            look(optimizer)
-            return train(forward_step, model, optimizer, *args)
-
-        training.train = look_and_train
-        try:
-            yield
-        finally:
-            training.train = train
-
     def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
         """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
         run = self.train(*words, "--save-interval", str(at), "--save", str(folder), ours=ours)

@@ -6,7 +6,6 @@ One spawn of two ranks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -47,16 +46,10 @@ def _words(tp: int) -> tuple[str, ...]:
 def _resume_2023(fork: _Fork, pair: Pair) -> Loaded:
     from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
 
-    folder, training, compared = fork.folder / pair.folder, fork.fork.training, list[Loaded]()
+    folder, compared = fork.folder / pair.folder, list[Loaded]()
     source = _Reader(_folder_in(_saved_at(folder))).source
-    train = training.train
-
-    def compare_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
-        compared.append(compare(whole_model_of(optimizer), source))
-        return train(forward_step, model, optimizer, *args)
-
-    replaced = {"train": compare_and_train, "load_checkpoint": _load_across}
-    with _replaced(training, **replaced), asked_for(PRECISIONS[pair.loaded]):
+    look = fork.first(lambda optimizer: compared.append(compare(whole_model_of(optimizer), source)))
+    with look, _replaced(fork.fork.training, load_checkpoint=_load_across), asked_for(PRECISIONS[pair.loaded]):
         run = fork.train(*_words(pair.other_tp), "--load", str(folder))
     return dataclasses.replace(compared[0], losses=run.losses)
 

@@ -355,15 +355,10 @@ class _Fork(ForkInWorlds):
         """Collective."""
         saved, folder, training = SAVED[pair.saved], self.folder / pair.saved, self.fork.training
         compared: list[tuple[int, tuple[str, ...]]] = []
-        train = training.train
-
-        def compare_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
-            compared.append(_compare(optimizer, _saved_at(folder)))
-            return train(forward_step, model, optimizer, *args)
-
+        look = self.first(lambda optimizer: compared.append(_compare(optimizer, _saved_at(folder))))
         load = training.load_checkpoint if pair.is_by_the_fork else _load_across
         words = (*saved.flags(pair.layout), *pair.words, "--load", str(folder), "--save", str(self.folder / str(pair)))
-        with _replaced(training, train=compare_and_train, load_checkpoint=load):
+        with look, _replaced(training, load_checkpoint=load):
             run = self.train(*words)
         return Resumed(run.iterations, *compared[0])
 

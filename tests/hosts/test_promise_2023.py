@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.comm import pairwise
 from tests.hosts import promises
-from tests.hosts.promises import COMMON, OTHER, STEPS, Act, Equal, NoEffect, Outcome, Program, Refused, Result
+from tests.hosts.promises import COMMON, OTHER, STEPS, Act, NoEffect, Outcome, Program, Refused, Result
 from tests.support.installed_fork import InstalledFork
 from tests.support.mini_fork import MiniFork, core_folder
 from tests.support.spawn import run_ranks
@@ -269,24 +269,9 @@ def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
 
 
 def _collect(rank: int, size: int) -> dict[str, Result]:
-    """All of the fork's trainings first, then all of ours: the package is installed once."""
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
     pairwise.all_gather = _slowly(pairwise.all_gather)
-    of_fork = {name: _train(fork, PROGRAMS[name], ours=False) for name in _compared_with_the_fork()}
-    theirs = iter([of_fork.get(name, UNTRAINED) for name in PROGRAMS])
-    return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours) if ours else next(theirs))
-
-
-#: In the place of a training of the fork that nothing is compared with.
-UNTRAINED = Outcome({}, "", {})
-
-
-def _compared_with_the_fork() -> list[str]:
-    """Those that have the fork's effect, and the first of each setting, which is the training without any."""
-    first: dict[Any, str] = {}
-    for name, program in PROGRAMS.items():
-        first.setdefault(program.setting, name)
-    return [name for name, each in PROGRAMS.items() if isinstance(each.expect, Equal) or name in first.values()]
+    return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
 
 
 @pytest.fixture(scope="module")

@@ -149,17 +149,9 @@ def _take_steps(program: Program, user: User) -> None:
         user.training.finish_step()
 
 
-def _train_if_compared(program: Program, ours: bool) -> Outcome:
-    """The host's own optimizer is trained where it matters: in the usual training, and where ours has to equal it."""
-    does_nothing = not (program.before or program.within or program.build or program.wrapped)
-    if ours or does_nothing or isinstance(program.expect, Equal):
-        return _train(program, ours)
-    return Outcome({}, "not trained", {})
-
-
 def _collect(rank: int, size: int) -> dict[str, Result]:
     os.environ["MEGATRON_DISTOPT_ADAM"] = "torch_foreach"
-    return promises.run_programs(PROGRAMS, _train_if_compared)
+    return promises.run_programs(PROGRAMS, _train)
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,8 @@ def _digests(run: LoggedRun) -> dict[int, object]:
 
 @pytest.mark.long
 def test_digests_when_on_an_asynchronous_device_then_no_seed_finds_anything(tmp_path: Path) -> None:
-    found = run_ranks(_try, 2, tmp_path, sorted(programs.PROGRAMS), range(5), seconds=3000)
+    names = [name for name in programs.PROGRAMS if "muon" not in name]  # which logs none
+    found = run_ranks(_try, 2, tmp_path, names, range(5), seconds=3000)
     assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}, {}]
 
 

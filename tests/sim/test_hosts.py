@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.host_programs import CORE, FORK
-from tests.sim.test_training import FEW, FEWER, MANY
-from tests.sim.trial import try_host
+from tests.sim.trial import FEW, many, try_host
 from tests.support.spawn import run_ranks
 
 SHORT = {"fork": ("bf16 overlap, fp32 norms",), "core": ("bf16 overlap",)}
-#: With state on the host, or in other forms.
-STATE = ("host half", "host all, fp16", "host all, low precision", "host half, low precision", "moved away and back")
 LONG = [("fork", name) for name in FORK] + [("core", name) for name in CORE]
 
 
@@ -24,5 +21,4 @@ def test_megatron_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_
 @pytest.mark.long
 @pytest.mark.parametrize(("host", "name"), LONG)
 def test_megatron_when_on_an_asynchronous_device_then_no_seed_finds_anything(host: str, name: str) -> None:
-    seeds = FEWER if name in STATE else MANY
-    assert run_ranks(try_host, 2, host, [name], seeds, seconds=3000) == [{name: []}] * 2
+    assert run_ranks(try_host, 2, host, [name], many(name), seconds=3000) == [{name: []}] * 2

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from tests.sim.programs import PROGRAMS
-from tests.sim.trial import try_programs, try_through_deepspeed
+from tests.sim.trial import FEW, MANY, many, try_programs, try_through_deepspeed
 from tests.support.sim import Personality
 from tests.support.spawn import run_ranks
 
 Found = list[dict[str, list[str]]]
-#: In every run of the tests, and in long ones: FEWER where only the form or the place of the state is another, whose
-#: waits are few. No removed wait was found by a seed above 11 (docs/simulator.md).
-FEW, FEWER, MANY = range(5), range(60), range(200)
 #: What is not long.
 SHORT = (
     *("mixed overlap", "bf16 overlap, two streams", "reduced in bf16, forward on a stream", "step on a stream"),
@@ -32,10 +29,9 @@ ON_FOUR = (
     "nan skip",
     "captured",
 )
-STATE = sorted(name for name in PROGRAMS if name.startswith(("host", "low precision")))
-PLAIN = sorted({*PROGRAMS} - {*STATE})
-#: Long ones are cut into parts, so that a rank need not live for an hour.
-PARTS = [(MANY, PLAIN[start::10]) for start in range(10)] + [(FEWER, STATE[start::3]) for start in range(3)]
+#: Long ones are cut into parts of equal seeds, so that a rank need not live for an hour.
+_BY_SEEDS = {seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)}
+PARTS = [(seeds, names[start::10]) for seeds, names in _BY_SEEDS.items() for start in range(10)]
 #: A device without float64, fp16 and graphs has other numbers of a step, and the same streams.
 SMALL = (*NAMED, "fp32 overlap", "reduced in bf16, overlap", "nan skip", "host half", "low precision", "muon")
 
@@ -64,7 +60,7 @@ def test_training_when_deepspeed_names_a_device_without_float64_fp16_and_graphs_
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("size", "seeds", "names"), [*((2, *part) for part in PARTS), *((4, MANY, (name,)) for name in ON_FOUR)]
+    ("size", "seeds", "names"), [*((2, *part) for part in PARTS), *((4, many(name), (name,)) for name in ON_FOUR)]
 )
 def test_training_when_on_an_asynchronous_device_then_no_seed_finds_anything(
     size: int, seeds: Sequence[int], names: Sequence[str]
@@ -74,9 +70,8 @@ def test_training_when_on_an_asynchronous_device_then_no_seed_finds_anything(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", [SMALL[start::2] for start in range(2)], ids=lambda names: names[0])
+@pytest.mark.parametrize("name", SMALL)
 def test_training_when_the_device_lacks_float64_fp16_and_graphs_then_no_seed_finds_anything(
-    names: tuple[str, ...],
+    name: str,
 ) -> None:
-    found = run_ranks(try_programs, 2, names, MANY, Personality.SMALL, seconds=3000)
-    assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}] * 2
+    assert run_ranks(try_programs, 2, [name], MANY, Personality.SMALL, seconds=3000) == [{name: []}] * 2

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,16 @@ class ForkInWorlds:
     def leaves(self) -> None:
         """Collective: all ranks of the spawn meet again, as `run_ranks` expects it."""
         self.enters(self._ranks)
+
+    def first(self, look: Callable[[Any], object]) -> contextlib.AbstractContextManager[object]:
+        """In the block trainings call `look(optimizer)` before their first iteration."""
+        train = self.fork.training.train
+
+        def look_and_train(forward_step: Any, model: Any, optimizer: Any, *args: Any) -> Any:
+            look(optimizer)
+            return train(forward_step, model, optimizer, *args)
+
+        return mock.patch.object(self.fork.training, "train", look_and_train)
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: the fork's own `pretrain`."""

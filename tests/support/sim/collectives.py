@@ -75,7 +75,7 @@ class _Exchange:
     Args:
         wire: carries them.
         head: what this rank calls the collective.
-        inputs: what this rank contributes.
+        inputs: what this rank contributes, as it is now.
         finish: is given the inputs of all ranks.
     """
 
@@ -83,9 +83,8 @@ class _Exchange:
         self, wire: Wire, head: str, inputs: list[Tensor], finish: Callable[[list[list[Tensor]]], None]
     ) -> None:
         self._wire, self._inputs, self._finish = wire, inputs, finish
-        self._number = wire.next_number()
         self._found: dict[int, bytes] = {}
-        wire.publish(self._number, head, inputs)
+        self._number = wire.publish(head, inputs)
 
     def is_done(self) -> bool:
         for rank in range(self._wire.size):
@@ -238,7 +237,7 @@ class SimGroup(dist.ProcessGroup):
 
         return self._queue(
             name,
-            lambda: _Exchange(self._wire, head, [each.clone() for each in mine], finish),
+            lambda: _Exchange(self._wire, head, mine, finish),
             [*inputs, *outputs],
         )
 

@@ -42,18 +42,19 @@ class Wire:
         self._messages: dict[tuple[int, int, int], int] = {}
         Finalize(self, _leave, args=(self._folder, rank, size), exitpriority=0)
 
-    def next_number(self) -> int:
-        """Of a collective: the same on all ranks, because they begin theirs in the same order."""
-        return next(self._numbers)
-
-    def publish(self, number: int, head: str, tensors: Sequence[Tensor]) -> None:
+    def publish(self, head: str, tensors: Sequence[Tensor]) -> int:
         """Shows all ranks what this one contributes to a collective.
 
         Every rank has come to the last one, and has read what it needs of the one before.
+
+        Returns:
+            The number of the collective: the same on all ranks, because they begin theirs in the same order.
         """
+        number = next(self._numbers)
         self._write(f"{number}.{self.rank}", head, tensors)
         if number >= 2:
             os.unlink(self._path(f"{number - 2}.{self.rank}"))
+        return number
 
     def published(self, number: int, rank: int) -> bytes | None:
         """What a rank contributes; None where it has not come yet."""
