@@ -135,8 +135,9 @@ class DistOptConfig:
     )
     optimizer: str = option(
         "adam",
-        "the inner optimizer; module:Class is an element-wise torch.optim.Optimizer of your own",
-        rule=one_of("adam", "sgd", "module:Class", pattern=_MODULE_AND_CLASS),
+        "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for all else, module:Class "
+        "is an element-wise torch.optim.Optimizer of your own",
+        rule=one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
     accelerator: str = option(
         "auto",
@@ -150,6 +151,29 @@ class DistOptConfig:
     )
     eps: float = option(1e-8, "what Adam adds to the root of the second moment", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
     momentum: float = option(0.9, "momentum of SGD", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
+    muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", rule=NOT_NEGATIVE)
+    muon_nesterov: bool = option(True, "Nesterov's momentum for Muon in a Megatron")
+    muon_ns_steps: int = option(
+        5, "steps of Muon's Newton-Schulz iteration in a Megatron", rule=at_least(1, " step", 5, ", the usual number")
+    )
+    muon_adjust_lr: str = option(
+        "match_rms_adamw",
+        "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * sqrt(max(rows, columns)), with "
+        "which the rate of AdamW fits, original is sqrt(max(1, rows / columns))",
+        rule=one_of("match_rms_adamw", "original"),
+    )
+    muon_split: str = option(
+        "qkv",
+        "which fused weights of a Megatron Muon takes for several matrices; qkv splits queries, keys and values, all "
+        "splits gate and up projection as well",
+        rule=one_of("none", "qkv", "all"),
+    )
+    muon_tp_mode: str = option(
+        "duplicated",
+        "how tensor-parallel ranks orthogonalize a matrix that they share; duplicated gathers it, with the result of "
+        "one rank, distributed adds up products, blockwise takes each part for a matrix of its own",
+        rule=one_of("duplicated", "distributed", "blockwise"),
+    )
     decay: str = option(
         "decoupled",
         "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks off CUDA",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,9 @@ __all__ = [
     "separate",
     "take_state",
 ]
+
+
+_log = logging.getLogger("megatron_distopt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +179,15 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
         for flat in optimizer.flat_params:
             flat.write_model()
     remember_loaded(model, plan.manifest)
+    _say_anew(plan.anew, state.where)
+
+
+def _say_anew(names: Sequence[str], where: str) -> None:
+    """See [Note: to and from Muon] in load_plan.py."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        shown = ", ".join(map(repr, names[:3])) + more
+        _log.warning("Muon and another optimizer share no state: that of %s in %s begins anew", shown, where)
 
 
 def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:

@@ -1,4 +1,9 @@
-"""What this rank has to read, planned and checked before anything is changed."""
+"""What this rank has to read, planned and checked before anything is changed.
+
+[Note: to and from Muon] A param that Muon updates and another optimizer has updated, or the other way round, keeps its
+main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each needs an lr of
+its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ from typing import Any
 import torch
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_not_across_muon, check_types
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
-from megatron_distopt.optimizer import FlatMuon, ShardedOptimizer, is_torchs, part_for
+from megatron_distopt.optimizer import FlatMuon, ShardedOptimizer, is_muons_group, is_torchs, part_for
 
 __all__ = [
     "GroupMatch",
@@ -110,11 +115,13 @@ class LoadPlan:
         manifest: of the checkpoint.
         reads: in the order of files and of the bytes in them.
         groups: of the run, as far as the checkpoint has something for them.
+        anew: names of params of this rank whose state begins anew, see [Note: to and from Muon].
     """
 
     manifest: Manifest
     reads: tuple[Read, ...]
     groups: tuple[GroupMatch, ...]
+    anew: tuple[str, ...] = ()
 
 
 def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
@@ -138,7 +145,8 @@ def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
         Read(key, chunk, getattr(torch, manifest.tensors[key].dtype), tuple(found))
         for (key, chunk), found in targets.items()
     ]
-    return LoadPlan(manifest, tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start))), groups)
+    in_order = tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
+    return LoadPlan(manifest, in_order, groups, saved.anew)
 
 
 def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Iterable[str]) -> None:
@@ -189,6 +197,20 @@ class _SavedByName:
         by_canonical = {canonical: name for name, canonical in _canonical([*manifest.names, *resting], model).items()}
         known = {**resting, **self._group_of}
         self._settings = {each: known[name] for each, name in by_canonical.items() if name in known}
+        self._anew = {placement.name: None for placement, group in _updated(model) if self._crosses(placement, group)}
+
+    def _crosses(self, placement: Placement, current: Mapping[str, Any]) -> bool:
+        record = self._group_of.get(self._name_of.get(self._canonical[placement.name], ""))
+        return record is not None and bool(record.options) and is_muons_group(record.options) != is_muons_group(current)
+
+    @property
+    def anew(self) -> tuple[str, ...]:
+        """See `LoadPlan`."""
+        return tuple(self._anew)
+
+    def begins_anew(self, placement: Placement) -> bool:
+        """See [Note: to and from Muon]."""
+        return placement.name in self._anew
 
     def name_of(self, placement: Placement) -> str:
         """The name that the checkpoint has for a param."""
@@ -214,13 +236,22 @@ class _SavedByName:
 
     def state_of(self, placement: Placement) -> SavedState:
         """The count, the numbers and the moments of a param."""
+        if self.begins_anew(placement):
+            return SavedState(None, (), ())
         group, kinds = self.group_of(placement), self.kinds_of(placement)
         return SavedState(group.step, tuple(sorted(group.scalars.items())), tuple(sorted(kinds.items())))
 
     def kinds_of(self, placement: Placement) -> dict[str, torch.dtype]:
         """Names and dtypes of the moments of a param."""
         kinds = self._kinds[self.name_of(placement)]
-        return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN}
+        return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN and not self.begins_anew(placement)}
+
+
+def _updated(model: WholeModel) -> Iterator[tuple[Placement, Mapping[str, Any]]]:
+    """Params that are updated, each with its param group."""
+    for share in model.shares:
+        pairs = zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False)
+        yield from ((share.placements[name], current) for group, current in pairs for name in group.names)
 
 
 def _match_groups(share: Share, saved: _SavedByName) -> Iterator[GroupMatch]:
@@ -229,13 +260,18 @@ def _match_groups(share: Share, saved: _SavedByName) -> Iterator[GroupMatch]:
             yield from _match_resting(share, number, saved)
             continue
         placements = {name: share.placements[name] for name in group.names}
-        options = {placement.name: saved.group_of(placement) for placement in placements.values()}
-        _check_one_group(share.optimizer, number, options, saved.where)
+        kept = [placement for placement in placements.values() if not saved.begins_anew(placement)]
+        options = {placement.name: saved.group_of(placement) for placement in kept}
+        if options:
+            _check_one_group(share.optimizer, number, options, saved.where)
         states = {name: saved.state_of(placement) for name, placement in placements.items()}
         _check_kinds(share.optimizer, number, placements, states, saved)
-        steps = {placement.name: states[name].step for name, placement in placements.items()}
+        steps = {
+            placement.name: 0 if saved.begins_anew(placement) else states[name].step
+            for name, placement in placements.items()
+        }
         check_steps(share.optimizer, steps, f"updates in checkpoint {saved.where}")
-        yield GroupMatch(share.optimizer, number, next(iter(options.values())).options, states)
+        yield GroupMatch(share.optimizer, number, next((each.options for each in options.values()), {}), states)
 
 
 def _match_resting(share: Share, number: int, saved: _SavedByName) -> Iterator[GroupMatch]:
@@ -280,7 +316,6 @@ def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord,
     """Checks the types of saved options, and that the run has those which no file keeps, such as functions."""
     current = optimizer.inner.param_groups[number]
     place = f"of the params of group {number} in checkpoint {where}"
-    check_not_across_muon(saved.options, current, place)
     check_types(saved.options, current, place, "Load another checkpoint")
     for key, name in saved.unsaved.items():
         if key not in current:

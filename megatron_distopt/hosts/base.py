@@ -107,11 +107,20 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
         if param.dtype not in SUPPORTED_DTYPES:
             got, remedy = dtype_name(param.dtype), "Convert or freeze the param"
             raise LayoutError(refusal(f"dtype of param {name!r}", got, f"be one of {supported}", remedy))
+    _check_muon_is_used(config)
     check_precision(config, {param.dtype for param in named.values()})
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
     if has_fp16 and config.loss_scale is None:
         remedy = "Write loss_scale='dynamic'"
         raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
+
+
+def _check_muon_is_used(config: DistOptConfig) -> None:
+    """Options that nothing obeys are refused."""
+    given = sorted(name for name in config.explicit if name.startswith("muon_"))
+    if given and config.optimizer != "muon":
+        remedy = "Write --distopt-optimizer muon in a Megatron of 2023, or give it to torch.optim.Muon in plain torch"
+        raise ConfigError(refusal(given[0], f"set with optimizer={config.optimizer!r}", "be of use", remedy))
 
 
 def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:

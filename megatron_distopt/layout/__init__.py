@@ -9,7 +9,7 @@ from megatron_distopt.layout.buckets import (
     default_bucket_size,
     lay_out,
 )
-from megatron_distopt.layout.matrices import MatrixBlock, MatrixPiece, MatrixSpec, newton_schulz_flops
+from megatron_distopt.layout.matrices import MatrixBlock, MatrixCut, MatrixPiece, MatrixSpec, newton_schulz_flops
 from megatron_distopt.layout.on_host import choose_buckets, greatest_fraction, least_fraction, pinned_nbytes
 from megatron_distopt.layout.owners import MatrixOwner, OwnerPlan, Travel, plan_owners
 from megatron_distopt.layout.placement import Piece, Placement
@@ -22,6 +22,7 @@ __all__ = [
     "BufferLayout",
     "FlatParamPlan",
     "MatrixBlock",
+    "MatrixCut",
     "MatrixOwner",
     "MatrixPiece",
     "MatrixSpec",

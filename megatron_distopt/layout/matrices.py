@@ -15,7 +15,36 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.buckets import ParamSpec
 from megatron_distopt.layout.spans import Box, Span, boxes
 
-__all__ = ["MatrixBlock", "MatrixPiece", "MatrixSpec", "newton_schulz_flops"]
+__all__ = ["MatrixBlock", "MatrixCut", "MatrixPiece", "MatrixSpec", "newton_schulz_flops"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCut:
+    """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every one of its matrices.
+
+    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in
+    placement.py.
+
+    Args:
+        dim: 0 for rows, 1 for columns.
+        size: number of ranks.
+        stride: of the param where it is one matrix.
+        is_gathered: whether every rank orthogonalizes the whole matrix; else each does its part of the products.
+    """
+
+    dim: int
+    size: int
+    stride: int = 1
+    is_gathered: bool = True
+
+    def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a matrix of which every rank has `shape`.
+
+        >>> MatrixCut(1, 2).whole((3, 4))
+        (3, 8)
+        """
+        rows, cols = shape
+        return (rows * self.size, cols) if self.dim == 0 else (rows, cols * self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +96,7 @@ class MatrixSpec:
         dim: 0 to cut rows, 1 to cut columns.
         sizes: of the pieces of a run, in rows or columns; empty for one matrix.
         repeats: number of runs.
+        cut: how tensor-parallel ranks share the matrices, of which this is the part of one rank; None where it is all.
 
     >>> MatrixSpec(6, 4, sizes=(2, 1), repeats=2).shapes
     ((4, 4), (2, 4))
@@ -77,6 +107,7 @@ class MatrixSpec:
     dim: int = 0
     sizes: tuple[int, ...] = ()
     repeats: int = 1
+    cut: MatrixCut | None = None
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:
@@ -98,6 +129,10 @@ class MatrixSpec:
         """Rows and columns of each matrix."""
         lengths = [size * self.repeats for size in self.sizes] or [(self.rows, self.cols)[self.dim]]
         return tuple((each, self.cols) if self.dim == 0 else (self.rows, each) for each in lengths)
+
+    def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a matrix over all tensor-parallel ranks, from those of this rank."""
+        return shape if self.cut is None else self.cut.whole(shape)
 
     @property
     def blocks(self) -> tuple[MatrixBlock, ...]:

@@ -223,7 +223,10 @@ def plan_owners(
     Span(start=0, stop=2)
     """
     _check(layout, matrices)
-    blocks = [_Block.of(layout, slot, block, cost_of) for slot, block in _blocks(layout, matrices)]
+    blocks = [
+        _Block.of(layout, slot, block, sum(cost_of(matrices[slot.name].whole(shape)) for shape in block.shapes))
+        for slot, block in _blocks(layout, matrices)
+    ]
     ranks = _choose(layout, blocks)
     rounds: Counter[int] = Counter()
     owners = []
@@ -263,11 +266,9 @@ class _Block:
     cost: int
 
     @classmethod
-    def of(
-        cls, layout: BufferLayout, slot: ParamSlot, block: MatrixBlock, cost_of: Callable[[tuple[int, int]], int]
-    ) -> _Block:
+    def of(cls, layout: BufferLayout, slot: ParamSlot, block: MatrixBlock, cost: int) -> _Block:
         pieces = pieces_of(layout, slot.bucket, block.in_param.moved_by(slot.in_buffer.start))
-        return cls(slot, block, pieces, sum(map(cost_of, block.shapes)))
+        return cls(slot, block, pieces, cost)
 
     @property
     def holders(self) -> range:

@@ -23,10 +23,18 @@ from megatron_distopt.optimizer.inner import (
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.muon import Muon, MuonOptions
 from megatron_distopt.optimizer.offload import check_offload, host_nbytes
 from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
-from megatron_distopt.optimizer.sharded_muon import adopt_muon, is_muon, is_muons_group, shape_of_matrix
+from megatron_distopt.optimizer.sharded_muon import (
+    Matrices,
+    adopt_muon,
+    is_muon,
+    is_muons_group,
+    muon_beside,
+    shape_of_matrix,
+)
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -55,7 +63,10 @@ __all__ = [
     "InParts",
     "InnerChoice",
     "LossScale",
+    "Matrices",
     "Memory",
+    "Muon",
+    "MuonOptions",
     "Notice",
     "ParamGroup",
     "Precision",
@@ -92,6 +103,7 @@ __all__ = [
     "measure_now",
     "moment_to_fill",
     "moments_of",
+    "muon_beside",
     "part_for",
     "plain",
     "restore",

@@ -122,14 +122,17 @@ def stats_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if _has_float64(device.type) else torch.float32
 
 
-@cache
 def _has_float64(device_type: str) -> bool:
-    if device_type in _WITHOUT_FLOAT64:
-        return False
+    return device_type not in _WITHOUT_FLOAT64 and has_dtype(device_type, torch.float64)
+
+
+@cache
+def has_dtype(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the device has tensors of a dtype, tried where this machine has the device; else yes."""
     if device_type != _torch_device_type():
         return True  # nothing can be tried here
     try:
-        torch.zeros((), dtype=torch.float64, device=device_type)
+        torch.zeros((), dtype=dtype, device=device_type)
     except (TypeError, RuntimeError):
         return False
     return True

@@ -16,14 +16,17 @@ from megatron_distopt.config import LOW_PRECISION, DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
-from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
+from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
+from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["adopt_instance", "check_new", "choose_inner", "fused_instance"]
+__all__ = ["WITH_MUON", "adopt_instance", "check_new", "choose_inner", "fused_instance"]
 
+#: The call with which plain torch gets Muon.
+WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
 #: torch's own that update each element by itself: the name of the source, and the class that rounds into the model
 #: param on a CPU.
 _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
@@ -43,6 +46,10 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
     Raises:
         ConfigError: what was asked for by name is not there, or is not element-wise.
     """
+    if config.optimizer == "muon":
+        rule = "be set in a Megatron of 2023 alone, or be given as an object in plain torch"
+        remedy = f"Write {WITH_MUON}, or use adam"
+        raise ConfigError(refusal("optimizer", "'muon'", rule, remedy))
     if not Precision.of(config).is_full:
         if config.optimizer != "adam":
             raise _keeps_fp32(repr(config.optimizer))
@@ -139,8 +146,19 @@ def _low_precision_builds(
     config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None
 ) -> tuple[Build, Build]:
     """For the device, and for the host, where a kernel of the device that was asked for by name is not."""
+    _check_codes(config, device_type)
     on_host = replace(config, adam="auto") if config.adam == "triton" else config
     return low_precision_adam(config, device_type, options), low_precision_adam(on_host, CPU, options)
+
+
+def _check_codes(config: DistOptConfig, device_type: str) -> None:
+    """Codes of 8 and 16 bits are made of fp16 numbers, see [Note: block codes] in codes.py."""
+    asked = {name: getattr(config, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    coded = {name: value for name, value in asked.items() if value in CODES}
+    if coded and not has_dtype(device_type, torch.float16):
+        name, value = next(iter(coded.items()))
+        rule, remedy = "be a dtype without a scale where the device has no float16", f"Write {name}='bfloat16'"
+        raise ConfigError(refusal(name, f"{value!r} on {device_type}", rule, remedy))
 
 
 def _keeps_fp32(name: str) -> ConfigError:

@@ -23,7 +23,14 @@ from megatron_distopt.comm import Group
 from megatron_distopt.comm.travel import Parcel, UnderWay, begin_travel
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel
-from megatron_distopt.optimizer.muon import MuonOptions, apply_update, direction_of, orthogonalize_block
+from megatron_distopt.optimizer.cut_muon import orthogonalize_cut
+from megatron_distopt.optimizer.muon import (
+    MuonOptions,
+    apply_update,
+    direction_of,
+    orthogonalize,
+    orthogonalize_block,
+)
 
 __all__ = ["FlatMuon", "MatrixBuffer", "Updates", "exchange_and_orthogonalize"]
 
@@ -38,6 +45,7 @@ class MatrixBuffer:
         group: that shards the buffer.
         device: of the buffer.
         flat_params: of matrices on this rank: main param and plan of each.
+        cut_over: tensor-parallel ranks that have parts of the matrices with a cut; None where there are none.
     """
 
     plan: OwnerPlan
@@ -45,6 +53,7 @@ class MatrixBuffer:
     group: Group
     device: torch.device
     flat_params: Sequence[tuple[Tensor, FlatParamPlan[Any]]]
+    cut_over: Group | None = None
 
 
 class Updates:
@@ -127,7 +136,15 @@ class _Exchange:
             under_way.wait()
 
     def _orthogonalize(self, owner: MatrixOwner, block: Tensor) -> None:
-        orthogonalize_block(block, self._buffer.specs[owner.name], owner.block, self._options_of(owner.name))
+        spec, options = self._buffer.specs[owner.name], self._options_of(owner.name)
+
+        def one(matrix: Tensor) -> Tensor:
+            # Ranks with the other parts own them in their own groups and come here in the same order.
+            if spec.cut is None or self._buffer.cut_over is None:
+                return orthogonalize(matrix, options)
+            return orthogonalize_cut(matrix, spec.cut, options, self._buffer.cut_over)
+
+        orthogonalize_block(block, spec, owner.block, one)
 
     def _begin(self, number: int) -> _Arriving:
         """Sends this rank's pieces of the round, and receives those of the block that it owns."""

@@ -28,7 +28,16 @@ from torch.optim import Optimizer
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
 
-__all__ = ["Muon", "MuonOptions", "apply_update", "direction_of", "lr_ratio", "orthogonalize", "orthogonalize_block"]
+__all__ = [
+    "Muon",
+    "MuonOptions",
+    "apply_update",
+    "direction_of",
+    "lr_ratio",
+    "newton_schulz",
+    "orthogonalize",
+    "orthogonalize_block",
+]
 
 #: Of the polynomial a X + b X X'X + c X X'X X'X.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -130,28 +139,43 @@ def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
     Returns:
         bfloat16 of the same shape, not contiguous where the matrix has more rows than columns.
     """
-    a, b, c = options.ns_coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # the products are of the shorter side
     wide.div_(wide.norm().clamp(min=options.eps))
-    for _ in range(options.ns_steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    wide = newton_schulz(wide, options, lambda each: each @ each.T)
     return wide.T if is_tall else wide
 
 
-def orthogonalize_block(update: Tensor, spec: MatrixSpec, block: MatrixBlock, options: MuonOptions) -> None:
+def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The iteration alone.
+
+    Args:
+        matrix: bfloat16 2-D, with a norm of at most 1.
+        options: see `MuonOptions`.
+        gram_of: multiplies a matrix with its transpose.
+    """
+    a, b, c = options.ns_coefficients
+    for _ in range(options.ns_steps):
+        gram = gram_of(matrix)
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    return matrix
+
+
+def orthogonalize_block(
+    update: Tensor, spec: MatrixSpec, block: MatrixBlock, orthogonalize_one: Callable[[Tensor], Tensor]
+) -> None:
     """Orthogonalizes each matrix of a block, in place.
 
     Args:
         update: bfloat16 1-D [block.in_param.numel], contiguous.
         spec: of the param.
         block: one of its blocks.
-        options: see `MuonOptions`.
+        orthogonalize_one: `orthogonalize` with options, or what does the same for a matrix that other ranks have parts
+            of.
     """
     for matrix, shape in zip(_matrices_of(update, spec, block), block.shapes, strict=True):
         # As contiguous as a param of its own: a product of other strides may add up in another order.
-        matrix.copy_(orthogonalize(matrix.reshape(shape).contiguous(), options).reshape(matrix.shape))
+        matrix.copy_(orthogonalize_one(matrix.reshape(shape).contiguous()).reshape(matrix.shape))
 
 
 def _matrices_of(update: Tensor, spec: MatrixSpec, block: MatrixBlock) -> list[Tensor]:
@@ -175,7 +199,7 @@ def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span,
     """
     lr = options.lr.squeeze() if isinstance(options.lr, Tensor) else options.lr
     main.mul_(1 - lr * options.weight_decay)
-    ratios = [lr_ratio(options.adjust_lr_fn, shape) for shape in spec.shapes]
+    ratios = [lr_ratio(options.adjust_lr_fn, spec.whole(shape)) for shape in spec.shapes]
     if len(set(ratios)) == 1:
         main.add_(update, alpha=-(lr * ratios[0]))  # type: ignore[arg-type]
         return
@@ -249,7 +273,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad)
         update = direction_of(grad, state["momentum_buffer"], options).view(-1)
         for block in spec.blocks:
-            orthogonalize_block(update[block.in_param.as_slice()], spec, block, options)
+            stretch = update[block.in_param.as_slice()]
+            orthogonalize_block(stretch, spec, block, lambda matrix: orthogonalize(matrix, options))
         apply_update(param.view(-1), update, spec, Span(0, spec.numel), options)
 
 

@@ -20,19 +20,20 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
-from megatron_distopt.optimizer.choice import adopt_instance, fused_instance
+from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.muon import MuonOptions
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["adopt_muon", "is_muon", "is_muons_group", "shape_of_matrix"]
+__all__ = ["Matrices", "adopt_muon", "is_muon", "is_muons_group", "muon_beside", "shape_of_matrix"]
 
+#: Of the source, for people.
+NAME = "torch_muon"
 #: Only groups of Muon have it.
 _MARK = "ns_steps"
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
-_CALL = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
 
 
 def is_muon(optimizer: object) -> bool:
@@ -53,36 +54,72 @@ def shape_of_matrix(name: str, param: Tensor) -> MatrixSpec:
         LayoutError: it has not two dimensions.
     """
     if param.dim() != 2:
-        rule, remedy = "have two dimensions where Muon updates it", f"Give it to an AdamW beside Muon: {_CALL}"
+        rule, remedy = "have two dimensions where Muon updates it", f"Give it to an AdamW beside Muon: {WITH_MUON}"
         raise LayoutError(refusal(f"param {name!r}", f"shape {list(param.shape)}", rule, remedy))
     return MatrixSpec.of(ParamSpec(name, param.numel(), tuple(param.shape)))
 
 
-def adopt_muon(
-    given: Sequence[Optimizer], specs: Mapping[str, MatrixSpec], config: DistOptConfig, device_type: str, group: Group
-) -> InnerChoice:
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model, and the ranks that have pieces of them.
+
+    Args:
+        specs: of all params that Muon may update, by name.
+        group_of: from the name of a param to the data-parallel ranks over which it is sharded.
+        cut_over: from that name to the tensor-parallel ranks that share it, where its spec has a cut.
+    """
+
+    specs: Mapping[str, MatrixSpec]
+    group_of: Callable[[str], Group]
+    cut_over: Callable[[str], Group | None] = lambda name: None
+
+
+def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str) -> InnerChoice:
     """The inner optimizer for `torch.optim.Muon`, and for an Adam of torch's with it.
 
     Args:
         given: Muon and at most one Adam, in either order; new.
-        specs: of all params that Muon may update, by name.
+        matrices: see `Matrices`.
         config: merged.
         device_type: of the main params.
-        group: the data-parallel group, whose ranks exchange pieces of matrices.
 
     Raises:
         ConfigError: other optimizers, or options of the config that Muon does not serve.
     """
     muon, others = _sorted(given)
-    _check(muon, config)
+    for group in muon.param_groups:
+        MuonOptions.of(group)
     rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
     defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muon.defaults.items()))
-    build = partial(MuonAndAdam, rest=rest[0].build if rest else None, matrices=_Matrices(specs, group))
+    return muon_beside(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
+
+
+def muon_beside(
+    rest: InnerChoice | None,
+    matrices: Matrices,
+    config: DistOptConfig,
+    why: tuple[str, ...],
+    defaults: tuple[str, ...] = (),
+) -> InnerChoice:
+    """Muon for param groups with its options, and another inner optimizer for the others.
+
+    Args:
+        rest: None where there are no others.
+        matrices: see `Matrices`.
+        config: merged.
+        why, defaults: see `InnerChoice`.
+
+    Raises:
+        ConfigError: options of the config that Muon does not serve.
+    """
+    _check(config)
+    others = [] if rest is None else [rest]
+    build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     return InnerChoice(
-        " and ".join(("torch_muon", *(each.name for each in rest))),
+        " and ".join((NAME, *(each.name for each in others))),
         build,
-        ("Muon was given", *(why for each in rest for why in each.why)),
-        (*defaults, *(default for each in rest for default in each.defaults)),
+        (*why, *(each for other in others for each in other.why)),
+        (*defaults, *(each for other in others for each in other.defaults)),
     )
 
 
@@ -92,13 +129,11 @@ def _sorted(given: Sequence[Optimizer]) -> tuple[Optimizer, list[Optimizer]]:
     if len(muons) != 1 or len(others) > 1 or any(type(each) not in _WITH_MUON for each in others):
         got = " and ".join(type(each).__name__ for each in given) or "none"
         rule = "be one optimizer, or torch.optim.Muon with an AdamW or Adam of torch's for params that are no matrices"
-        raise ConfigError(refusal("optimizers", got, rule, f"Write {_CALL}, or param groups in one optimizer"))
+        raise ConfigError(refusal("optimizers", got, rule, f"Write {WITH_MUON}, or param groups in one optimizer"))
     return muons[0], others
 
 
-def _check(muon: Optimizer, config: DistOptConfig) -> None:
-    for group in muon.param_groups:
-        MuonOptions.of(group)
+def _check(config: DistOptConfig) -> None:
     asked = {
         "offload_fraction": bool(config.offload_fraction),
         "log_digests": config.log_digests is not None,
@@ -113,29 +148,22 @@ def _check(muon: Optimizer, config: DistOptConfig) -> None:
         raise ConfigError(refusal("optimizer state", "in low precision", rule, remedy))
 
 
-@dataclass(frozen=True)
-class _Matrices:
-    """The matrices of a model, and the ranks that have pieces of them."""
-
-    specs: Mapping[str, MatrixSpec]
-    group: Group
-
-
 class MuonAndAdam(InParts):
     """See the file.
 
     Args:
         groups: of main params.
         rest: builds what updates the groups that are not Muon's; None where there are none.
-        matrices: see `_Matrices`.
+        matrices: see `Matrices`.
     """
 
-    def __init__(self, groups: Groups, *, rest: Build | None, matrices: _Matrices) -> None:
+    def __init__(self, groups: Groups, *, rest: Build | None, matrices: Matrices) -> None:
         super().__init__([{"params": []}], {})
         self._matrices, self._plans = matrices, list[OwnerPlan]()
         others = [group for group in groups if not is_muons_group(group)]
-        self._muon = FlatMuon([group for group in groups if is_muons_group(group)])
-        self._rest = rest(others) if rest is not None else None
+        # A rank may have no params for one of them, and torch refuses an empty list of groups.
+        self._muon = FlatMuon([group for group in groups if is_muons_group(group)] or [{"params": []}])
+        self._rest = rest(others or [{"params": []}]) if rest is not None else None
         self._parts = [self._muon] if self._rest is None else [self._muon, self._rest]
         of_part = {part: iter(part.param_groups) for part in self._parts}
         self.param_groups = [next(of_part[self.part_for(group)]) for group in groups]
@@ -155,17 +183,22 @@ class MuonAndAdam(InParts):
         for buffer in buffers[len(self._plans) :]:
             self._plans.append(plan_owners(buffer.layout, self._specs_in(buffer, group_of)))
         of_muon = [flat for flat in flat_params if flat.plan.shards[0].name in group_of]
-        pairs = zip(buffers, self._plans, strict=True)
+        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self._plans, strict=True) if plan.owners]
         self._muon.bind([self._matrices_of(buffer, plan, of_muon) for buffer, plan in pairs], group_of)
 
     def _specs_in(self, buffer: ShardedBuffer, names: Collection[str]) -> dict[str, MatrixSpec]:
-        held = (slot.name for slot in buffer.layout.slots if slot.name in names)
+        held = (slot.name for slot in buffer.layout.slots if slot.name in names and buffer.holds(slot.name))
         return {name: self._matrices.specs[name] for name in held}
 
     def _matrices_of(self, buffer: ShardedBuffer, plan: OwnerPlan, flat_params: Sequence[FlatParam]) -> MatrixBuffer:
-        pairs = [(flat.main, flat.plan) for flat in flat_params if flat.plan.shards[0].name in buffer.layout.slot_of]
         specs = self._specs_in(buffer, plan.owners_of)
-        return MatrixBuffer(plan, specs, self._matrices.group, buffer.param.device, pairs)
+        pairs = [(flat.main, flat.plan) for flat in flat_params if flat.plan.shards[0].name in specs]
+        group = self._matrices.group_of(next(iter(specs)))
+        return MatrixBuffer(plan, specs, group, buffer.param.device, pairs, self._cut_over(specs))
+
+    def _cut_over(self, specs: Mapping[str, MatrixSpec]) -> Group | None:
+        cut = (name for name, spec in specs.items() if spec.cut is not None)
+        return next((self._matrices.cut_over(name) for name in cut), None)
 
     def leave_out(self, names: Collection[str]) -> None:
         """See `InParts`."""

@@ -703,3 +703,13 @@ def test_adopt_instance_when_its_constructor_takes_any_keyword_then_its_defaults
     built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
     assert type(built) is TakesAnyKeyword
     assert [(group["lr"], group["momentum"]) for group in built.param_groups] == [(0.5, 0.25)]
+
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+def test_choose_inner_when_codes_are_asked_for_and_the_device_has_no_fp16_then_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_distopt.optimizer.choice.has_dtype", lambda device, dtype: False)
+    with pytest.raises(ConfigError, match=f"^Invalid {name}: 'int8' on cpu"):
+        choose_inner(DistOptConfig(**{name: "int8"}), "cpu")
+    assert choose_inner(DistOptConfig(**{name: "bfloat16"}), "cpu").name == "low_precision"

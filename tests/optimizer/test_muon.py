@@ -23,7 +23,14 @@ from megatron_distopt.layout import (
     owned_shards,
     plan_owners,
 )
-from megatron_distopt.optimizer.muon import Muon, MuonOptions, apply_update, direction_of, orthogonalize_block
+from megatron_distopt.optimizer.muon import (
+    Muon,
+    MuonOptions,
+    apply_update,
+    direction_of,
+    orthogonalize,
+    orthogonalize_block,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -164,7 +171,7 @@ class Ranks:
                 source = updates[holder, owner.name][piece.relative_to(shard.in_buffer.start).as_slice()]
                 block[piece.relative_to(owner.in_buffer.start).as_slice()] = source
             assert not block.isnan().any(), "an element did not arrive"
-            orthogonalize_block(block, self.specs[owner.name], owner.block, options)
+            orthogonalize_block(block, self.specs[owner.name], owner.block, lambda each: orthogonalize(each, options))
             for holder, piece in in_block:
                 shard = self.shards[holder, owner.name]
                 target = updates[holder, owner.name][piece.relative_to(shard.in_buffer.start).as_slice()]

@@ -33,7 +33,7 @@ ON_FOUR = (
 _BY_SEEDS = {seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)}
 PARTS = [(seeds, names[start::10]) for seeds, names in _BY_SEEDS.items() for start in range(10)]
 #: A device without float64, fp16 and graphs has other numbers of a step, and the same streams.
-SMALL = (*NAMED, "fp32 overlap", "reduced in bf16, overlap", "nan skip", "host half", "low precision", "muon")
+SMALL = (*NAMED, "fp32 overlap", "reduced in bf16, overlap", "nan skip", "host half", "muon")
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         self.communication = Communication(self.start, self.grad_buffers, models, self.everyone)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
-        self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in start.host_groups]
         self.host_is_torchs = is_torchs(optimizer)
         self._may_be_stale = True
         self._placed = [PlacedParam(name, param) for name, param in self.start.named.items()]

@@ -18,6 +18,7 @@ from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_c
 from megatron_distopt.checkpoint.digest_log import DigestLog
 from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
 from megatron_distopt.comm import exchange, raise_together
+from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
@@ -25,6 +26,7 @@ from megatron_distopt.hosts.megatron_2023.state import (
     check_head,
     check_plain,
     check_state_per_rank,
+    crosses_muon,
     group_dicts,
     load_groups,
     load_loss_scale,
@@ -36,6 +38,7 @@ from megatron_distopt.hosts.megatron_2023.state import (
 from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.optimizer import is_muons_group
 
 __all__ = ["CheckpointCalls", "whole_model_of"]
 
@@ -114,7 +117,8 @@ class CheckpointCalls:
 
     def _load_head(self, state_dict: Mapping[str, Any]) -> None:
         self._take_back = _undo_of(self._optimizer)
-        load_groups(self._optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        if not crosses_muon(self._optimizer, state_dict):
+            load_groups(self._optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         load_loss_scale(self._optimizer, state_dict)
         self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
 
@@ -166,9 +170,16 @@ class CheckpointCalls:
         if found[0]:
             load_checkpoint(folder, whole_model_of(self._optimizer), self._everyone)
         elif found[1]:
+            self._check_no_muon(filename)
             load_gathered(self._optimizer, filename, self._head_step)
         else:
             raise not_found(folder, filename)
+
+    def _check_no_muon(self, filename: str) -> None:
+        if any(map(is_muons_group, self._optimizer.param_groups)):
+            got, rule = "the moments of Adam alone", "hold the momentum of Muon"
+            remedy = "Convert it with megatron-distopt convert --to distopt, or write --no-load-optim"
+            raise CheckpointError(refusal(f"optimizer file {filename}", got, rule, remedy))
 
     def _folder(self, filename: str) -> Path:
         """The first rank's: every rank has a name of its own for the fork's file."""

@@ -30,10 +30,12 @@ class Inner:
     Args:
         choice: what is built.
         groups: the fork's param groups for it, with model params.
+        host_groups: the same with all that the fork's own inner optimizer keeps in them.
     """
 
     choice: InnerChoice
     groups: Sequence[Mapping[str, Any]]
+    host_groups: Sequence[Mapping[str, Any]]
 
 
 def merge_config(
@@ -101,14 +103,18 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
             )
             raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
         if "optimizer" in config.explicit or is_adam(base):
-            return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base))
+            return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base), base.param_groups)
         if is_sgd(base):
-            return Inner(choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type), groups_of(base))
+            return Inner(
+                choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type),
+                groups_of(base),
+                base.param_groups,
+            )
     if config.adam != "auto":
         rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
         remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
         raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
-    return Inner(adopt_instance(base), base.param_groups)
+    return Inner(adopt_instance(base), base.param_groups, base.param_groups)
 
 
 def _unserved(base: Optimizer) -> dict[str, Any]:

@@ -24,9 +24,16 @@ from megatron_distopt.config import DistOptConfig, config_from_arguments, config
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.config import check_model, choose_for, merge_config, with_host_state
+from megatron_distopt.hosts.megatron_2023.config import (
+    Inner,
+    check_model,
+    choose_for,
+    merge_config,
+    with_host_state,
+)
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
+from megatron_distopt.hosts.megatron_2023.muon import MUON, muon_choice, with_muon_groups
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer import InnerChoice, StepPlan, check_deterministic, check_offload
 
@@ -90,6 +97,7 @@ class Start:
         device: of all params.
         plan: of the step.
         how: see `Reduction`. fp16 grads are divided before they are added up; others are averaged in the step.
+        host_groups: what a file of the fork has of each param group.
         overlap: which communication is overlapped, and in which buckets.
     """
 
@@ -99,6 +107,7 @@ class Start:
     device: torch.device
     plan: StepPlan
     how: Reduction
+    host_groups: Sequence[Mapping[str, Any]]
     overlap: OverlapPlan = _NO_OVERLAP
 
     def overlapping(self) -> Start:
@@ -138,9 +147,10 @@ def plan_start(request: Request, everyone: Group) -> Start:
     config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
     device = check_model(request.models, named, config)
     config = with_host_state(config, args, device.type)
-    inner, data = choose_for(request.base, config, args, device.type), dense_group()
+    data = dense_group()
     check_deterministic(config, device, data)
     buffers = plan_grad_buffers(request.models, names)
+    inner = _choose(request.base, config, args, device, named, buffers)
     _check_host_state(buffers, config, device, inner.choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
@@ -153,7 +163,21 @@ def plan_start(request: Request, everyone: Group) -> Start:
         excluded_from_norm=lambda name: _is_excluded_from_norm(named[name]),
     )
     how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
-    return Start(named, buffers, data, device, plan, how)
+    return Start(named, buffers, data, device, plan, how, inner.host_groups)
+
+
+def _choose(
+    base: Optimizer,
+    config: DistOptConfig,
+    args: object,
+    device: torch.device,
+    named: Mapping[str, Parameter],
+    buffers: Sequence[BufferPlan],
+) -> Inner:
+    if config.optimizer != MUON:
+        return choose_for(base, config, args, device.type)
+    groups = with_muon_groups(base, named, config)
+    return Inner(muon_choice(base, config, groups, buffers, args, device.type), groups, groups)
 
 
 def _check_host_state(

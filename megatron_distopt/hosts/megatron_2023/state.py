@@ -35,7 +35,7 @@ from megatron_distopt.hosts.megatron_2023.resplit import (
     to_files,
 )
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import FlatParam, count_updates, restore, restore_group
+from megatron_distopt.optimizer import FlatParam, count_updates, is_muons_group, restore, restore_group
 
 __all__ = [
     "check_head",
@@ -43,6 +43,7 @@ __all__ = [
     "check_plain",
     "check_state_per_rank",
     "check_step",
+    "crosses_muon",
     "group_dicts",
     "install_state",
     "load_groups",
@@ -136,7 +137,18 @@ def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
         rule = "be that of a distributed optimizer with a gathered file"
         raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
-    check_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
+    if not crosses_muon(optimizer, state):
+        check_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
+
+
+def crosses_muon(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether one of the run and the state has Muon and the other has not, so that their param groups are others.
+
+    See [Note: to and from Muon] in checkpoint/load_plan.py.
+    """
+    both = (optimizer.param_groups, state["optimizer"]["param_groups"])
+    ours, saved = (any(map(is_muons_group, groups)) for groups in both)
+    return ours != saved
 
 
 def check_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -31,6 +31,7 @@ from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.optimizer import (
     InnerChoice,
+    Matrices,
     ParamGroup,
     adopt_instance,
     adopt_muon,
@@ -139,7 +140,7 @@ def _choose(
         groups = [group for each in given if is_muon(each) for group in each.param_groups]
         members = {param for group in groups for param in group["params"] if param.numel()}
         specs = {name: shape_of_matrix(name, param) for name, param in named.items() if param in members}
-        return adopt_muon(given, specs, config, device.type, data)
+        return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
     return fused_instance(given[0], config, device.type) or adopt_instance(given[0])
 
 
