@@ -270,7 +270,7 @@ WANTED: dict[str, Refusal] = {
     ),
     "unknown optimizer": (
         ConfigError,
-        "Invalid optimizer: 'lion'. Must be one of adam, sgd, module:Class. Write optimizer='adam'.",
+        "Invalid optimizer: 'lion'. Must be one of adam, sgd, muon, module:Class. Write optimizer='adam'.",
     ),
     "absent adam": (
         ConfigError,
