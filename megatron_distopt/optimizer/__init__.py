@@ -30,9 +30,9 @@ from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPla
 from megatron_distopt.optimizer.sharded_muon import (
     Matrices,
     adopt_muon,
+    choose_muon,
     is_muon,
     is_muons_group,
-    muon_beside,
     shape_of_matrix,
 )
 from megatron_distopt.optimizer.step import (
@@ -84,6 +84,7 @@ __all__ = [
     "check_offload",
     "check_precision",
     "choose_inner",
+    "choose_muon",
     "clip_divisor",
     "count_updates",
     "decide",
@@ -103,7 +104,6 @@ __all__ = [
     "measure_now",
     "moment_to_fill",
     "moments_of",
-    "muon_beside",
     "part_for",
     "plain",
     "restore",

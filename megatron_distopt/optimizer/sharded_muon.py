@@ -27,7 +27,7 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.muon import MuonOptions
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["Matrices", "adopt_muon", "is_muon", "is_muons_group", "muon_beside", "shape_of_matrix"]
+__all__ = ["Matrices", "adopt_muon", "choose_muon", "is_muon", "is_muons_group", "shape_of_matrix"]
 
 #: Of the source, for people.
 NAME = "torch_muon"
@@ -91,10 +91,10 @@ def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptCo
         MuonOptions.of(group)
     rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
     defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muon.defaults.items()))
-    return muon_beside(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
+    return choose_muon(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
 
 
-def muon_beside(
+def choose_muon(
     rest: InnerChoice | None,
     matrices: Matrices,
     config: DistOptConfig,

@@ -21,6 +21,7 @@ from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
+from megatron_distopt.hosts.megatron_2023.facts import has_gates
 from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
 from megatron_distopt.hosts.megatron_2023.state import (
     check_head,
@@ -41,9 +42,6 @@ from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.optimizer import is_muons_group
 
 __all__ = ["CheckpointCalls", "whole_model_of"]
-
-#: Options of a fork under which the first layer of an MLP holds a gate as well.
-_GATES = ("swiglu", "glu_activation")
 
 
 class CheckpointCalls:
@@ -208,8 +206,7 @@ def whole_model_of(optimizer: BuiltOptimizer) -> WholeModel:
     named, plan = optimizer.start.named, optimizer.start.plan
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))
-    is_gated = any(getattr(get_args(), option, None) for option in _GATES)
-    ranks = ModelRanks(tensor, tensor, expert, is_gated, "language_model.embedding.word_embeddings.weight")
+    ranks = ModelRanks(tensor, tensor, expert, has_gates(get_args()), "language_model.embedding.word_embeddings.weight")
     names = global_names(optimizer.models, ranks)
     placements = {
         name: placement_of(names[param], param, ranks, is_expert=is_expert(param)) for name, param in named.items()

@@ -25,6 +25,7 @@ __all__ = [
     "HostRange",
     "StepTimers",
     "check_flags",
+    "has_gates",
 ]
 
 #: The factory that the training module imports by value.
@@ -122,6 +123,15 @@ def check_flags(args: object) -> None:
     for conflict in CONFLICTS:
         if getattr(args, FLAG, False) and conflict.applies_to(args):
             raise ConfigError(conflict.refusal())
+
+
+#: Options under which the first layer of an MLP holds a gate as well.
+_GATES = ("swiglu", "glu_activation")
+
+
+def has_gates(args: object) -> bool:
+    """Whether parsed arguments ask for MLPs with a gate."""
+    return any(getattr(args, option, None) for option in _GATES)
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import groups_of, is_adam
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
 from megatron_distopt.hosts.megatron_2023.config import choose_for
+from megatron_distopt.hosts.megatron_2023.facts import has_gates
+from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import MatrixCut, MatrixSpec
 from megatron_distopt.optimizer import (
     InnerChoice,
     Matrices,
     MuonOptions,
+    choose_muon,
     is_muons_group,
-    muon_beside,
     shape_of_matrix,
 )
 from megatron_distopt.options import as_flag
@@ -44,7 +46,7 @@ _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _MARK = "use_muon"
 _QKV, _KV, _GATED = "query_key_value.weight", "key_value.weight", "dense_h_to_4h.weight"
 #: Names of the flags in the arguments of a fork.
-_KV_HEADS, _GATES = ("num_key_value_heads", "num_query_groups"), ("swiglu", "glu_activation")
+_KV_HEADS = ("num_key_value_heads", "num_query_groups")
 _OPTIONS = {"momentum": "muon_momentum", "nesterov": "muon_nesterov", "ns_steps": "muon_ns_steps"}
 #: Of Adam, and not of Muon.
 _NOT_MUONS = ("betas", "eps")
@@ -113,7 +115,7 @@ def muon_choice(
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     matrices = Matrices(specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group()))
     rest = choose_for(base, dataclasses.replace(config, optimizer="adam"), args, device_type)
-    return muon_beside(rest.choice, matrices, config, (f"{len(specs)} matrices of this rank are Muon's",))
+    return choose_muon(rest.choice, matrices, config, (f"{len(specs)} matrices of this rank are Muon's",))
 
 
 def spec_of_matrix(name: str, param: Parameter, config: DistOptConfig, args: object) -> MatrixSpec:
@@ -129,8 +131,7 @@ def spec_of_matrix(name: str, param: Parameter, config: DistOptConfig, args: obj
         got, rule = f"{spec.rows} rows", f"be a multiple of {sum(sizes)}, which its parts {sizes} have together"
         remedy = f"Write {as_flag('muon_split', 'none')}"
         raise ConfigError(refusal(f"fused weight {name!r}", got, rule, remedy))
-    is_gated = name.endswith(_GATED) and _has_gates(args)
-    cut = _cut_of(param, config, stride=2 if is_gated and not sizes else 1)
+    cut = _cut_of(name, param, config, args, is_split=bool(sizes))
     return MatrixSpec(spec.rows, spec.cols, 0, sizes, spec.rows // sum(sizes) if sizes else 1, cut)
 
 
@@ -141,7 +142,7 @@ def _sizes_of_parts(name: str, rows: int, config: DistOptConfig, args: Any) -> t
         return (args.num_attention_heads // _num_kv_heads(args) * width, width, width)
     if config.muon_split != "none" and name.endswith(_KV):
         return (width, width)
-    if config.muon_split == "all" and name.endswith(_GATED) and _has_gates(args):
+    if config.muon_split == "all" and name.endswith(_GATED) and has_gates(args):
         return (rows // 2, rows // 2)
     return ()
 
@@ -153,15 +154,10 @@ def _num_kv_heads(args: Any) -> int:
     return int(next((each for each in given if each), args.num_attention_heads))
 
 
-def _has_gates(args: object) -> bool:
-    return any(getattr(args, name, None) for name in _GATES)
-
-
-def _cut_of(param: Any, config: DistOptConfig, stride: int) -> MatrixCut | None:
-    size = mpu.get_tensor_model_parallel_world_size()
-    dim = getattr(param, "partition_dim", -1)
-    is_whole = size == 1 or dim < 0 or not getattr(param, "tensor_model_parallel", False)
-    if is_whole or config.muon_tp_mode == "blockwise":
+def _cut_of(name: str, param: Parameter, config: DistOptConfig, args: object, *, is_split: bool) -> MatrixCut | None:
+    """Of a weight that is split every part is cut by itself, in one piece."""
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    place = placement_of(name, param, ModelRanks(tensor, tensor, is_gated=has_gates(args)), is_expert=False)
+    if place.dim is None or place.size == 1 or config.muon_tp_mode == "blockwise":
         return None
-    stride = max(getattr(param, "partition_stride", 1), stride if dim == 0 else 1)
-    return MatrixCut(dim, size, stride, is_gathered=config.muon_tp_mode == "duplicated")
+    return MatrixCut(place.dim, place.size, 1 if is_split else place.stride, config.muon_tp_mode == "duplicated")
