@@ -7,7 +7,9 @@ python -m tests.sim.removals pairwise     # those of files with that in their na
 from __future__ import annotations
 
 import ast
+import functools
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -44,6 +46,8 @@ HOST_ONLY = (
     "hosts/megatron_2023/ezpz.py",
 )
 _NO_TIME = "CommTime(0.0, 0.0)"
+#: Among the programs: the tests of tests/sim/test_streams.py.
+_STREAMS = "streams"
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Removal:
         path: of the file in the package.
         code: what is there; the only one, or the first one behind `behind`.
         instead: what is put in its place.
-        programs: of tests/sim/programs.py, or "fork: ..." and "core: ..." of host_programs.py, or "streams".
+        programs: of tests/sim/programs.py, or "fork: ..." and "core: ..." of host_programs.py, or `_STREAMS`.
         behind: text before it.
         why: no program can see it; None where one has to.
     """
@@ -83,6 +87,7 @@ _REDUCED = ("reduced in bf16, step on a stream", "reduced in bf16, forward on a 
 _COMM, _GATHER, _TORCH = "comm/communicator.py", "hosts/torch/gather.py", "hosts/torch/checkpoint.py"
 _OPT, _2023 = "hosts/torch/optimizer.py", "hosts/megatron_2023/communication.py"
 _GRADS, _HOST = "hosts/torch/grads.py", "optimizer/offload.py"
+_BEHIND = ("params read behind torch",)
 _FORK = ("fork: bf16 overlap, fp32 norms",)
 _OWN = "it reads what this rank owns, which a gather does not change; params that the user changed are read by torch"
 _AGAIN = (
@@ -96,16 +101,16 @@ REMOVALS = (
     Removal("comm/collectives.py", "how.reduce_dtype).wait()", "how.reduce_dtype)", _REDUCED[2:]),
     Removal("comm/travel.py", "work.wait()", "pass", ("muon", "muon, overlap")),
     Removal("comm/timing.py", "seconds = each.wait()", "seconds = 0.0", _PLAIN),
-    Removal(_COMM, "wait_for_streams(self._streams", "(lambda *_: 0)(self._streams", ("streams",)),
+    Removal(_COMM, "wait_for_streams(self._streams", "(lambda *_: 0)(self._streams", (_STREAMS,)),
     Removal(_COMM, "self._grads.wait(list(self._grads.under_way))", _NO_TIME, _PLAIN),
     Removal(_COMM, "self._params.wait([number])", _NO_TIME, _PLAIN),
     Removal(_COMM, "if _has_ended(pending):", "if True:", ("bf16 overlap, two streams",)),
-    Removal(_COMM, "self._published.get(", "{}.get(", ("streams",)),
-    Removal(_COMM, "self._published[id(buffer)] = fence(buffer.param.device)", "pass", ("streams",)),
+    Removal(_COMM, "self._published.get(", "{}.get(", (_STREAMS,)),
+    Removal(_COMM, "self._published[id(buffer)] = fence(buffer.param.device)", "pass", (_STREAMS,)),
     Removal(_COMM, "self._wait_for([self._params.number_of[name]])", "pass", _PLAIN),
-    Removal(_COMM, "self._wait_for(tuple(self._params.under_way))", "pass", _PLAIN),
-    Removal("device.py", "here.wait_stream(stream)", "pass", ("streams",)),
-    Removal("device.py", "current_stream(device).wait_event(event)", "None", ("streams",)),
+    Removal(_COMM, "self._wait_for(tuple(self._params.under_way))", "pass", _BEHIND),
+    Removal("device.py", "here.wait_stream(stream)", "pass", (_STREAMS,)),
+    Removal("device.py", "current_stream(device).wait_event(event)", "None", (_STREAMS,)),
     Removal("device.py", "tensor.record_stream(current_stream(tensor.device))", "pass", _REDUCED),
     Removal(
         "device.py",
@@ -124,7 +129,7 @@ REMOVALS = (
     Removal(_GATHER, "_wait_for((kwargs or {}).values())", "pass", ("params by keyword",)),
     Removal(_GATHER, "_wait_for(value)", "pass", ("params in a list",), behind="(list, tuple)"),
     Removal(_GATHER, "self._communicator.param_needed(self._names[param])", "pass", _PLAIN),
-    Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _PLAIN),
+    Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _BEHIND),
     Removal(
         _GATHER, "gather.finish()", "pass", ("model copied",), "def _settled", "it restores the class; a copy waits"
     ),
@@ -133,7 +138,7 @@ REMOVALS = (
     Removal(
         "hosts/torch/grads.py", "self._communicator.finish_grads()", "pass", ("a round dropped",), "def _drop_round"
     ),
-    Removal(_OPT, "self._model.gather.finish()", "pass", ("params read behind torch",)),
+    Removal(_OPT, "self._model.gather.finish()", "pass", _BEHIND),
     Removal(
         "hosts/torch/optimizer.py", "self.finish_param_gather()", "pass", ("weights written behind torch",), why=_OWN
     ),
@@ -234,33 +239,51 @@ def find(removal: Removal) -> str | None:
         for name in ("tests", "examples", "benchmarks"):
             (copy / name).symlink_to(ROOT / name)
         removal.apply(copy / "megatron_distopt")
-        path = os.pathsep.join((folder, str(copy / "examples")))
         for program in removal.programs:
-            command = [sys.executable, "-W", "ignore", "-m", "tests.sim.removals", "--try", program]
-            done = subprocess.run(
-                command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-            )
-            found = [line for line in done.stdout.splitlines() if line.startswith("found: ")]
-            if done.returncode:
-                raise RuntimeError(f"{program} with {removal.name}: {done.stderr[-2000:]}")
+            (copy / "expected").write_bytes(b"" if program == _STREAMS else _expected_of(program))
+            found = _find_with(copy, program)
             if found:
-                return f"{program}, {found[0].removeprefix('found: ')}"
+                return f"{program}, {found}"
     return None
 
 
-def _first_found(rank: int, size: int, program: str, seeds: int) -> str | None:
+def _find_with(copy: Path, program: str) -> str | None:
+    """What the package of a folder does wrong, in a process of its own."""
+    path = os.pathsep.join((str(copy), str(copy / "examples")))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.removals", "--try", program]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{program} in {copy}: {done.stderr[-2000:]}")
+    found = [line for line in done.stdout.splitlines() if line.startswith("found: ")]
+    return found[0].removeprefix("found: ") if found else None
+
+
+@functools.cache
+def _expected_of(program: str) -> bytes:
+    """What the whole package leaves on the CPU, by rank: one that lacks a call may be wrong there as well."""
+    return pickle.dumps(run_ranks(_train_on_cpu, 2, program))
+
+
+def _train_on_cpu(rank: int, size: int, program: str) -> Any:
+    begin()
+    take_over_world()
+    return _train(program, "cpu", rank)
+
+
+def _train(program: str, device: str, rank: int) -> Any:
+    host, _, name = program.rpartition(": ")
+    return host_programs.train(host, name, device) if host else programs.train(name, device, rank)
+
+
+def _first_found(rank: int, size: int, program: str, seeds: int, expected: list[Any]) -> str | None:
     """Collective: what the first seed finds under which any rank finds something."""
     begin()
     take_over_world()
-    host, _, name = program.rpartition(": ")
-
-    def train(device: str) -> Any:
-        return host_programs.train(host, name, device) if host else programs.train(name, device, rank)
-
-    expected = train("cpu")
     for seed in range(seeds):
         everyones: list[str | None] = [None] * size
-        dist.all_gather_object(everyones, differs(train, seed, expected))
+        found = differs(lambda device: _train(program, device, rank), seed, expected[rank])
+        dist.all_gather_object(everyones, found)
         if any(everyones):
             return f"seed {seed}"
     return None
@@ -268,14 +291,16 @@ def _first_found(rank: int, size: int, program: str, seeds: int) -> str | None:
 
 def _try(program: str) -> None:
     """Of a process with the copy of the package: prints what is found."""
-    if program == "streams":
+    if program == _STREAMS:
         wrong = [name for name, is_right in streams_are_right().items() if not is_right]
         sys.stdout.write(f"found: {wrong[0]}\n" if wrong else "")
         return
+    expected = pickle.loads(Path("expected").read_bytes())
     try:
-        found = run_ranks(_first_found, 2, program, SEEDS, seconds=100)[0]
-    except RankError:
-        found = "an error, or ranks that wait for each other"
+        found = run_ranks(_first_found, 2, program, SEEDS, expected, seconds=100)[0]
+    except RankError as error:
+        cause = type(error.__cause__).__name__
+        found = "ranks that wait for each other" if error.__cause__ is None else f"an error ({cause})"
     sys.stdout.write(f"found: {found}\n" if found else "")
 
 
