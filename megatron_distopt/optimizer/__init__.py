@@ -23,16 +23,22 @@ from megatron_distopt.optimizer.inner import (
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.muon import Muon, MuonOptions
+from megatron_distopt.optimizer.muon import Muon
+from megatron_distopt.optimizer.muon_options import (
+    MegatronMuonOptions,
+    MuonOptions,
+    TorchMuonOptions,
+    is_muons_group,
+)
 from megatron_distopt.optimizer.offload import check_offload, host_nbytes
 from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
 from megatron_distopt.optimizer.sharded_muon import (
     Matrices,
     adopt_muon,
+    check_muon,
     choose_muon,
     is_muon,
-    is_muons_group,
     shape_of_matrix,
 )
 from megatron_distopt.optimizer.step import (
@@ -64,6 +70,7 @@ __all__ = [
     "InnerChoice",
     "LossScale",
     "Matrices",
+    "MegatronMuonOptions",
     "Memory",
     "Muon",
     "MuonOptions",
@@ -74,12 +81,14 @@ __all__ = [
     "StepAction",
     "StepDecision",
     "StepPlan",
+    "TorchMuonOptions",
     "adopt_instance",
     "adopt_muon",
     "advance",
     "bring_into_form",
     "check_deterministic",
     "check_devices",
+    "check_muon",
     "check_new",
     "check_offload",
     "check_precision",

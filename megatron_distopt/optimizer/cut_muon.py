@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_distopt.comm import Group, sum_over
 from megatron_distopt.comm.collectives import all_gather
 from megatron_distopt.layout import MatrixCut
-from megatron_distopt.optimizer.muon import MuonOptions, newton_schulz, orthogonalize
+from megatron_distopt.optimizer.muon import newton_schulz, orthogonalize
+from megatron_distopt.optimizer.muon_options import MuonOptions
 
 __all__ = ["orthogonalize_cut"]
 
@@ -25,13 +26,13 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
     """Collective over `group`: `orthogonalize` for a matrix that its ranks have equal parts of.
 
     Args:
-        part: bfloat16 2-D, contiguous; may be changed.
+        part: 2-D, contiguous, in the dtype in which it travels; may be changed.
         cut: how they share it.
         options: see `MuonOptions`.
         group: tensor-parallel ranks.
 
     Returns:
-        bfloat16, this rank's part of the result.
+        this rank's part of the result.
     """
     if not cut.is_gathered:
         return _distributed(part, cut, options, group)
@@ -61,7 +62,7 @@ def _distributed(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Grou
     own = part.T if cut.dim == 0 else part
     square = own.float().square().sum()
     sum_over(square, group)
-    own = own.div(square.sqrt().to(own.dtype).clamp(min=options.eps))
+    own = options.normalized(own, square.sqrt())
 
     def gram_of(matrix: Tensor) -> Tensor:
         gram = (matrix @ matrix.T).float()

@@ -24,13 +24,8 @@ from megatron_distopt.comm.travel import Parcel, UnderWay, begin_travel
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel
 from megatron_distopt.optimizer.cut_muon import orthogonalize_cut
-from megatron_distopt.optimizer.muon import (
-    MuonOptions,
-    apply_update,
-    direction_of,
-    orthogonalize,
-    orthogonalize_block,
-)
+from megatron_distopt.optimizer.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
+from megatron_distopt.optimizer.muon_options import MuonOptions, formula_of, options_of
 
 __all__ = ["FlatMuon", "MatrixBuffer", "Updates", "exchange_and_orthogonalize"]
 
@@ -60,7 +55,7 @@ class Updates:
     """The updates of this rank's shards of matrices, by their place in the buffer.
 
     Args:
-        pieces: span in the buffer and bfloat16 1-D tensor of each flat param.
+        pieces: span in the buffer and 1-D tensor of each flat param.
     """
 
     def __init__(self, pieces: Iterable[tuple[Span, Tensor]]) -> None:
@@ -149,8 +144,10 @@ class _Exchange:
     def _begin(self, number: int) -> _Arriving:
         """Sends this rank's pieces of the round, and receives those of the block that it owns."""
         owner = self._owned.get(number)
-        numel = 0 if owner is None else owner.block.in_param.numel
-        block = torch.empty(numel, dtype=torch.bfloat16, device=self._buffer.device)
+        numel, dtype = 0, torch.bfloat16
+        if owner is not None:
+            numel, dtype = owner.block.in_param.numel, self._options_of(owner.name).travel_dtype
+        block = torch.empty(numel, dtype=dtype, device=self._buffer.device)
         for in_block, in_updates in self._own_pieces(owner, block):
             in_block.copy_(in_updates)
         under_way = begin_travel(self._pieces(number), self._places(number, block), 2 * number, self._buffer.group)
@@ -195,17 +192,21 @@ class FlatMuon(Optimizer):
     `step` is collective over the groups of the buffers, also on a rank without params.
 
     Args:
-        params: param groups of main params, fp32 1-D; the same number of groups on every rank.
-        options: see `MuonOptions`.
+        params: param groups of main params, fp32 1-D; the same number of groups on every rank. Options that a group
+            lacks are the defaults of its formula.
     """
 
     #: Names of params that are not updated in the next step, and are in those after it; the same on all ranks.
     left_out: frozenset[str] = frozenset()
 
-    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+    def __init__(self, params: Iterable[Any]) -> None:
         self._buffers: tuple[MatrixBuffer, ...] = ()
         self._group_of: Mapping[str, int] = {}
-        super().__init__(params, dict(vars(MuonOptions(**options))))
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group; see the class."""
+        super().add_param_group({**vars(formula_of(param_group)()), **param_group})
 
     def bind(self, buffers: Sequence[MatrixBuffer], group_of: Mapping[str, int]) -> None:
         """Says what the params are pieces of.
@@ -225,7 +226,7 @@ class FlatMuon(Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        options = [MuonOptions.of(group) for group in self.param_groups]
+        options = [options_of(group) for group in self.param_groups]
         for buffer in self._buffers:
             self._step(buffer, lambda name: options[self._group_of[name]])
         self.left_out = frozenset()

@@ -7,110 +7,34 @@ With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz it
     W = W (1 - lr wd) - lr ratio NS(D)
 
 [Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is element-wise, so that a rank
-does it for its shards, in whatever order their elements lie. Between the parts an update is in bfloat16, because NS
-rounds to it first and returns it; so a piece of it travels to another rank and back in 2 bytes an element without being
-rounded once more. A step on shards is a step on whole matrices, to the bit (tests/optimizer/test_muon.py).
+does it for its shards, in whatever order their elements lie. Between the parts an update is in the dtype in which NS
+takes it, so that a piece of it travels to another rank and back without being rounded once more: with torch's formula
+in bfloat16, 2 bytes an element. A step on shards is one on whole matrices, to the bit (tests/optimizer/test_muon.py).
 
-Source: `torch.optim.Muon` of torch 2.13, whose numbers these are.
+Formulas and their sources are in muon_options.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
+from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions, options_of
 
 __all__ = [
     "Muon",
-    "MuonOptions",
     "apply_update",
     "direction_of",
-    "lr_ratio",
     "newton_schulz",
     "orthogonalize",
     "orthogonalize_block",
 ]
-
-#: Of the polynomial a X + b X X'X + c X X'X X'X.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_NUM_STEPS, _MOST_STEPS, _EPS = 5, 99, 1e-7
-_LR_RATIOS: Mapping[str, Callable[[int, int], float]] = {
-    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
-    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-}
-
-
-@dataclass(frozen=True)
-class MuonOptions:
-    """The options of a param group but its params; names and defaults are those of `torch.optim.Muon`.
-
-    Args:
-        lr: learning rate; a tensor of one element is used as it is.
-        weight_decay: decoupled.
-        momentum: see the file.
-        nesterov: see the file.
-        ns_coefficients: a, b and c of the iteration.
-        eps: the least norm that a matrix is divided by.
-        ns_steps: of the iteration.
-        adjust_lr_fn: how the learning rate depends on the shape, see `lr_ratio`.
-
-    Raises:
-        ConfigError: an option has a value that cannot work.
-    """
-
-    lr: float | Tensor = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_coefficients: tuple[float, float, float] = _COEFFICIENTS
-    eps: float = _EPS
-    ns_steps: int = _NUM_STEPS
-    adjust_lr_fn: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
-            raise _refused("lr", f"a tensor of {self.lr.numel()} elements", "have one element")
-        for name in ("lr", "weight_decay", "momentum"):
-            if not getattr(self, name) >= 0:  # nan is not, either
-                raise _refused(name, getattr(self, name), "be at least 0")
-        if len(self.ns_coefficients) != 3:
-            raise _refused("ns_coefficients", self.ns_coefficients, "be three numbers")
-        if not 0 <= self.ns_steps <= _MOST_STEPS:
-            raise _refused("ns_steps", self.ns_steps, f"be from 0 to {_MOST_STEPS}")
-        if self.adjust_lr_fn is not None and self.adjust_lr_fn not in _LR_RATIOS:
-            raise _refused("adjust_lr_fn", repr(self.adjust_lr_fn), f"be one of {', '.join(_LR_RATIOS)}, or None")
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> MuonOptions:
-        """Those of a param group, whatever else is in it."""
-        return cls(**{name: group[name] for name in cls.__dataclass_fields__})
-
-
-def _refused(name: str, got: object, rule: str) -> ConfigError:
-    return ConfigError(refusal(f"option {name} of Muon", got, rule, f"Give the param group another {name}"))
-
-
-def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
-    """What the learning rate is multiplied by for a matrix.
-
-    Args:
-        adjust_lr_fn: "original", also where None: sqrt(max(1, rows / columns)); or "match_rms_adamw":
-            0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al., "Muon is
-            Scalable for LLM Training", 2025, section 2.2).
-        shape: rows and columns.
-
-    >>> lr_ratio(None, (8, 2)), lr_ratio("original", (2, 8)), lr_ratio("match_rms_adamw", (25, 4))
-    (2.0, 1.0, 1.0)
-    """
-    return _LR_RATIOS[adjust_lr_fn or "original"](*shape)
 
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
@@ -122,26 +46,26 @@ def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) ->
         options: see `MuonOptions`.
 
     Returns:
-        bfloat16 of the same shape, in memory of its own.
+        of the same shape, in the dtype in which it travels and in memory of its own.
     """
     momentum_buffer.lerp_(grad, 1 - options.momentum)
     mixed = grad.lerp(momentum_buffer, options.momentum) if options.nesterov else momentum_buffer
-    return mixed.to(torch.bfloat16, copy=True)
+    return mixed.to(options.travel_dtype, copy=True)
 
 
 def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
     """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz iteration.
 
     Args:
-        matrix: bfloat16 2-D, contiguous; changed in place.
+        matrix: 2-D, contiguous, in the dtype in which it travels; may be changed.
         options: see `MuonOptions`.
 
     Returns:
-        bfloat16 of the same shape, not contiguous where the matrix has more rows than columns.
+        of the same shape, not contiguous where the matrix has more rows than columns.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # the products are of the shorter side
-    wide.div_(wide.norm().clamp(min=options.eps))
+    wide = options.normalized(wide, options.norm_of(wide))
     wide = newton_schulz(wide, options, lambda each: each @ each.T)
     return wide.T if is_tall else wide
 
@@ -150,14 +74,17 @@ def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tenso
     """The iteration alone.
 
     Args:
-        matrix: bfloat16 2-D, with a norm of at most 1.
+        matrix: 2-D, with a norm of at most 1.
         options: see `MuonOptions`.
         gram_of: multiplies a matrix with its transpose.
     """
-    a, b, c = options.ns_coefficients
-    for _ in range(options.ns_steps):
-        gram = gram_of(matrix)
-        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    with options.matmuls():
+        for a, b, c in options.coefficients:
+            gram = gram_of(matrix)
+            if c:
+                matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+            else:
+                matrix = torch.addmm(matrix, gram, matrix, beta=a, alpha=b)
     return matrix
 
 
@@ -167,7 +94,7 @@ def orthogonalize_block(
     """Orthogonalizes each matrix of a block, in place.
 
     Args:
-        update: bfloat16 1-D [block.in_param.numel], contiguous.
+        update: 1-D [block.in_param.numel], contiguous, in the dtype in which it travels.
         spec: of the param.
         block: one of its blocks.
         orthogonalize_one: `orthogonalize` with options, or what does the same for a matrix that other ranks have parts
@@ -192,21 +119,20 @@ def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span,
 
     Args:
         main: 1-D [in_param.numel]; changed in place.
-        update: bfloat16 1-D, of the same elements.
+        update: 1-D, of the same elements; may be changed.
         spec: of the param.
         in_param: which elements of it these are.
         options: see `MuonOptions`.
     """
-    lr = options.lr.squeeze() if isinstance(options.lr, Tensor) else options.lr
-    main.mul_(1 - lr * options.weight_decay)
-    ratios = [lr_ratio(options.adjust_lr_fn, spec.whole(shape)) for shape in spec.shapes]
-    if len(set(ratios)) == 1:
-        main.add_(update, alpha=-(lr * ratios[0]))  # type: ignore[arg-type]
+    options.decay(main)
+    shapes = [spec.whole(shape) for shape in spec.shapes]
+    if len({options.factor(shape) for shape in shapes}) == 1:
+        options.add(update, main, shapes[0])
         return
     for piece in spec.pieces(in_param):
         stretch, inside = piece.in_param.relative_to(in_param.start).as_slice(), piece.inside.as_slices()
         target, source = (each[stretch].view(piece.sizes)[inside] for each in (main, update))
-        target.add_(source, alpha=-(lr * ratios[piece.matrix]))  # type: ignore[arg-type]
+        options.add(source, target, shapes[piece.matrix])
 
 
 class Muon(Optimizer):
@@ -236,7 +162,7 @@ class Muon(Optimizer):
         self, params: Iterable[Any], matrices: Mapping[Tensor, MatrixSpec] | None = None, **options: Any
     ) -> None:
         self._matrices = dict(matrices or {})
-        super().__init__(params, dict(vars(MuonOptions(**options))))
+        super().__init__(params, dict(vars(TorchMuonOptions(**options))))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_matrices": self._matrices}
@@ -245,7 +171,7 @@ class Muon(Optimizer):
         """Adds a param group; see the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        MuonOptions.of(group)
+        options_of(group)
         for param in group["params"]:
             self._matrices[param] = _spec_of(param, self._matrices.get(param))
 
@@ -259,7 +185,7 @@ class Muon(Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
-            options = MuonOptions.of(group)
+            options = options_of(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, options)

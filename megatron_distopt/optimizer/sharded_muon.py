@@ -1,7 +1,7 @@
 """Muon as the inner optimizer: for matrices, with an Adam for all other params, or alone.
 
 Both are one inner optimizer, so that a step has one gradient norm and one decision, and a checkpoint holds all state.
-Which of the two updates a param group is seen from its options: groups of `torch.optim.Muon` have `ns_steps`.
+Which of the two updates a param group is seen from its options.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_i
 from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.muon import MuonOptions
+from megatron_distopt.optimizer.muon_options import is_muons_group, options_of
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["Matrices", "adopt_muon", "choose_muon", "is_muon", "is_muons_group", "shape_of_matrix"]
+__all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "shape_of_matrix"]
 
 #: Of the source, for people.
 NAME = "torch_muon"
-#: Only groups of Muon have it.
-_MARK = "ns_steps"
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
 
 
@@ -40,11 +38,6 @@ def is_muon(optimizer: object) -> bool:
     """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have."""
     known = getattr(torch.optim, "Muon", None)
     return known is not None and type(optimizer) is known
-
-
-def is_muons_group(group: Mapping[str, Any]) -> bool:
-    """Whether a param group has the options of Muon."""
-    return _MARK in group
 
 
 def shape_of_matrix(name: str, param: Tensor) -> MatrixSpec:
@@ -88,7 +81,7 @@ def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptCo
     """
     muon, others = _sorted(given)
     for group in muon.param_groups:
-        MuonOptions.of(group)
+        options_of(group)
     rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
     defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muon.defaults.items()))
     return choose_muon(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
@@ -112,7 +105,7 @@ def choose_muon(
     Raises:
         ConfigError: options of the config that Muon does not serve.
     """
-    _check(config)
+    check_muon(config)
     others = [] if rest is None else [rest]
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     return InnerChoice(
@@ -133,7 +126,12 @@ def _sorted(given: Sequence[Optimizer]) -> tuple[Optimizer, list[Optimizer]]:
     return muons[0], others
 
 
-def _check(config: DistOptConfig) -> None:
+def check_muon(config: DistOptConfig) -> None:
+    """Checks that Muon serves the options of a run.
+
+    Raises:
+        ConfigError
+    """
     asked = {
         "offload_fraction": bool(config.offload_fraction),
         "log_digests": config.log_digests is not None,

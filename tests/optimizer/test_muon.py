@@ -25,12 +25,12 @@ from megatron_distopt.layout import (
 )
 from megatron_distopt.optimizer.muon import (
     Muon,
-    MuonOptions,
     apply_update,
     direction_of,
     orthogonalize,
     orthogonalize_block,
 )
+from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -199,7 +199,7 @@ def test_muon_when_params_are_cut_over_ranks_then_equal_to_torchs(
     ranks = Ranks(layout, SPECS, starts)
     assert isinstance(ranks.plan, OwnerPlan) and (num_ranks == 1) == (ranks.plan.num_rounds == 0)
     for step in grads:
-        ranks.step(step, MuonOptions(**options))
+        ranks.step(step, TorchMuonOptions(**options))
     for name, spec in SPECS.items():
         for own, other in zip(matrices_in(ranks.whole(name), spec), expected[name], strict=True):
             assert torch.equal(own, other), name

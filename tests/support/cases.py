@@ -18,7 +18,7 @@ class Case:
     vp: int = 1
     dp: int = 1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    optimizer_name: Literal["adam", "sgd"] = "adam"
+    optimizer_name: Literal["adam", "sgd", "muon", "dist_muon"] = "adam"
     steps: int = 20
     num_microbatches: int = 2
     lr: float = 3e-3
@@ -48,6 +48,8 @@ class Case:
     etp: int | None = None  # tensor parallelism of experts; that of the model where None
     cp: int = 1  # each rank has its part of the sequence and attends to that alone
     instances: int = 1  # of the distributed optimizer
+    query_groups: int | None = None  # of heads that share keys and values
+    gated: bool = False  # whether MLPs hold a gate beside the up projection
     mtp: int = 0  # layers that predict further tokens
     mtp_detached: bool = False  # whose heads then have a norm of their own, from 0.19 on
     fields: tuple[

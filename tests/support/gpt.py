@@ -314,6 +314,8 @@ def _parts_of_today(case: Case) -> dict[str, Any]:
     if case.mtp:
         parts |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.3}
         parts |= {"mtp_detach_heads": True} if case.mtp_detached else {}
+    if case.gated:
+        parts |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     return parts
 
 
@@ -357,6 +359,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         num_layers=case.layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
+        num_query_groups=case.query_groups,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,

@@ -33,7 +33,8 @@ from megatron_distopt.hosts.megatron_2023.config import (
 )
 from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
-from megatron_distopt.hosts.megatron_2023.muon import MUON, muon_choice, with_muon_groups
+from megatron_distopt.hosts.megatron_2023.muon import choose_muon_for
+from megatron_distopt.hosts.muon import MUON
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer import InnerChoice, StepPlan, check_deterministic, check_offload
 
@@ -176,8 +177,7 @@ def _choose(
 ) -> Inner:
     if config.optimizer != MUON:
         return choose_for(base, config, args, device.type)
-    groups = with_muon_groups(base, named, config)
-    return Inner(muon_choice(base, config, groups, buffers, args, device.type), groups, groups)
+    return choose_muon_for(base, config, args, named, buffers, device.type)
 
 
 def _check_host_state(

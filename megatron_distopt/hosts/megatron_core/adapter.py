@@ -19,6 +19,7 @@ from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.hosts.handshake import is_used
 from megatron_distopt.hosts.megatron_core.config import (
+    Merged,
     check_model,
     check_parallel_state,
     merge_config,
@@ -26,6 +27,7 @@ from megatron_distopt.hosts.megatron_core.config import (
 )
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
 from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
+from megatron_distopt.hosts.megatron_core.muon import as_adam, is_hosts_muon, is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, take_over, taken_over
@@ -48,22 +50,24 @@ def build(
     **kwargs: Any,
 ) -> Any:
     """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
-    if not is_used(config.use_distributed_optimizer, _why_reset(config)):
+    if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), _why_reset(config)):
         return original(config, model_chunks, *args, **kwargs)
     everyone = _everyone()
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
     merged = raise_together(lambda: _check(options, call), everyone)
-    with taken_over(options), constructing(merged), in_full_precision(config):
+    with taken_over(options), constructing(merged), in_full_precision(config), as_adam(config, merged.muon):
         optimizer = original(config, model_chunks, *args, **kwargs)
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
     return optimizer
 
 
 def _why_reset(config: Any) -> str:
-    """A run may expect this package where the host resets its flag, as it does for Muon."""
+    """A run may expect this package where the host resets its flag, as it does for SOAP."""
     name = getattr(config, "optimizer", FIRST_ORDER[0])
     if config.use_distributed_optimizer or name in FIRST_ORDER:
         return ""
+    if is_hosts_muon(config):
+        return f"; with optimizer={name!r} it is used over buffers that the host shards (its layer-wise layout)"
     return f"; the host resets it for optimizer={name!r}"
 
 
@@ -73,7 +77,7 @@ def _everyone() -> Group:
     return Group.of()
 
 
-def _check(options: DistOptConfig, call: Mapping[str, Any]) -> DistOptConfig:
+def _check(options: DistOptConfig, call: Mapping[str, Any]) -> Merged:
     """Everything that this rank can see by itself."""
     check_class()
     check_parallel_state(call.get("pg_collection"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 from torch.nn import Parameter
 
-__all__ = ["call_with_known", "expert_tensor_group", "is_excluded_from_norm", "stats_group_of"]
+__all__ = ["call_with_known", "expert_tensor_group", "is_excluded_from_norm", "stats_group_of", "with_values"]
 
 
 def call_with_known(function: Callable[..., Any], *args: Any, **optional: Any) -> Any:
@@ -54,3 +55,21 @@ def stats_group_of(optimizer: Any) -> Any:
     """
     find = getattr(optimizer, "get_grad_stats_parallel_group", None) or optimizer.get_model_parallel_group
     return find()
+
+
+@contextmanager
+def with_values(config: Any, values: Mapping[str, object]) -> Iterator[None]:
+    """In the block a config of the host has other values in those fields that it has; after it, its own again.
+
+    Args:
+        config: the object that the host's optimizer keeps, so that a copy would not do.
+        values: by name of the field.
+    """
+    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.megatron_core.host_state import host_state_of
+from megatron_distopt.hosts.megatron_core.muon import (
+    LAYER_WISE,
+    MuonRequest,
+    check_matrices,
+    is_hosts_muon,
+    request_from,
+)
 from megatron_distopt.hosts.megatron_core.precision import precision_of
+from megatron_distopt.hosts.muon import MUON
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
     check_deterministic,
@@ -30,11 +38,25 @@ from megatron_distopt.optimizer import (
 from megatron_distopt.options import flag_of
 
 __all__ = [
+    "Merged",
     "check_model",
     "check_parallel_state",
     "merge_config",
     "missing_parallel_state",
 ]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a run says, by the host's config and by options of this package.
+
+    Args:
+        options: of this package, with what the host's config says.
+        muon: what is wanted of Muon; None where it does not update anything.
+    """
+
+    options: DistOptConfig
+    muon: MuonRequest | None = None
 
 
 def missing_parallel_state() -> ConfigError:
@@ -54,7 +76,7 @@ def check_parallel_state(pg_collection: object | None) -> None:
         raise missing_parallel_state()
 
 
-def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
+def merge_config(options: DistOptConfig, host: Any) -> Merged:
     """Adds the settings of the host's OptimizerConfig to the options of this package.
 
     Args:
@@ -66,8 +88,9 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
     """
     _check_options("config", host)
     _check_own(options)
+    hosts = MUON if is_hosts_muon(host) else host.optimizer
     own = {
-        "optimizer": options.optimizer if "optimizer" in options.explicit else host.optimizer,
+        "optimizer": options.optimizer if "optimizer" in options.explicit else hosts,
         "lr": host.lr or 0.0,
         "weight_decay": host.weight_decay,
         "betas": (host.adam_beta1, host.adam_beta2),
@@ -82,7 +105,8 @@ def merge_config(options: DistOptConfig, host: Any) -> DistOptConfig:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    return with_hosts_own(options, {**own, **precision_of(host), **host_state_of(host)})
+    merged = with_hosts_own(options, {**own, **precision_of(host), **host_state_of(host)})
+    return Merged(merged, request_from(merged, host))
 
 
 def _check_own(options: DistOptConfig) -> None:
@@ -95,7 +119,8 @@ def _check_own(options: DistOptConfig) -> None:
 
 def _check_options(where: str, options: object) -> None:
     for refused in REFUSED:
-        if refused.where == where and getattr(options, refused.option, False):
+        is_muons = where == "config" and refused.option == LAYER_WISE and is_hosts_muon(options)
+        if refused.where == where and getattr(options, refused.option, False) and not is_muons:
             raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
     _check_unknown(where, options)
 
@@ -120,17 +145,17 @@ def _default_of(field: Field[Any]) -> Any:
     return None if field.default_factory is MISSING else field.default_factory()
 
 
-def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
+def check_model(chunks: Sequence[Module], merged: Merged) -> None:
     """Checks everything about the model that this rank can see by itself.
 
     Raises:
         HostError, ConfigError, LayoutError
     """
-    names = names_by_param(chunks)
+    config, names = merged.options, names_by_param(chunks)
     devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
-        choose_inner(config, device.type)
+        choose_inner(replace(config, optimizer="adam") if merged.muon else config, device.type)
         check_deterministic(config, device, Group.of())
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
@@ -145,6 +170,8 @@ def check_model(chunks: Sequence[Module], config: DistOptConfig) -> None:
                 raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
             layouts.append((check_layout(buffer, names), buffer.param_data.dtype))
+    if merged.muon is not None:
+        check_matrices({name: param for param, name in names.items()}, merged.muon, config, chunks)
     if devices:
         check_offload(layouts, config, device)
 

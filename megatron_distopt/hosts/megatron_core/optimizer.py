@@ -38,8 +38,10 @@ from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_op
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_buffers_stay, check_params_are_in
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
+from megatron_distopt.hosts.megatron_core.config import Merged
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
+from megatron_distopt.hosts.megatron_core.muon import muon_for
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
@@ -72,7 +74,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         data_parallel_group_gloo: kept for the host, not used.
         data_parallel_group_idx: kept for the host.
         distributed_optimizer_instance_id: number of this copy; megatron-core 0.9 has one.
-        options: ours, with what the host's config says.
+        merged: what the host's config and the options of this package say.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         data_parallel_group_idx: int,
         distributed_optimizer_instance_id: int = 0,
         *,
-        options: DistOptConfig,
+        merged: Merged,
     ) -> None:
         self.is_stub_optimizer = optimizer is None
         self.model_chunks: list[Any] = list(model_chunks)
@@ -104,8 +106,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         in_buffers = [param for buffer in self.buffers for param in buffer.params]
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
-        self._options = options
-        self.sharded = self._build(names, optimizer)
+        self.sharded = self._build(names, optimizer, merged)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: StepDecision | None = None
         #: Whether ranks were compared, see start.py.
@@ -119,13 +120,18 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self._members = GroupMembers(self.sharded.inner)
         self.written = RemainderWatch(self.sharded, self.named)
 
-    def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None) -> ShardedOptimizer:
-        device = next(iter(self.named.values())).device if self.named else _idle_device(self._options)
-        choice, groups = _inner_for(optimizer, self._options, device.type)
+    def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged) -> ShardedOptimizer:
+        config = merged.options
+        device = next(iter(self.named.values())).device if self.named else _idle_device(config)
+        if merged.muon is None:
+            choice, groups = _inner_for(optimizer, config, device.type)
+        else:
+            of = self.named, self.buffers, self.model_chunks
+            choice, groups = muon_for(optimizer, merged.muon, config, *of, device.type)
         plan = StepPlan(
             groups=plan_groups(self.named, groups),
             choice=choice,
-            config=self._options,
+            config=config,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self.stats_group,
             excluded_from_norm=lambda name: self.is_duplicate(name) or norm_group_of(self.named[name]) is not None,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.megatron_core.capabilities import with_values
 
 __all__ = ["in_full_precision", "precision_of"]
 
@@ -43,8 +43,7 @@ def precision_of(host: Any) -> dict[str, str]:
     return precision
 
 
-@contextmanager
-def in_full_precision(config: Any) -> Iterator[None]:
+def in_full_precision(config: Any) -> AbstractContextManager[None]:
     """In the block the host builds an inner optimizer as if all state were fp32 and on the device: ours replaces it.
 
     Args:
@@ -55,11 +54,4 @@ def in_full_precision(config: Any) -> Iterator[None]:
         "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
         "optimizer_cpu_offload",
     )
-    before = {name: getattr(config, name) for name in names if getattr(config, name, False)}
-    for name in before:
-        setattr(config, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    return with_values(config, dict.fromkeys(names, False))

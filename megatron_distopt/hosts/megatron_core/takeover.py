@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Ho
 from megatron_distopt.comm import Group, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, refusal
-from megatron_distopt.hosts.megatron_core.config import check_model, merge_config
+from megatron_distopt.hosts.megatron_core.config import Merged, check_model, merge_config
 from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.start import start_together
@@ -31,7 +31,7 @@ __all__ = ["check_class", "constructing", "is_taken_over", "take_over", "taken_o
 
 _REMEDY = "Use a megatron-core that docs/hosts.md lists"
 #: What `constructing` gives to the constructors that run inside it; the last one counts.
-_merged: list[DistOptConfig] = []
+_merged: list[Merged] = []
 
 
 def is_taken_over() -> bool:
@@ -77,7 +77,7 @@ def taken_over(options: DistOptConfig) -> Iterator[None]:
 
 
 @contextmanager
-def constructing(merged: DistOptConfig) -> Iterator[None]:
+def constructing(merged: Merged) -> Iterator[None]:
     """Gives constructors options that were merged and checked on all ranks already."""
     _merged.append(merged)
     try:
@@ -123,16 +123,16 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
         merged = _merged[-1] if _merged else _merge(options, call)
         self.__class__ = DistributedOptimizer
-        self.__init__(*args, options=merged, **kwargs)
+        self.__init__(*args, merged=merged, **kwargs)
 
     construct.replaces = original  # type: ignore[attr-defined]
     return construct
 
 
-def _merge(options: DistOptConfig, call: dict[str, Any]) -> DistOptConfig:
+def _merge(options: DistOptConfig, call: dict[str, Any]) -> Merged:
     """Collective over ranks that hold the same params: those construct together whoever calls."""
 
-    def merge() -> DistOptConfig:
+    def merge() -> Merged:
         merged = merge_config(config_from_environment(os.environ, options), call["config"])
         check_model(call["model_chunks"], merged)
         return merged

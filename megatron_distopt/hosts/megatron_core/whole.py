@@ -16,7 +16,7 @@ from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, g
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer import ShardedOptimizer
 
-__all__ = ["HoldsState", "whole_model_of"]
+__all__ = ["HoldsState", "is_expert", "ranks_of", "tensor_group_of", "whole_model_of"]
 
 
 class HoldsState(Protocol):
@@ -52,7 +52,7 @@ def whole_model_of(optimizers: Sequence[HoldsState]) -> WholeModel:
     Args:
         optimizers: of one model on this rank, for example one for dense and one for expert params.
     """
-    ranks = _ranks_of(optimizers[0].model_chunks)
+    ranks = ranks_of(optimizers[0].model_chunks)
     chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
     names = global_names(chunks, ranks)
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
@@ -63,7 +63,7 @@ def whole_model_of(optimizers: Sequence[HoldsState]) -> WholeModel:
 
 def _share_of(optimizer: HoldsState, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
     placements = {
-        name: placement_of(names[param], param, ranks, is_expert=_is_expert(names[param], param))
+        name: placement_of(names[param], param, ranks, is_expert=is_expert(names[param], param))
         for name, param in optimizer.named.items()
     }
     # Further instances of the optimizer hold copies of the same shards.
@@ -71,8 +71,11 @@ def _share_of(optimizer: HoldsState, names: Mapping[Parameter, str], ranks: Mode
     return Share(optimizer.sharded, placements, lambda name: is_first and _is_writer(optimizer, name, ranks))
 
 
-def _is_expert(name: str, param: Parameter) -> bool:
-    """The host marks experts where they are spread over ranks; their tensor-parallel group is another one anyway."""
+def is_expert(name: str, param: Parameter) -> bool:
+    """Whether a param is an expert's.
+
+    The host marks experts where they are spread over ranks; their tensor-parallel group is another one anyway.
+    """
     return not getattr(param, "allreduce", True) or "experts" in name.split(".")
 
 
@@ -82,12 +85,19 @@ def _is_writer(optimizer: HoldsState, name: str, ranks: ModelRanks) -> bool:
     param = optimizer.named[name]
     if getattr(param, "allreduce", True):
         # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
-        is_copy = _is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
+        is_copy = is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
         return not is_copy and not optimizer.is_duplicate(name)
     return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
 
 
-def _ranks_of(chunks: Sequence[Any]) -> ModelRanks:
+def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
+    """The process group of the ranks over which a param is cut, or would be."""
+    own = getattr(chunks[0], "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    return (expert_tensor_group() or own) if is_expert(name, param) else own
+
+
+def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
+    """Where this rank is in the groups over which the model is cut."""
     return ModelRanks(
         tensor=_place(parallel_state.get_tensor_model_parallel_group()),
         expert_tensor=_place(expert_tensor_group() or parallel_state.get_tensor_model_parallel_group()),

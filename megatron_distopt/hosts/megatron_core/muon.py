@@ -1,0 +1,268 @@
+"""Muon in megatron-core: by its own flags or by ours, and of what the weights of its layers consist.
+
+[Note: two ways to Muon] `--optimizer muon` (or dist_muon) and the host's `--muon-*` ask for the host's formula and its
+choice of params: all of two dimensions but embeddings and output layers. `--distopt-optimizer muon` with
+`--optimizer adam` asks for torch's formula with our options, also where the host has no Muon, for matrices of layers.
+
+The host's factory has another path for Muon, which builds no distributed optimizer. So it is called as for Adam, and
+the param groups that it makes are cut in two.
+
+Source of the fused layouts: `SelfAttention`, `CrossAttention`, `MLP` and `GroupedMLP` of megatron-core 0.9 to 0.19; of
+what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of 0.19.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.inner import groups_of
+from megatron_distopt.hosts.megatron_core.capabilities import with_values
+from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
+from megatron_distopt.hosts.muon import (
+    MUON,
+    check_beside_muon,
+    cut_of,
+    is_matrix_of_layer,
+    matrices_of,
+    muon_params,
+    options_from,
+    with_muon_groups,
+)
+from megatron_distopt.hosts.naming import placement_of
+from megatron_distopt.layout import MatrixSpec
+from megatron_distopt.optimizer import (
+    InnerChoice,
+    Matrices,
+    MegatronMuonOptions,
+    MuonOptions,
+    check_muon,
+    choose_inner,
+    choose_muon,
+    shape_of_matrix,
+)
+from megatron_distopt.options import as_flag, flag_of
+
+__all__ = [
+    "LAYER_WISE",
+    "MuonRequest",
+    "as_adam",
+    "check_matrices",
+    "is_hosts_muon",
+    "is_layer_wise_muon",
+    "muon_for",
+    "request_from",
+]
+
+#: Names of the host for its own.
+_HOSTS = (MUON, f"dist_{MUON}")
+#: Its option in place of `use_distributed_optimizer`.
+LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_QKV, _KV, _GATED = "linear_qkv.weight", "linear_kv.weight", "linear_fc1.weight"
+#: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
+_GROUPED = ("experts.weight1", "experts.weight2")
+_DIGITS = "0123456789"
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonRequest:
+    """What a run wants of Muon.
+
+    Args:
+        options: with the formula; learning rate and decay come from param groups.
+        split: "none", "qkv" or "all", see the option `muon_split`.
+        tp_mode: see the option `muon_tp_mode`.
+        is_hosts: whether the host's own flags ask for it.
+    """
+
+    options: MuonOptions
+    split: str
+    tp_mode: str
+    is_hosts: bool
+
+
+def is_hosts_muon(config: Any) -> bool:
+    """Whether the host's own flags ask for Muon."""
+    return config.optimizer in _HOSTS
+
+
+def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
+    """Whether the host would build its layer-wise distributed optimizer for Muon, over buffers that are sharded.
+
+    megatron.training sets that option in place of `use_distributed_optimizer` since 0.18.
+
+    Args:
+        config: the host's OptimizerConfig.
+        chunks: wrapped by the host's DistributedDataParallel.
+    """
+    is_sharded = all(getattr(getattr(each, "ddp_config", None), "use_distributed_optimizer", False) for each in chunks)
+    return is_hosts_muon(config) and getattr(config, LAYER_WISE, False) and is_sharded
+
+
+def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
+    """What a run wants of Muon; None where it wants another optimizer.
+
+    Args:
+        config: merged.
+        host: the OptimizerConfig.
+
+    Raises:
+        ConfigError: flags of the host that cannot be served with Muon, or options of ours beside the host's own.
+    """
+    if config.optimizer != MUON:
+        return None
+    if not is_hosts_muon(host):
+        return MuonRequest(options_from(config), config.muon_split, config.muon_tp_mode, is_hosts=False)
+    _check_hosts(config, host)
+    options = MegatronMuonOptions(
+        momentum=host.muon_momentum,
+        nesterov=getattr(host, "muon_nesterov", getattr(host, "muon_use_nesterov", False)),
+        ns_steps=host.muon_num_ns_steps,
+        coefficient_type=getattr(host, "muon_coefficient_type", "quintic"),
+        scale_mode=host.muon_scale_mode,
+        extra_scale_factor=host.muon_extra_scale_factor,
+        matmul_precision=host.muon_fp32_matmul_prec,
+    )
+    return MuonRequest(options, "qkv" if host.muon_split_qkv else "none", host.muon_tp_mode, is_hosts=True)
+
+
+def _check_hosts(config: DistOptConfig, host: Any) -> None:
+    ours = sorted(name for name in config.explicit if name.startswith("muon_"))
+    if ours:
+        rule, remedy = "be left to the host's --muon-* flags with --optimizer muon", f"Drop {flag_of(ours[0])}"
+        raise ConfigError(refusal(ours[0], "set beside the host's Muon", rule, remedy))
+    for name, served, remedy in (
+        ("muon_scalar_optimizer", "adam", "Drop --muon-scalar-optimizer"),
+        ("decoupled_weight_decay", True, "Drop --no-weight-decay-decoupled, or use --optimizer adam"),
+    ):
+        value = getattr(host, name, served)
+        if value != served:
+            raise ConfigError(refusal(name, repr(value), f"be {served!r} with this Muon", remedy))
+
+
+def as_adam(host: Any, request: MuonRequest | None) -> AbstractContextManager[None]:
+    """In the block the host builds what it builds for Adam with a distributed optimizer, where Muon is wanted.
+
+    Args:
+        host: the OptimizerConfig.
+        request: what is wanted of Muon.
+    """
+    wanted = {"optimizer": "adam", "use_distributed_optimizer": True, LAYER_WISE: False}
+    return with_values(host, {} if request is None else wanted)
+
+
+def check_matrices(
+    named: Mapping[str, Parameter], request: MuonRequest, config: DistOptConfig, chunks: Sequence[Any]
+) -> None:
+    """Checks what `muon_for` is to build, of params in groups that do not say themselves whose they are.
+
+    Raises:
+        ConfigError, LayoutError
+    """
+    check_muon(config)
+    for name, param in named.items():
+        if param.requires_grad and _is_for_muon(name, param, request):
+            _matrices_of(name, param, request, chunks)
+
+
+def muon_for(
+    optimizer: Optimizer | None,
+    request: MuonRequest,
+    config: DistOptConfig,
+    named: Mapping[str, Parameter],
+    buffers: Sequence[Any],
+    chunks: Sequence[Any],
+    device_type: str,
+) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
+    """Muon with an Adam beside it, and the param groups of both.
+
+    Args:
+        optimizer: which the host built; None where the rank has no params.
+        request: see `MuonRequest`.
+        config: merged.
+        named: params that are updated, by name.
+        buffers: of the host, with those params.
+        chunks: of the model.
+        device_type: of the params.
+
+    Raises:
+        ConfigError: the host's own optimizer is no Adam, options that Muon does not serve, or a fused weight of another
+            shape than the host's config says.
+        LayoutError: a param that a group marked has not two dimensions.
+    """
+    name_of = {param: name for name, param in named.items()}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        check_beside_muon(optimizer)
+        groups = with_muon_groups(
+            groups_of(optimizer), lambda each: _is_for_muon(name_of[each], each, request), request.options
+        )
+    specs = {name_of[param]: _matrices_of(name_of[param], param, request, chunks) for param in muon_params(groups)}
+    group_of = {name_of[each]: buffer.data_parallel_group for buffer in buffers for each in buffer.params}
+    matrices = Matrices(
+        specs, lambda name: Group.of(group_of[name]), lambda name: Group.of(tensor_group_of(name, named[name], chunks))
+    )
+    rest = choose_inner(dataclasses.replace(config, optimizer="adam"), device_type)
+    return choose_muon(rest, matrices, config, (f"{len(specs)} matrices of this rank are Muon's",)), groups
+
+
+def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
+    if not request.is_hosts:
+        return is_matrix_of_layer(name, param)
+    return param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
+
+
+def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
+    spec = shape_of_matrix(name, param)
+    place = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
+    if name.endswith(_GROUPED) and not request.is_hosts:
+        return _experts_of(name, spec, place.size, request, chunks)
+    if place.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
+        raise _cannot_join(name)
+    sizes = _sizes_of_parts(name, spec.rows, request, chunks[0].config)
+    return matrices_of(name, param, sizes, cut_of(place, request.tp_mode, is_split=bool(sizes)))
+
+
+def _sizes_of_parts(name: str, rows: int, request: MuonRequest, model: Any) -> tuple[int, ...]:
+    """Rows of the parts of a fused weight, of one group of heads; none where it is one matrix."""
+    width = getattr(model, "kv_channels", None) or model.hidden_size // model.num_attention_heads  # of a head
+    if request.split != "none" and name.endswith(_QKV):
+        return _sizes_of_qkv(rows, width, request, model)
+    if request.split != "none" and name.endswith(_KV) and not request.is_hosts:
+        return (width, width)
+    if request.split == "all" and name.rstrip(_DIGITS).endswith(_GATED) and model.gated_linear_unit:
+        return (rows // 2, rows // 2)
+    return ()
+
+
+def _sizes_of_qkv(rows: int, width: int, request: MuonRequest, model: Any) -> tuple[int, ...]:
+    queries = model.num_attention_heads // (model.num_query_groups or model.num_attention_heads) * width
+    gate = (queries,) if getattr(model, "attention_output_gate", False) else ()
+    sizes = (queries, *gate, width, width)
+    return () if request.is_hosts and rows % sum(sizes) else sizes  # the host takes another shape for one matrix
+
+
+def _experts_of(name: str, spec: MatrixSpec, num_cut: int, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
+    """One matrix an expert. The first weight has the shape [hidden, all experts], and [experts, hidden, ...] inside."""
+    model, count = chunks[0].config, chunks[0].config.num_moe_experts // ranks_of(chunks).expert[1]
+    if num_cut > 1 and request.tp_mode != "blockwise":
+        raise _cannot_join(name)
+    if request.split == "all" and model.gated_linear_unit:
+        rule = "be none or qkv where experts are grouped in one weight"
+        raise ConfigError(refusal("muon_split", "all", rule, f"Write {as_flag('muon_split', 'qkv')}"))
+    rows = model.hidden_size if name.endswith(_GROUPED[0]) else spec.rows // count
+    return MatrixSpec(rows * count, spec.numel // (rows * count), 0, (rows,) * count)
+
+
+def _cannot_join(name: str) -> ConfigError:
+    got, rule = "several matrices in one that tensor-parallel ranks share", "be one matrix, or be taken by its parts"
+    remedy = "Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's Muon)"
+    return ConfigError(refusal(f"weight {name!r}", got, rule, remedy))

@@ -1,0 +1,362 @@
+"""The options of Muon in a param group, and the two formulas that they stand for: torch's and megatron-core's.
+
+The formulas differ in what is rounded when: torch rounds a direction to bfloat16 and divides it by its norm then;
+megatron-core divides in fp32 first. So a direction travels between ranks in the dtype that its formula divides it in.
+Each step of megatron-core's iteration has coefficients of its own.
+
+Source: `torch.optim.Muon` of torch 2.13; `TensorParallelMuon` of megatron-core 0.19 with `OrthogonalizedOptimizer` and
+`newton_schulz` of the package emerging_optimizers (August 2026).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from itertools import chain, cycle, islice, repeat
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.errors import ConfigError, refusal
+
+__all__ = [
+    "MegatronMuonOptions",
+    "MuonOptions",
+    "TorchMuonOptions",
+    "formula_of",
+    "is_muons_group",
+    "lr_ratio",
+    "options_of",
+]
+
+#: a, b and c of the polynomial a X + b X X'X + c X X'X X'X.
+Coefficients = tuple[float, float, float]
+
+_COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
+_MOST_STEPS = 99
+_LR_RATIOS: Mapping[str, Callable[[int, int], float]] = {
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+}
+#: Only groups of Muon have the first, and of those only groups with megatron-core's formula the second.
+_MARK, _MEGATRONS_MARK = "ns_steps", "coefficient_type"
+
+
+@dataclass(frozen=True)
+class MuonOptions(ABC):
+    """The options of a param group but its params, of both formulas.
+
+    Args:
+        lr: learning rate; a tensor of one element is used as it is.
+        weight_decay: decoupled.
+        momentum: see muon.py.
+        nesterov: see muon.py.
+        ns_steps: of the iteration.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+
+    lr: float | Tensor = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+
+    #: In which a direction is divided by its norm, and travels between ranks.
+    travel_dtype: ClassVar[torch.dtype]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
+            raise _refused("lr", f"a tensor of {self.lr.numel()} elements", "have one element")
+        for name in ("lr", "weight_decay", "momentum"):
+            if not getattr(self, name) >= 0:  # nan is not, either
+                raise _refused(name, getattr(self, name), "be at least 0")
+        if not 0 <= self.ns_steps <= _MOST_STEPS:
+            raise _refused("ns_steps", self.ns_steps, f"be from 0 to {_MOST_STEPS}")
+
+    @property
+    @abstractmethod
+    def coefficients(self) -> Sequence[Coefficients]:
+        """Those of every step of the iteration."""
+
+    @abstractmethod
+    def norm_of(self, matrix: Tensor) -> Tensor:
+        """The Frobenius norm, as a tensor of one element."""
+
+    @abstractmethod
+    def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
+        """What the iteration begins with, in its dtype.
+
+        Args:
+            matrix: in the dtype in which it travels; may be changed.
+            norm: of it, or of the matrix that it is a part of.
+        """
+
+    def matmuls(self) -> AbstractContextManager[None]:
+        """In which the products of the iteration are computed."""
+        return nullcontext()
+
+    @abstractmethod
+    def factor(self, shape: tuple[int, int]) -> float:
+        """What an update is multiplied by beside the learning rate, for a matrix of so many rows and columns."""
+
+    @abstractmethod
+    def decay(self, main: Tensor) -> None:
+        """Decays main params in place."""
+
+    @abstractmethod
+    def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
+        """Adds the update of a matrix to main params.
+
+        Args:
+            update: in the dtype in which it travels; may be changed.
+            target: fp32, of the same elements; changed in place.
+            shape: rows and columns of the whole matrix.
+        """
+
+    @property
+    def _lr(self) -> Any:
+        return self.lr.squeeze() if isinstance(self.lr, Tensor) else self.lr
+
+
+def formula_of(group: Mapping[str, Any]) -> type[TorchMuonOptions] | type[MegatronMuonOptions]:
+    """The class of the options of a param group of Muon's."""
+    return MegatronMuonOptions if _MEGATRONS_MARK in group else TorchMuonOptions
+
+
+def options_of(group: Mapping[str, Any]) -> MuonOptions:
+    """Those of a param group of Muon's, whatever else is in it.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+    formula = formula_of(group)
+    return formula(**{each.name: group[each.name] for each in fields(formula)})
+
+
+def is_muons_group(group: Mapping[str, Any]) -> bool:
+    """Whether a param group has the options of Muon."""
+    return _MARK in group
+
+
+def _refused(name: str, got: object, rule: str) -> ConfigError:
+    return ConfigError(refusal(f"option {name} of Muon", got, rule, f"Give the param group another {name}"))
+
+
+def _check_one_of(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise _refused(name, repr(value), f"be one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class TorchMuonOptions(MuonOptions):
+    """Names and defaults of `torch.optim.Muon`.
+
+    Args:
+        lr, weight_decay, momentum, nesterov, ns_steps: see `MuonOptions`.
+        ns_coefficients: a, b and c of the iteration.
+        eps: the least norm that a matrix is divided by.
+        adjust_lr_fn: how the learning rate depends on the shape, see `lr_ratio`.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+
+    ns_coefficients: Coefficients = _COEFFICIENTS
+    eps: float = 1e-7
+    adjust_lr_fn: str | None = None
+
+    travel_dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.ns_coefficients) != 3:
+            raise _refused("ns_coefficients", self.ns_coefficients, "be three numbers")
+        if self.adjust_lr_fn is not None and self.adjust_lr_fn not in _LR_RATIOS:
+            raise _refused("adjust_lr_fn", repr(self.adjust_lr_fn), f"be one of {', '.join(_LR_RATIOS)}, or None")
+
+    @property
+    def coefficients(self) -> Sequence[Coefficients]:
+        """See `MuonOptions`."""
+        return (self.ns_coefficients,) * self.ns_steps
+
+    def norm_of(self, matrix: Tensor) -> Tensor:
+        """In bfloat16."""
+        norm: Tensor = matrix.norm()
+        return norm
+
+    def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
+        """In bfloat16, in place."""
+        return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
+
+    def factor(self, shape: tuple[int, int]) -> float:
+        """See `lr_ratio`."""
+        return lr_ratio(self.adjust_lr_fn, shape)
+
+    def decay(self, main: Tensor) -> None:
+        """See `MuonOptions`."""
+        main.mul_(1 - self._lr * self.weight_decay)
+
+    def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
+        """See `MuonOptions`."""
+        target.add_(update, alpha=-(self._lr * self.factor(shape)))
+
+
+def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """What torch's learning rate is multiplied by for a matrix.
+
+    Args:
+        adjust_lr_fn: "original", also where None: sqrt(max(1, rows / columns)); or "match_rms_adamw":
+            0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al., "Muon is
+            Scalable for LLM Training", 2025, section 2.2).
+        shape: rows and columns.
+
+    >>> lr_ratio(None, (8, 2)), lr_ratio("original", (2, 8)), lr_ratio("match_rms_adamw", (25, 4))
+    (2.0, 1.0, 1.0)
+    """
+    return _LR_RATIOS[adjust_lr_fn or "original"](*shape)
+
+
+#: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic"); Amsel et al.,
+#: arXiv:2505.16932 ("polar_express"); Grishina et al., arXiv:2506.10935 ("cans"); flash-newton-schulz ("aol");
+#: DeepSeek-V4 ("deepseekv4"); arXiv:2606.00371 ("cubic5").
+_SETS: Mapping[str, Sequence[Coefficients]] = {
+    "simple": (_COEFFICIENTS,),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+    "deepseekv4": (*(_COEFFICIENTS,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
+    "cubic5": (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
+}
+#: After their last set these go on with it; the others begin again.
+_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
+#: Has as many steps as sets.
+_FIXED = "cubic5"
+_SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
+    "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
+}
+#: The first one computes the products in bfloat16, the others in fp32 as torch.set_float32_matmul_precision has it.
+_PRECISIONS = ("medium", "high", "highest")
+#: That a matrix is divided by.
+_LEAST_NORM = 1e-15
+
+
+@dataclass(frozen=True)
+class MegatronMuonOptions(MuonOptions):
+    """megatron-core's formula.
+
+    Args:
+        lr, weight_decay, momentum, nesterov, ns_steps: see `MuonOptions`.
+        coefficient_type: names the coefficients of each step of the iteration.
+        scale_mode: how an update depends on the shape: "spectral" sqrt(max(rows, columns)), "shape_scaling"
+            sqrt(max(1, rows / columns)), "unit_rms_norm" sqrt(rows / columns).
+        extra_scale_factor: an update is multiplied by it as well.
+        matmul_precision: "medium" computes products in bfloat16, "high" and "highest" in fp32.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+
+    >>> MegatronMuonOptions(scale_mode="unit_rms_norm", extra_scale_factor=0.5).factor((9, 1))
+    1.5
+    """
+
+    coefficient_type: str = "quintic"
+    scale_mode: str = "spectral"
+    extra_scale_factor: float = 1.0
+    matmul_precision: str = _PRECISIONS[0]
+
+    travel_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_one_of(_MEGATRONS_MARK, self.coefficient_type, _SETS)
+        _check_one_of("scale_mode", self.scale_mode, _SCALES)
+        _check_one_of("matmul_precision", self.matmul_precision, _PRECISIONS)
+        fixed = len(_SETS[_FIXED])
+        if self.ns_steps < 1 or (self.coefficient_type == _FIXED and self.ns_steps != fixed):
+            raise _refused("ns_steps", self.ns_steps, f"be at least 1, and {fixed} with {_FIXED}")
+
+    @property
+    def coefficients(self) -> Sequence[Coefficients]:
+        """See `MuonOptions`.
+
+        >>> MegatronMuonOptions(coefficient_type="aol", ns_steps=5).coefficients[4]
+        (4.0098, -7.0585, 2.4635)
+        """
+        sets = _SETS[self.coefficient_type]
+        is_last_repeated = self.coefficient_type in _REPEAT_LAST
+        return tuple(islice(chain(sets, repeat(sets[-1])) if is_last_repeated else cycle(sets), self.ns_steps))
+
+    def norm_of(self, matrix: Tensor) -> Tensor:
+        """In fp32."""
+        norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+        return norm
+
+    def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
+        """Divided in fp32; in bfloat16 where the products are."""
+        divided = matrix / norm.clamp(min=_LEAST_NORM)
+        return divided.to(torch.bfloat16) if self.matmul_precision == _PRECISIONS[0] else divided
+
+    @contextmanager
+    def matmuls(self) -> Iterator[None]:
+        """Of fp32 matrices as the option says, whatever the user has set."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def factor(self, shape: tuple[int, int]) -> float:
+        """See `scale_mode`; with the extra one."""
+        return _SCALES[self.scale_mode](*shape) * self.extra_scale_factor
+
+    def decay(self, main: Tensor) -> None:
+        """See `MuonOptions`."""
+        if self.weight_decay:
+            main.add_(main, alpha=-self.weight_decay * self._lr)
+
+    def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
+        """Rounds after each factor."""
+        update.mul_(_SCALES[self.scale_mode](*shape)).mul_(self.extra_scale_factor)
+        target.add_(update, alpha=-self._lr)

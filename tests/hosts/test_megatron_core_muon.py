@@ -1,0 +1,195 @@
+"""Muon in megatron-core, by our flags and by its own, against Muon on whole matrices.
+
+The reference is the host's own optimizer without sharding, with `WholeMuon` for its Adam. Gradients are on a grid, so
+that their sums over ranks are exact, and nothing is clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cases import Case, Curve
+from tests.support.core_version import core_mentions
+from tests.support.spawn import run_ranks
+from tests.support.whole_muon import SCALES, Reference, in_place_of_adam
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+HAS_MUON = core_mentions("optimizer/optimizer_config.py", "muon_momentum")
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+#: With torch's formula, and with megatron-core's as its config has it by default.
+TORCHS = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+MEGATRONS = {"momentum": 0.95, "nesterov": False, "coefficients": QUINTIC, "scale": SCALES["spectral"], "extra": 1.0}
+
+
+@dataclass(frozen=True)
+class Both:
+    """One training with the reference and with ours.
+
+    Args:
+        case: of ours.
+        reference: see `Reference`.
+        options: of ours, by name.
+    """
+
+    case: Case
+    reference: Reference = field(default_factory=lambda: Reference(options=TORCHS))
+    options: dict[str, str] = field(default_factory=dict)
+
+
+EXACT = Case("distopt", steps=4, clip_grad=1e9, lr=0.01)
+BF16 = EXACT.of(precision="bf16")
+OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
+PLAIN: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None}
+TIED = not core_mentions(
+    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
+)
+OTHER = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
+OURS = {
+    "fp32 dp2": Both(EXACT.of(dp=2)),
+    "bf16 dp2, overlapped": Both(BF16.of(dp=2, **OVERLAPPED)),
+    "bf16 dp2, fp32 norms": Both(BF16.of(dp=2, fp32_norms=True)),
+    "fp16 dp2": Both(EXACT.of(dp=2, precision="fp16")),
+    "bf16 pp2": Both(BF16.of(pp=2, tied=TIED)),
+    "bf16 tp2": Both(BF16.of(tp=2)),
+    "tp2, heads share keys": Both(EXACT.of(tp=2, query_groups=2)),
+    "tp2, gates": Both(EXACT.of(tp=2, gated=True), Reference(options=TORCHS, splits_gates=True), {"MUON_SPLIT": "all"}),
+    "tp2, gates not split": Both(EXACT.of(tp=2, gated=True)),
+    "tp2, blockwise": Both(EXACT.of(tp=2), Reference(options=TORCHS, joins=False), {"MUON_TP_MODE": "blockwise"}),
+    "dp2, options": Both(
+        EXACT.of(dp=2),
+        Reference(options=OTHER, split=False),
+        {
+            "MUON_MOMENTUM": "0.9",
+            "MUON_NESTEROV": "no",
+            "MUON_NS_STEPS": "3",
+            "MUON_ADJUST_LR": "original",
+            "MUON_SPLIT": "none",
+        },
+    ),
+    "bf16 tp2 dp2": Both(BF16.of(tp=2, dp=2)),
+    "bf16 experts ep2": Both(BF16.of(dp=4, num_experts=4, ep=2)),
+    "experts tp2 ep2": Both(EXACT.of(tp=2, dp=2, num_experts=4, ep=2)),
+}
+
+
+def _by_host(case: Case, reference: dict[str, Any] | None = None, joins: bool = False, **fields: Any) -> Both:
+    """With megatron-core's own flags; the host takes a part of a tensor-parallel rank for a matrix by default."""
+    options = {**MEGATRONS, **(reference or {})}
+    case = case.of(optimizer_name="muon", fields=tuple(fields.items()))
+    return Both(case, Reference(True, options, fields.get("muon_split_qkv", True), joins=joins))
+
+
+NESTEROV = "muon_nesterov" if core_mentions("optimizer/optimizer_config.py", "muon_nesterov") else "muon_use_nesterov"
+HOSTS = {
+    "bf16 dp2, the host's": _by_host(BF16.of(dp=2)),
+    "bf16 dp2, overlapped, the host's": _by_host(BF16.of(dp=2, **OVERLAPPED)),
+    "fp32 tp2, the host's": _by_host(EXACT.of(tp=2)),
+    "tp2, gathered, the host's": _by_host(EXACT.of(tp=2), joins=True, muon_tp_mode="duplicated"),
+    "dp2, options of the host": _by_host(
+        EXACT.of(dp=2),
+        {
+            "momentum": 0.8,
+            "nesterov": True,
+            "coefficients": (*QUINTIC, QUINTIC[0]),
+            "scale": SCALES["unit_rms_norm"],
+            "extra": 0.3,
+        },
+        muon_momentum=0.8,
+        **{NESTEROV: True},
+        muon_num_ns_steps=6,
+        muon_scale_mode="unit_rms_norm",
+        muon_extra_scale_factor=0.3,
+        muon_split_qkv=False,
+    ),
+    "bf16 experts ep2, the host's": _by_host(BF16.of(dp=4, num_experts=4, ep=2)),
+}
+CASES = OURS | (HOSTS if HAS_MUON else {})
+
+
+@contextlib.contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()}):
+        yield
+
+
+def _on_a_grid(original: Any) -> Any:
+    """Gradients as multiples of 2**-12, of which fp32 holds every sum that these models have."""
+
+    def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for bucket in group.buckets:
+            bucket.grad_data.mul_(2.0**12).round_().div_(2.0**12)
+        return original(group, *args, **kwargs)
+
+    return start
+
+
+@contextlib.contextmanager
+def _exact_sums() -> Iterator[None]:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    start = _on_a_grid(_ParamAndGradBucketGroup.start_grad_sync)
+    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", start):
+        yield
+
+
+def _train(case: Case, options: dict[str, str] | None = None) -> Curve:
+    from tests.support import gpt
+
+    with _variables({"ADAM": "torch_foreach", **({} if options is None else options)}), _exact_sums():
+        return gpt.train(case)
+
+
+def _ours(both: Both) -> Curve:
+    return _train(
+        both.case, both.options if both.case.optimizer_name == "muon" else {"OPTIMIZER": "muon", **both.options}
+    )
+
+
+def _whole(both: Both) -> Curve:
+    with in_place_of_adam(both.reference):
+        return _train(both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN))
+
+
+def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
+
+
+def collect(rank: int, size: int) -> dict[str, Any]:
+    """In a rank: every case of this many ranks with the reference and with ours."""
+    found: dict[str, Any] = {}
+    for name, both in CASES.items():
+        if both.case.ranks == size:
+            whole, ours = _whole(both), _ours(both)
+            found[name] = _distance(ours.params, whole.params), ours.losses, whole.losses
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    everyones = [each for size in (2, 4) for each in run_ranks(collect, size)]
+    return {name: [each[name] for each in everyones if name in each] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_when_muon_is_sharded_then_it_is_that_of_whole_matrices(name: str, found: dict[str, Any]) -> None:
+    assert len(found[name]) == CASES[name].case.ranks
+    for distance, ours, whole in found[name]:
+        assert distance == 0.0, f"{distance}, losses {ours}, and {whole}"
+        assert ours == whole
+        assert ours[-1] != ours[0]

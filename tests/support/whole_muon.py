@@ -1,0 +1,204 @@
+"""Muon and AdamW over whole params, in the place of a megatron-core's own Adam: what ours is compared with.
+
+Two formulas: torch's, by torch itself; and megatron-core's, written down once more from its description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+#: By scale_mode, of rows and columns.
+SCALES = {
+    "spectral": lambda rows, cols: max(rows, cols) ** 0.5,
+    "shape_scaling": lambda rows, cols: max(1, rows / cols) ** 0.5,
+    "unit_rms_norm": lambda rows, cols: (rows / cols) ** 0.5,
+}
+
+
+class MegatronMuon(torch.optim.Optimizer):
+    """megatron-core's formula for whole matrices, with one triple of coefficients for each step of the iteration."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._update(param, group)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        momentum = state.setdefault("momentum", torch.zeros_like(param))
+        param.add_(param, alpha=-group["weight_decay"] * group["lr"])
+        momentum.lerp_(param.grad, 1 - group["momentum"])
+        direction = param.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = orthogonalized(direction, group["coefficients"]) * group["scale"](*param.shape) * group["extra"]
+        param.add_(update, alpha=-group["lr"])
+
+
+def orthogonalized(matrix: Tensor, coefficients: Any) -> Tensor:
+    """fp32; divided by its norm in fp32, multiplied in bfloat16."""
+    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    each = torch.nn.functional.normalize(wide, dim=(-2, -1), eps=1e-15).bfloat16()
+    for a, b, c in coefficients:
+        gram = each @ each.mT
+        each = torch.addmm(each, torch.addmm(gram, gram, gram, alpha=c, beta=b), each, beta=a)
+    found = each.float()
+    return found.mT if wide is not matrix else found
+
+
+@dataclass(frozen=True)
+class Reference:
+    """How the reference takes the params of a GPT.
+
+    Args:
+        is_megatrons: whose formula.
+        options: of the formula.
+        split: whether queries, keys and values are matrices of their own.
+        splits_gates: whether gate and up projection are.
+        joins: whether tensor-parallel ranks put their parts together.
+    """
+
+    is_megatrons: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    split: bool = True
+    splits_gates: bool = False
+    joins: bool = True
+
+
+class WholeMuon(torch.optim.Optimizer):
+    """Stands where the host builds its Adam; see `in_place_of_adam`."""
+
+    reference: Reference
+    model: Any
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **rest: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self._about = [[self._about_one(each) for each in group["params"]] for group in self.param_groups]
+        self._parts: dict[tuple[int, int], tuple[list[Parameter], Any]] = {}
+
+    def _about_one(self, param: Any) -> tuple[str, int | None, bool]:
+        """Its name, the dimension of which tensor-parallel ranks have parts, and whether Muon takes it."""
+        is_outer = getattr(param, "is_embedding_or_output_parameter", False)
+        is_ours = not is_outer if self.reference.is_megatrons else ".layers." in param.name_in_test
+        dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+        return param.name_in_test, dim, is_ours and param.dim() == 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, group in enumerate(self.param_groups):
+            for place, (param, about) in enumerate(zip(group["params"], self._about[number], strict=True)):
+                if param.grad is not None:
+                    self._update((number, place), group, param, *about)
+
+    def _update(
+        self, key: tuple[int, int], group: dict[str, Any], param: Tensor, name: str, dim: int | None, is_matrix: bool
+    ) -> None:
+        dim = dim if is_matrix and self.reference.joins else None
+        sizes = _sizes(name, param.shape[0], self.reference, self.model) if is_matrix else []
+        pairs = [_taken_apart(_gathered(each, name, dim), sizes) for each in (param.detach(), param.grad)]
+        if key not in self._parts:
+            mains = [Parameter(part.clone()) for part in pairs[0]]
+            self._parts[key] = mains, self._built(mains, group, is_matrix=is_matrix)
+        mains, optimizer = self._parts[key]
+        optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
+        for main, value, grad in zip(mains, *pairs, strict=True):
+            main.copy_(value)
+            main.grad = grad.clone()
+        optimizer.step()
+        whole = _put_together([main.detach() for main in mains], sizes)
+        param.copy_(_own(whole, name, dim))
+
+    def _built(self, mains: list[Parameter], group: dict[str, Any], *, is_matrix: bool) -> Any:
+        common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        if not is_matrix:
+            return torch.optim.AdamW(mains, foreach=True, betas=group["betas"], eps=group["eps"], **common)
+        formula = MegatronMuon if self.reference.is_megatrons else torch.optim.Muon
+        return formula(mains, **common, **self.reference.options)
+
+
+def _sizes(name: str, rows: int, reference: Reference, model: Any) -> list[int]:
+    """Rows of the parts in one group of heads."""
+    width = model.kv_channels
+    if reference.split and name.endswith("linear_qkv.weight"):
+        return [model.num_attention_heads // model.num_query_groups * width, width, width]
+    if reference.splits_gates and name.endswith("linear_fc1.weight"):
+        return [model.ffn_hidden_size, model.ffn_hidden_size]
+    return []
+
+
+def _taken_apart(whole: Tensor, sizes: list[int]) -> list[Tensor]:
+    if not sizes:
+        return [whole.contiguous()]
+    runs = whole.unflatten(0, (-1, sum(sizes)))
+    return [part.reshape(-1, whole.shape[1]).contiguous() for part in runs.split(sizes, dim=1)]
+
+
+def _put_together(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    if not sizes:
+        return parts[0]
+    runs = [part.unflatten(0, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(runs, dim=1).flatten(0, 1)
+
+
+def _group(name: str) -> Any:
+    from megatron.core import parallel_state
+
+    if "experts" in name.split(".") and hasattr(parallel_state, "get_expert_tensor_parallel_group"):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _pieces(name: str) -> int:
+    """Gate and up projection are cut by themselves."""
+    return 2 if name.endswith("linear_fc1.weight") and WholeMuon.model.gated_linear_unit else 1
+
+
+def _gathered(part: Tensor, name: str, dim: int | None) -> Tensor:
+    if dim is None or _group(name).size() == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(_group(name).size())]
+    dist.all_gather(parts, part.contiguous(), group=_group(name))
+    cut = [each.chunk(_pieces(name), dim=dim) for each in parts]
+    return torch.cat([each[piece] for piece in range(_pieces(name)) for each in cut], dim=dim)
+
+
+def _own(whole: Tensor, name: str, dim: int | None) -> Tensor:
+    if dim is None or _group(name).size() == 1:
+        return whole
+    parts = [each.chunk(_group(name).size(), dim=dim) for each in whole.chunk(_pieces(name), dim=dim)]
+    return torch.cat([each[_group(name).rank()] for each in parts], dim=dim)
+
+
+@contextlib.contextmanager
+def in_place_of_adam(reference: Reference) -> Iterator[None]:
+    """In the block the host's trainings without sharding use the reference."""
+    from megatron.core import optimizer
+
+    from tests.support import gpt
+
+    def build(case: Any) -> Any:
+        chunks = original(case)
+        WholeMuon.reference, WholeMuon.model = reference, chunks[0].config
+        for chunk in chunks:
+            for name, param in chunk.named_parameters():
+                param.name_in_test = name
+        return chunks
+
+    original = gpt.build_chunks
+    with (
+        mock.patch.object(optimizer, "Adam", WholeMuon),
+        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False, create=True),
+        mock.patch.object(gpt, "build_chunks", build),
+    ):
+        yield
