@@ -119,7 +119,7 @@ def _check_muon_is_used(config: DistOptConfig) -> None:
     """Options that nothing obeys are refused."""
     given = sorted(name for name in config.explicit if name.startswith("muon_"))
     if given and config.optimizer != "muon":
-        remedy = "Write --distopt-optimizer muon in a Megatron of 2023, or give it to torch.optim.Muon in plain torch"
+        remedy = "Write --distopt-optimizer muon in a Megatron, or give it to torch.optim.Muon in plain torch"
         raise ConfigError(refusal(given[0], f"set with optimizer={config.optimizer!r}", "be of use", remedy))
 
 

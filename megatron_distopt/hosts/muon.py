@@ -28,6 +28,7 @@ __all__ = [
     "is_matrix_of_layer",
     "matrices_of",
     "muon_params",
+    "not_beside",
     "options_from",
     "with_muon_groups",
 ]
@@ -98,9 +99,13 @@ def check_beside_muon(base: Optimizer) -> None:
         ConfigError
     """
     if not is_adam(base):
-        remedy = "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon"
-        got = f"muon beside the host's {type(base).__name__}"
-        raise ConfigError(refusal("optimizer", got, "have an Adam", remedy))
+        raise not_beside(type(base).__name__)
+
+
+def not_beside(name: str) -> ConfigError:
+    """The error for another optimizer of the host's beside Muon."""
+    remedy = "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon"
+    return ConfigError(refusal("optimizer", f"muon beside the host's {name}", "have an Adam", remedy))
 
 
 def matrices_of(name: str, param: Parameter, sizes: Sequence[int], cut: MatrixCut | None) -> MatrixSpec:

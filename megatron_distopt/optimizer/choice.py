@@ -47,7 +47,7 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
         ConfigError: what was asked for by name is not there, or is not element-wise.
     """
     if config.optimizer == "muon":
-        rule = "be set in a Megatron of 2023 alone, or be given as an object in plain torch"
+        rule = "be set in a Megatron alone, or be given as an object in plain torch"
         remedy = f"Write {WITH_MUON}, or use adam"
         raise ConfigError(refusal("optimizer", "'muon'", rule, remedy))
     if not Precision.of(config).is_full:

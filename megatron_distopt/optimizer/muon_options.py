@@ -67,6 +67,8 @@ class MuonOptions(ABC):
     nesterov: bool = True
     ns_steps: int = 5
 
+    #: Of the formula, for people.
+    source: ClassVar[str]
     #: In which a direction is divided by its norm, and travels between ranks.
     travel_dtype: ClassVar[torch.dtype]
 
@@ -171,6 +173,7 @@ class TorchMuonOptions(MuonOptions):
     eps: float = 1e-7
     adjust_lr_fn: str | None = None
 
+    source: ClassVar[str] = "torch_muon"
     travel_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -305,6 +308,7 @@ class MegatronMuonOptions(MuonOptions):
     extra_scale_factor: float = 1.0
     matmul_precision: str = _PRECISIONS[0]
 
+    source: ClassVar[str] = "megatron_muon"
     travel_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __post_init__(self) -> None:

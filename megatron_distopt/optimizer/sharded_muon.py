@@ -24,13 +24,11 @@ from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_i
 from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.muon_options import is_muons_group, options_of
+from megatron_distopt.optimizer.muon_options import TorchMuonOptions, is_muons_group, options_of
 from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "shape_of_matrix"]
 
-#: Of the source, for people.
-NAME = "torch_muon"
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
 
 
@@ -93,6 +91,7 @@ def choose_muon(
     config: DistOptConfig,
     why: tuple[str, ...],
     defaults: tuple[str, ...] = (),
+    source: str = TorchMuonOptions.source,
 ) -> InnerChoice:
     """Muon for param groups with its options, and another inner optimizer for the others.
 
@@ -101,6 +100,7 @@ def choose_muon(
         matrices: see `Matrices`.
         config: merged.
         why, defaults: see `InnerChoice`.
+        source: of Muon's formula.
 
     Raises:
         ConfigError: options of the config that Muon does not serve.
@@ -109,7 +109,7 @@ def choose_muon(
     others = [] if rest is None else [rest]
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     return InnerChoice(
-        " and ".join((NAME, *(each.name for each in others))),
+        " and ".join((source, *(each.name for each in others))),
         build,
         (*why, *(each for other in others for each in other.why)),
         (*defaults, *(each for other in others for each in other.defaults)),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.source import open_checkpoint
+from megatron_distopt.layout import Box
 from tests.support.cases import Case, Curve
 from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
@@ -45,11 +48,13 @@ class Both:
         case: of ours.
         reference: see `Reference`.
         options: of ours, by name.
+        layer_wise: whether ours runs over the buffers of the host's layer-wise optimizer, which has them since 0.18.
     """
 
     case: Case
     reference: Reference = field(default_factory=lambda: Reference(options=TORCHS))
     options: dict[str, str] = field(default_factory=dict)
+    layer_wise: bool = False
 
 
 EXACT = Case("distopt", steps=4, clip_grad=1e9, lr=0.01)
@@ -84,8 +89,9 @@ OURS = {
     ),
     "bf16 tp2 dp2": Both(BF16.of(tp=2, dp=2)),
     "bf16 experts ep2": Both(BF16.of(dp=4, num_experts=4, ep=2)),
-    "experts tp2 ep2": Both(EXACT.of(tp=2, dp=2, num_experts=4, ep=2)),
 }
+if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see tests/support/gpt.py
+    OURS["experts tp2 ep2"] = Both(EXACT.of(tp=2, dp=2, num_experts=4, ep=2))
 
 
 def _by_host(case: Case, reference: dict[str, Any] | None = None, joins: bool = False, **fields: Any) -> Both:
@@ -119,7 +125,16 @@ HOSTS = {
     ),
     "bf16 experts ep2, the host's": _by_host(BF16.of(dp=4, num_experts=4, ep=2)),
 }
-CASES = OURS | (HOSTS if HAS_MUON else {})
+#: What megatron.training makes of --optimizer muon --use-distributed-optimizer.
+FIELDS = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
+LAYER_WISE = {
+    "bf16 dp2, layer-wise buffers": replace(_by_host(BF16.of(dp=2), **FIELDS), layer_wise=True),
+    "bf16 dp2, overlapped, layer-wise buffers": replace(
+        _by_host(BF16.of(dp=2, tied=False, **OVERLAPPED), **FIELDS), layer_wise=True
+    ),
+}
+HAS_LAYER_WISE = core_mentions("optimizer/layer_wise_optimizer.py", "def compute_full_param_layout")
+CASES = OURS | (HOSTS if HAS_MUON else {}) | (LAYER_WISE if HAS_LAYER_WISE else {})
 
 
 @contextlib.contextmanager
@@ -155,6 +170,29 @@ def _train(case: Case, options: dict[str, str] | None = None) -> Curve:
         return gpt.train(case)
 
 
+@contextlib.contextmanager
+def _layer_wise_buffers(is_on: bool) -> Iterator[None]:
+    """As `wrap_model_chunks_with_ddp` of megatron.training wraps a chunk."""
+    from tests.support import gpt
+
+    def wrap(config: Any, ddp_config: Any, model: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import layer_wise_optimizer
+
+        layer_wise_optimizer.tag_params_for_buffer_routing([model])
+        layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(model.parameters()),
+            ddp_config.bucket_size,
+            parallel_state.get_data_parallel_world_size(),
+            ddp_config,
+        )
+        return original(config, ddp_config, model, full_param_layout=layout, **kwargs)
+
+    original = gpt.DistributedDataParallel
+    with mock.patch.object(gpt, "DistributedDataParallel", wrap) if is_on else contextlib.nullcontext():
+        yield
+
+
 def _ours(both: Both) -> Curve:
     return _train(
         both.case, both.options if both.case.optimizer_name == "muon" else {"OPTIMIZER": "muon", **both.options}
@@ -170,20 +208,109 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
 
 
-def collect(rank: int, size: int) -> dict[str, Any]:
+def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: every case of this many ranks with the reference and with ours."""
     found: dict[str, Any] = {}
     for name, both in CASES.items():
         if both.case.ranks == size:
             whole, ours = _whole(both), _ours(both)
             found[name] = _distance(ours.params, whole.params), ours.losses, whole.losses
+    if size == 2:
+        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": _refused()}
+    return found
+
+
+SAVED = BF16.of(dp=2)
+#: How it goes on; tensor-parallel ranks have the global batch in as many microbatches.
+AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=4)}
+
+
+@contextlib.contextmanager
+def _training(case: Case, **options: str) -> Iterator[Any]:
+    from tests.support import gpt
+
+    with (
+        _variables({"ADAM": "torch_foreach", **options}),
+        _exact_sums(),
+        contextlib.closing(gpt.Training(case)) as training,
+    ):
+        yield training
+
+
+def _resumed(folder: str) -> dict[str, Any]:
+    """Collective: a run that was saved goes on, and what a run of another layout saves at once."""
+    found: dict[str, Any] = {}
+    with _training(SAVED, OPTIMIZER="muon") as training:
+        for _ in range(2):
+            training.step()
+        training.optimizer.save(f"{folder}/saved")
+        found["whole"] = [training.step().loss for _ in range(2)]
+    for name, case in AGAIN.items():
+        with _training(case, OPTIMIZER="muon") as training:
+            training.optimizer.load(f"{folder}/saved")
+            training.optimizer.save(f"{folder}/{name}")
+            training.steps_taken = 2
+            found[name] = [training.step().loss for _ in range(2)]
+    return found
+
+
+def _crossed(folder: str) -> dict[str, Any]:
+    """Collective: from Adam to Muon and back; losses after the load, and what begins anew."""
+    found = {}
+    for name, saves, loads in (("to Muon", {}, {"OPTIMIZER": "muon"}), ("to Adam", {"OPTIMIZER": "muon"}, {})):
+        with _training(SAVED, **saves) as training:
+            training.step()
+            training.optimizer.save(f"{folder}/{name}")
+            params = training.params()
+        with _training(SAVED, **loads) as training:
+            training.optimizer.load(f"{folder}/{name}")
+            same = _distance(training.params(), params) == 0.0
+            training.steps_taken = 1
+            found[name] = same, [training.step().loss for _ in range(3)]
+    return found
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "state in low precision": ("float32", lambda: _training(SAVED, OPTIMIZER="muon", EXP_AVG_DTYPE="int8")),
+    "the host's SGD": ("--optimizer adam", lambda: _training(SAVED.of(optimizer_name="sgd"), OPTIMIZER="muon")),
+    "options without Muon": ("muon_momentum", lambda: _training(SAVED, MUON_MOMENTUM="0.9")),
+}
+if HAS_MUON:
+    BY_HOST = SAVED.of(optimizer_name="muon")
+    REFUSED |= {
+        "our options beside the host's": ("--muon-", lambda: _training(BY_HOST, MUON_MOMENTUM="0.9")),
+        "an unknown scale": ("unit_rms_norm", lambda: _training(BY_HOST.of(fields=(("muon_scale_mode", "big"),)))),
+        "weight decay in the gradient": (
+            "decoupled_weight_decay",
+            lambda: _training(BY_HOST.of(decoupled_weight_decay=False)),
+        ),
+    }
+
+
+def _refused() -> dict[str, str]:
+    """Collective: the message of each."""
+    from megatron_distopt.errors import DistOptError
+
+    found = {}
+    for name, (_, start) in REFUSED.items():
+        try:
+            with start():
+                found[name] = "accepted"
+        except DistOptError as error:
+            found[name] = str(error)
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
-    everyones = [each for size in (2, 4) for each in run_ranks(collect, size)]
-    return {name: [each[name] for each in everyones if name in each] for name in CASES}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("muon")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, list[Any]]:
+    everyones = [each for size in (2, 4) for each in run_ranks(collect, size, str(folder))]
+    names = (*CASES, "resumed", "crossed", "refused")
+    return {name: [each[name] for each in everyones if name in each] for name in names}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -193,3 +320,37 @@ def test_training_when_muon_is_sharded_then_it_is_that_of_whole_matrices(name: s
         assert distance == 0.0, f"{distance}, losses {ours}, and {whole}"
         assert ours == whole
         assert ours[-1] != ours[0]
+
+
+def test_load_when_muon_was_saved_then_the_run_goes_on(found: dict[str, Any]) -> None:
+    for losses in found["resumed"]:
+        assert losses["dp2"] == losses["whole"]
+        # bf16 products over a part of a matrix add up in another order, as in test_megatron_core_parity.py.
+        assert losses["tp2"] == pytest.approx(losses["whole"], abs=2e-3)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_load_when_the_layout_is_another_then_it_saves_what_it_loaded(
+    name: str, found: dict[str, Any], folder: Path
+) -> None:
+    saved, again = (open_checkpoint(folder / each) for each in ("saved", name))
+    keys = set(saved.tensors)
+    assert {key.partition("/")[0] for key in keys} >= {"main", "momentum_buffer", "exp_avg"}
+    assert keys == set(again.tensors)
+    for key in keys:
+        box = Box.whole(saved.tensors[key].shape)
+        assert torch.equal(saved.read_box(key, box), again.read_box(key, box)), key
+
+
+def test_load_when_the_optimizer_is_another_then_params_stay_and_it_learns(found: dict[str, Any]) -> None:
+    for crossed in found["crossed"]:
+        for is_same, losses in crossed.values():
+            assert is_same
+            assert losses[-1] < 4.9, losses
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_start_when_muon_cannot_serve_it_then_refused_on_all_ranks(name: str, found: dict[str, Any]) -> None:
+    for messages in found["refused"]:
+        assert REFUSED[name][0] in messages[name]
+        assert messages[name].startswith("Invalid ")

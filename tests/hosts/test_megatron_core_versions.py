@@ -31,10 +31,20 @@ _OTHERS = ("0.10.0", "0.11.0", "0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.17.1",
     "version", ["0.9.0", *(pytest.param(each, marks=pytest.mark.long) for each in _OTHERS), "0.19.2"]
 )
 def test_version_when_it_is_served_then_the_tests_of_the_host_pass(version: str) -> None:
+    _passes(version, _FILES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["0.9.0", *_OTHERS, "0.19.2"])
+def test_version_when_muon_trains_then_it_is_that_of_whole_matrices(version: str) -> None:
+    _passes(version, ("muon",))
+
+
+def _passes(version: str, names: tuple[str, ...]) -> None:
     folder = _FOLDERS / version
     if not folder.exists():
         pytest.skip(f"needs megatron-core {version}, which scripts/test_hosts.sh {version} unpacks")
-    files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in _FILES]
+    files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in names]
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not long", *_PLUGINS, *files]
     done = subprocess.run(
         command, env=_environment(folder), cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False

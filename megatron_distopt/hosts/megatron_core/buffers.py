@@ -52,7 +52,10 @@ def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -
         for param, (start, stop, bucket) in buffer.param_index_map.items()
     ]
     spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
-    numel_unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
+    # The host's layer-wise layout has gaps between params, and counts params alone.
+    stops = {bucket: stop for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda place: place[1])}
+    used = [stops[number] - bucket.offset for number, bucket in enumerate(buffer.buckets)]
+    numel_unpadded = [max(bucket.numel_unpadded, each) for bucket, each in zip(buffer.buckets, used, strict=True)]
     return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)
 
 

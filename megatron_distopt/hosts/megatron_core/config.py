@@ -15,11 +15,10 @@ from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, LAYER_WISE, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.hosts.megatron_core.muon import (
-    LAYER_WISE,
     MuonRequest,
     check_matrices,
     is_hosts_muon,

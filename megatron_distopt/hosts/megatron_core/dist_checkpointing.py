@@ -40,6 +40,7 @@ from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer import ShardedOptimizer, moments_of, plain
 
@@ -77,10 +78,14 @@ def check_script_can_save(script: ModuleType | None) -> None:
         script: its module with the arguments; None where another script trains.
 
     Raises:
-        CheckpointError: it is going to save through `dist_checkpointing`, which cannot take our shards.
+        CheckpointError: it is going to save through `dist_checkpointing`, which cannot take our shards, or by a method
+            that only the host's layer-wise optimizer has.
     """
     args = getattr(script, "_GLOBAL_ARGS", None)
     is_saving = getattr(args, "save", None) and not getattr(args, "no_save_optim", None)
+    if is_saving and getattr(args, LAYER_WISE, False) and getattr(args, "ckpt_format", None) == "torch":
+        rule = "be torch_dist with --optimizer muon --use-distributed-optimizer"
+        raise CheckpointError(refusal("ckpt_format", "'torch'", rule, "Write --ckpt-format torch_dist"))
     if is_saving and getattr(args, "ckpt_format", None) in _DISTRIBUTED_FORMATS:
         check_takes_boxes()
 

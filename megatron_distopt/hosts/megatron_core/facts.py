@@ -13,6 +13,7 @@ __all__ = [
     "CLASS_PARAMETERS",
     "CLASS_POINT",
     "FIRST_ORDER",
+    "LAYER_WISE",
     "PATCH_POINT",
     "REFUSED",
     "Refused",
@@ -43,6 +44,9 @@ PATCH_POINT = PatchPoint("megatron.core.optimizer", "get_megatron_optimizer", ("
 #: What OptimizerConfig.optimizer has to be for a distributed optimizer of the host's.
 FIRST_ORDER = ("adam", "sgd")
 
+#: Its option in place of `use_distributed_optimizer` for optimizers of whole matrices.
+LAYER_WISE = "use_layer_wise_distributed_optimizer"
+
 #: What every factory ends in, see [Note: the constructor is the patch point] in takeover.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
@@ -64,7 +68,7 @@ class Refused:
 
 REFUSED = (
     Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
-    Refused("config", "use_layer_wise_distributed_optimizer", "Drop --use-layer-wise-distributed-optimizer"),
+    Refused("config", LAYER_WISE, "Drop --use-layer-wise-distributed-optimizer"),
     Refused("config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
     Refused("config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
     Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),

@@ -26,6 +26,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
 from megatron_distopt.hosts.muon import (
     MUON,
@@ -34,6 +35,7 @@ from megatron_distopt.hosts.muon import (
     is_matrix_of_layer,
     matrices_of,
     muon_params,
+    not_beside,
     options_from,
     with_muon_groups,
 )
@@ -52,7 +54,6 @@ from megatron_distopt.optimizer import (
 from megatron_distopt.options import as_flag, flag_of
 
 __all__ = [
-    "LAYER_WISE",
     "MuonRequest",
     "as_adam",
     "check_matrices",
@@ -64,8 +65,6 @@ __all__ = [
 
 #: Names of the host for its own.
 _HOSTS = (MUON, f"dist_{MUON}")
-#: Its option in place of `use_distributed_optimizer`.
-LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _QKV, _KV, _GATED = "linear_qkv.weight", "linear_kv.weight", "linear_fc1.weight"
 #: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
 _GROUPED = ("experts.weight1", "experts.weight2")
@@ -120,6 +119,8 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     if config.optimizer != MUON:
         return None
     if not is_hosts_muon(host):
+        if host.optimizer != "adam":
+            raise not_beside(host.optimizer)
         return MuonRequest(options_from(config), config.muon_split, config.muon_tp_mode, is_hosts=False)
     _check_hosts(config, host)
     options = MegatronMuonOptions(
@@ -211,7 +212,8 @@ def muon_for(
         specs, lambda name: Group.of(group_of[name]), lambda name: Group.of(tensor_group_of(name, named[name], chunks))
     )
     rest = choose_inner(dataclasses.replace(config, optimizer="adam"), device_type)
-    return choose_muon(rest, matrices, config, (f"{len(specs)} matrices of this rank are Muon's",)), groups
+    why = (f"{len(specs)} matrices of this rank are Muon's",)
+    return choose_muon(rest, matrices, config, why, source=request.options.source), groups
 
 
 def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:

@@ -1,0 +1,77 @@
+"""megatron-core's formula of Muon: figures that emerging_optimizers gave, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.layout import MatrixSpec, Span
+from megatron_distopt.optimizer import MegatronMuonOptions
+from megatron_distopt.optimizer.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
+
+MATRIX = ((1.0, 2.0, -3.0), (0.5, -1.0, 2.0))
+#: By coefficient_type: steps, and what `newton_schulz` of emerging_optimizers (August 2026) makes of it in fp32.
+FIGURES = {
+    "simple": (5, ((0.43221, 0.37753, -0.44457), (0.54071, -0.10762, 0.45868))),
+    "quintic": (6, ((0.05091, 0.06294, -0.08468), (0.05137, -0.02499, 0.06942))),
+    "polar_express": (9, ((0.60329, 0.51859, -0.60589), (0.76031, -0.14463, 0.63326))),
+    "cans": (6, ((0.64514, 0.56232, -0.66149), (0.80788, -0.15983, 0.68364))),
+    "aol": (5, ((-0.19434, 0.20557, -0.45692), (-0.49334, -0.20183, 0.10653))),
+    "deepseekv4": (11, ((0.60329, 0.51859, -0.60589), (0.76031, -0.14463, 0.63326))),
+    "cubic5": (5, ((0.58386, 0.57407, -0.7127), (0.68769, -0.18809, 0.67301))),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_orthogonalize_when_coefficients_are_named_then_the_figures_of_the_package(name: str) -> None:
+    steps, expected = FIGURES[name]
+    options = MegatronMuonOptions(coefficient_type=name, ns_steps=steps, matmul_precision="highest")
+    found = orthogonalize(torch.tensor(MATRIX), options)
+    # Figures have five digits; a polynomial that is not yet near its fixed point multiplies roundings of fp32 by 1e3.
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+def test_orthogonalize_when_the_matrix_is_tall_then_it_is_the_transposed_one() -> None:
+    options = MegatronMuonOptions()
+    wide = orthogonalize(torch.tensor(MATRIX), options)
+    assert torch.equal(orthogonalize(torch.tensor(MATRIX).T.contiguous(), options), wide.T)
+
+
+def test_orthogonalize_when_products_are_fp32_then_the_users_precision_is_as_before() -> None:
+    before = torch.get_float32_matmul_precision()
+    orthogonalize(torch.tensor(MATRIX), MegatronMuonOptions(matmul_precision="high"))
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("spectral", 3.0), ("shape_scaling", 1.0), ("unit_rms_norm", 2 / 3)])
+def test_factor_when_the_scale_mode_is_given_then_it_is_that_of_the_shape(mode: str, factor: float) -> None:
+    assert MegatronMuonOptions(scale_mode=mode, extra_scale_factor=0.5).factor((4, 9)) == factor / 2
+
+
+def test_step_when_nothing_is_learnt_then_params_only_decay() -> None:
+    spec, options = MatrixSpec(2, 3), MegatronMuonOptions(lr=0.5, weight_decay=0.5)
+    main, momentum = torch.ones(6), torch.zeros(6)
+    update = direction_of(torch.zeros(6), momentum, options)
+    orthogonalize_block(update, spec, spec.blocks[0], lambda each: orthogonalize(each, options))
+    apply_update(main, update, spec, Span(0, 6), options)
+    assert torch.equal(main, torch.full((6,), 0.75))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"coefficient_type": "cubic"}, "cubic5"),
+        ({"scale_mode": "original"}, "unit_rms_norm"),
+        ({"matmul_precision": "low"}, "medium"),
+        ({"ns_steps": 0}, "at least 1"),
+        ({"coefficient_type": "cubic5", "ns_steps": 6}, "5 with cubic5"),
+        ({"momentum": math.nan}, "at least 0"),
+    ],
+)
+def test_options_when_a_value_cannot_work_then_refused(wrong: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        MegatronMuonOptions(**wrong)
