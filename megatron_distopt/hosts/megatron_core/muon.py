@@ -90,7 +90,7 @@ class MuonRequest:
 
 def is_hosts_muon(config: Any) -> bool:
     """Whether the host's own flags ask for Muon."""
-    return config.optimizer in _HOSTS
+    return getattr(config, "optimizer", None) in _HOSTS
 
 
 def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
