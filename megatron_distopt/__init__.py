@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
     from megatron_distopt.hosts.torch.distribute import distribute
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
+    from megatron_distopt.layout import MatrixSpec
+    from megatron_distopt.optimizer import Muon
     from megatron_distopt.plugin import Installation, add_arguments, install
 
 __all__ = [
     "DistOptConfig",
     "DistributedOptimizer",
     "Installation",
+    "MatrixSpec",
+    "Muon",
     "TorchDistributedOptimizer",
     "__version__",
     "add_arguments",
@@ -34,6 +38,8 @@ __all__ = [
 _LAZY = {
     "DistributedOptimizer": "megatron_distopt.hosts.megatron_2023.optimizer",
     "Installation": "megatron_distopt.plugin",
+    "MatrixSpec": "megatron_distopt.layout",
+    "Muon": "megatron_distopt.optimizer",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",
     "distribute": "megatron_distopt.hosts.torch.distribute",

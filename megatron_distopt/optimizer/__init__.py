@@ -39,6 +39,7 @@ from megatron_distopt.optimizer.sharded_muon import (
     check_muon,
     choose_muon,
     is_muon,
+    matrices_in,
     shape_of_matrix,
 )
 from megatron_distopt.optimizer.step import (
@@ -108,6 +109,7 @@ __all__ = [
     "is_torchs",
     "make_loss_scale",
     "make_step",
+    "matrices_in",
     "measure",
     "measure_memory",
     "measure_now",

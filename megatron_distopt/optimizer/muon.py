@@ -167,6 +167,10 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_matrices": self._matrices}
 
+    def matrices_of(self, param: Tensor) -> MatrixSpec:
+        """The matrices of one of its params."""
+        return self._matrices[param]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see the class."""
         super().add_param_group(param_group)

@@ -24,18 +24,37 @@ from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_i
 from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.muon import Muon
 from megatron_distopt.optimizer.muon_options import TorchMuonOptions, is_muons_group, options_of
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "shape_of_matrix"]
+__all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "matrices_in", "shape_of_matrix"]
 
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
 
 
 def is_muon(optimizer: object) -> bool:
-    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have."""
-    known = getattr(torch.optim, "Muon", None)
-    return known is not None and type(optimizer) is known
+    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have, or our own class."""
+    return type(optimizer) in (Muon, getattr(torch.optim, "Muon", Muon))
+
+
+def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, MatrixSpec]:
+    """The matrices of the params of a Muon, by name; those without an element are none.
+
+    Args:
+        muon: see `is_muon`.
+        named: params of the model.
+
+    Raises:
+        LayoutError: a param has not two dimensions, and nobody says of what matrices it consists.
+    """
+    members = {param for group in muon.param_groups for param in group["params"] if param.numel()}
+    spec_of = muon.matrices_of if isinstance(muon, Muon) else None
+    return {
+        name: shape_of_matrix(name, param) if spec_of is None else spec_of(param)
+        for name, param in named.items()
+        if param in members
+    }
 
 
 def shape_of_matrix(name: str, param: Tensor) -> MatrixSpec:
@@ -66,7 +85,7 @@ class Matrices:
 
 
 def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str) -> InnerChoice:
-    """The inner optimizer for `torch.optim.Muon`, and for an Adam of torch's with it.
+    """The inner optimizer for `torch.optim.Muon` or our own class, and for an Adam of torch's with it.
 
     Args:
         given: Muon and at most one Adam, in either order; new.

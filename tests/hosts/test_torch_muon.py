@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
+from megatron_distopt import DistOptConfig, MatrixSpec, Muon, TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import kind_of, name_of
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, RanksDisagreeError
@@ -49,6 +49,7 @@ class Case:
         bad: the step in which a gradient is not finite.
         frozen: a param that begins to train in the third step.
         scheduled: whether the rate of Muon is halved after each step.
+        fused: whether params are several matrices, which our own class of Muon knows.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +60,11 @@ class Case:
     bad: int | None = None
     frozen: str | None = None
     scheduled: bool = False
+    fused: bool = False
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Where params are several matrices one of them is a stack of three."""
+        return (3, 11, 6) if self.fused and name == "tall" else SHAPES[name]
 
     @property
     def names(self) -> list[str]:
@@ -68,9 +74,9 @@ class Case:
         """Multiples of 12 / 256: the average over 2 or 3 ranks is exact."""
         generator = torch.Generator().manual_seed(100 * step + rank)
         absent = {*self.absent.get(step, ()), *([self.frozen] if step < 2 else [])}
-        drawn = {name: torch.randint(-3, 4, SHAPES[name], generator=generator) * (12 / 256) for name in self.names}
+        drawn = {name: torch.randint(-3, 4, self.shape(name), generator=generator) * (12 / 256) for name in self.names}
         if step == self.bad and rank == 0:
-            drawn["tall"][0, 0] = torch.inf
+            drawn["tall"].view(-1)[0] = torch.inf
         return {name: grad for name, grad in drawn.items() if name not in absent}
 
 
@@ -91,6 +97,7 @@ CASES = {
     "a matrix begins to train": Case(OVERLAP, BF16, frozen="tall"),
     "another param begins to train": Case(frozen="embedding"),
     "scheduled": Case(scheduled=True),
+    "fused": Case({**OVERLAP, "clip_grad": 1.0}, BF16, fused=True),
 }
 
 
@@ -104,6 +111,7 @@ SOME = {
         "some without a gradient",
         "overflow",
         "inf skipped",
+        "fused",
     ),
 }
 TRAINED = [(name, size) for size in SIZES for name in SOME.get(size, CASES)]
@@ -116,7 +124,7 @@ class Held(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         for name in case.names:
-            value = torch.randn(SHAPES[name], generator=generator).to(case.dtypes.get(name, case.dtype))
+            value = torch.randn(case.shape(name), generator=generator).to(case.dtypes.get(name, case.dtype))
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
@@ -124,22 +132,29 @@ class Held(nn.Module):
         return torch.stack([(getattr(self, name).float() * grad).sum() for name, grad in grads.items()]).sum()
 
 
-def optimizers_of(params: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+def optimizers_of(params: Mapping[str, nn.Parameter], *, fused: bool = False) -> list[Optimizer]:
     """Muon with two groups, and AdamW where there is something for it."""
     groups = [
         {"params": [params["tall"]], "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
         {"params": [params[name] for name in ("wide", "square")], "weight_decay": 0.0},
     ]
     others = [param for name, param in params.items() if name in OTHERS]
-    muon = torch.optim.Muon(groups, lr=0.25)
+    muon = _fused_muon(params, groups) if fused else torch.optim.Muon(groups, lr=0.25)
     return [muon, AdamW(others, **ADAMW)] if others else [muon]
+
+
+def _fused_muon(params: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> Optimizer:
+    """Queries, keys and values of two groups of heads in one param, gate and up in another; compared with torch's Muon
+    in tests/optimizer/test_muon.py."""
+    qkv, gates = MatrixSpec(16, 16, sizes=(4, 2, 2), repeats=2), MatrixSpec(12, 40, sizes=(6, 6))
+    return Muon(groups, {params["square"]: qkv, params["wide"]: gates}, lr=0.25)
 
 
 def expected(case: Case, size: int, steps: int = STEPS) -> dict[str, Tensor]:
     """What torch's own optimizers leave of fp32 copies, in the dtype of the model."""
     start = dict(Held(case).named_parameters())
     mains = {name: nn.Parameter(param.detach().float()) for name, param in start.items()}
-    optimizers = optimizers_of(mains)
+    optimizers = optimizers_of(mains, fused=case.fused)
     scheduler = StepLR(optimizers[0], step_size=1, gamma=0.5)
     for step in (step for step in range(steps) if step != case.bad):
         drawn = [case.grads(step, rank) for rank in range(size)]
@@ -163,7 +178,7 @@ class Run:
         params = dict(self.model.named_parameters())
         if case.frozen is not None:
             params[case.frozen].requires_grad_(False)
-        given = optimizers_of(params)
+        given = optimizers_of(params, fused=case.fused)
         self.optimizer: TorchDistributedOptimizer = distribute(
             self.model, given if len(given) > 1 else given[0], process_group=group, accelerator="torch", **case.options
         )

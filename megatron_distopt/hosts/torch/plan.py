@@ -43,7 +43,7 @@ from megatron_distopt.optimizer import (
     find_accelerator,
     fused_instance,
     is_muon,
-    shape_of_matrix,
+    matrices_in,
 )
 
 __all__ = ["ParamSet", "Plan", "UserRequest", "decide", "group_names", "plan_sets"]
@@ -137,9 +137,7 @@ def _choose(
     for each in given:
         check_new(each)
     if len(given) > 1 or is_muon(given[0]):
-        groups = [group for each in given if is_muon(each) for group in each.param_groups]
-        members = {param for group in groups for param in group["params"] if param.numel()}
-        specs = {name: shape_of_matrix(name, param) for name, param in named.items() if param in members}
+        specs = {key: spec for each in given if is_muon(each) for key, spec in matrices_in(each, named).items()}
         return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
     return fused_instance(given[0], config, device.type) or adopt_instance(given[0])
 
