@@ -15,7 +15,7 @@ from tests.differential.survey import draw, reduce
 from tests.differential.tally import Tally
 
 #: Draws of one seed resemble each other, so a few are taken of each.
-OF_EACH_SEED = 10
+OF_EACH_SEED = 6
 
 
 def check_programs(running: Pool, tally: Tally, start: int) -> None:

@@ -37,9 +37,7 @@ LAYOUTS = {
     "pp2": Case("host-plain", tied=TIES_STAGES, pp=2, steps=5),
     "pp2-vp2": Case("host-plain", tied=TIES_STAGES, pp=2, vp=2, steps=5),
     "tp2-pp2": Case("host-plain", tied=TIES_STAGES, tp=2, pp=2, steps=5),
-    "dp4": Case("host-plain", dp=4, steps=5, num_microbatches=1),
     "tp2-dp2": Case("host-plain", tp=2, dp=2, steps=5, num_microbatches=1),
-    "pp2-dp2": Case("host-plain", tied=TIES_STAGES, pp=2, dp=2, steps=5),
 }
 #: 16 bits where a layout has buffers or messages of its own; the others are put together of these.
 IN_BF16 = ("dp2", "tp2", "pp2-vp2", "tp2-dp2")
