@@ -371,10 +371,10 @@ def update_coded(
     divisor,
     found_inf,
     first_program,
-    grads0,
-    grads1,
-    grads2,
-    grads3,
+    grads0: tl.int64,
+    grads1: tl.int64,
+    grads2: tl.int64,
+    grads3: tl.int64,
     MAIN: tl.constexpr,
     MODEL: tl.constexpr,
     FIRST: tl.constexpr,
@@ -390,7 +390,7 @@ def update_coded(
         scalars: fp32 [num, 8], from `triton_kernels.prepare`.
         divisor, found_inf: fp32; where something is not finite nothing is read and nothing is written.
         first_program: of this launch among `owners`.
-        grads0, ...: addresses that the places of gradients count from.
+        grads0, ...: addresses that the places of gradients count from, whose type is not to depend on the value.
         MAIN, FIRST, SECOND: forms of main param and moments, of `triton_low_precision.FORMS`.
         MODEL: kind of the model param that a main param of its own is rounded into.
         BLOCKS: of a program.

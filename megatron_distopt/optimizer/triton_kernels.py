@@ -140,10 +140,10 @@ def sweep(
     found_inf,
     num,
     num_bodies,
-    grads0,
-    grads1,
-    grads2,
-    grads3,
+    grads0: tl.int64,
+    grads1: tl.int64,
+    grads2: tl.int64,
+    grads3: tl.int64,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
@@ -157,7 +157,7 @@ def sweep(
         divisor, found_inf: fp32; where something is not finite nothing is read and nothing is written.
         num: of flat params.
         num_bodies: of programs.
-        grads0, ...: addresses that the places of gradients count from.
+        grads0, ...: addresses that the places of gradients count from, whose type is not to depend on the value.
         BLOCK, REST_BLOCK: elements of a program, inside bodies and around them, where addresses take more registers.
     """
     if tl.load(found_inf) == 0:
@@ -323,10 +323,10 @@ def statistics(
     blocks,
     padding,
     counts_zeros,
-    grads0,
-    grads1,
-    grads2,
-    grads3,
+    grads0: tl.int64,
+    grads1: tl.int64,
+    grads2: tl.int64,
+    grads3: tl.int64,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

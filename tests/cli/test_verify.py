@@ -86,9 +86,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+#: Bytes of a pickle before the first that says something: protocol and length, of which the loader reads any.
+_HEAD = 11
+
+
 def _flip(path: Path, place: float) -> None:
     content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 0x10
+    content[max(_HEAD, int(len(content) * place))] ^= 0x10
     path.write_bytes(bytes(content))
 
 
