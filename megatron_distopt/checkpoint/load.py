@@ -27,7 +27,7 @@ from megatron_distopt.checkpoint.whole_model import (
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
-from megatron_distopt.errors import CheckpointError, InvariantError, refusal
+from megatron_distopt.errors import CheckpointError, InvariantError, refusal, some_of
 from megatron_distopt.optimizer import (
     FlatMuon,
     FlatParam,
@@ -185,9 +185,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 def _say_anew(names: Sequence[str], where: str) -> None:
     """See [Note: to and from Muon] in load_plan.py."""
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        shown = ", ".join(map(repr, names[:3])) + more
-        _log.warning("Muon and another optimizer share no state: that of %s in %s begins anew", shown, where)
+        _log.warning("Muon and another optimizer share no state: that of %s in %s begins anew", some_of(names), where)
 
 
 def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:

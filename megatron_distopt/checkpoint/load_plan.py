@@ -18,7 +18,7 @@ import torch
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError, refusal, some_of
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer import FlatMuon, ShardedOptimizer, is_muons_group, is_torchs, part_for
 
@@ -164,8 +164,7 @@ def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Itera
     known = set(_canonical([*wanted, *model.frozen], model).values())
     foreign = [name for name, canonical in _canonical(manifest.names, model).items() if canonical not in known]
     if foreign:
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        got = f"{', '.join(map(repr, foreign[:3]))}{more}, which the model does not have"
+        got = f"{some_of(foreign)}, which the model does not have"
         raise CheckpointError(refusal(f"checkpoint {where}", got, "hold the params of the run", _another(model)))
 
 

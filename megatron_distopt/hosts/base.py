@@ -33,6 +33,7 @@ __all__ = [
     "check_groups_are_used",
     "compare_ranks",
     "loss_scale_of",
+    "muon_options_in",
     "named_params",
     "named_trainable",
     "names_by_param",
@@ -115,9 +116,14 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
         raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
 
 
+def muon_options_in(config: DistOptConfig) -> list[str]:
+    """The names of those options of Muon's that a user has set."""
+    return sorted(name for name in config.explicit if name.startswith("muon_"))
+
+
 def _check_muon_is_used(config: DistOptConfig) -> None:
     """Options that nothing obeys are refused."""
-    given = sorted(name for name in config.explicit if name.startswith("muon_"))
+    given = muon_options_in(config)
     if given and config.optimizer != "muon":
         remedy = "Write --distopt-optimizer muon in a Megatron, or give it to torch.optim.Muon in plain torch"
         raise ConfigError(refusal(given[0], f"set with optimizer={config.optimizer!r}", "be of use", remedy))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,18 +19,20 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
-from megatron_distopt.optimizer import MuonOptions, TorchMuonOptions, is_muons_group, shape_of_matrix
+from megatron_distopt.optimizer import InnerChoice, Matrices, MuonOptions, TorchMuonOptions, choose_muon, is_muons_group
 from megatron_distopt.options import as_flag
 
 __all__ = [
     "MUON",
-    "check_beside_muon",
+    "check_is_adam",
+    "config_for_adam",
     "cut_of",
     "is_matrix_of_layer",
     "matrices_of",
+    "muon_and_adam",
     "muon_params",
-    "not_beside",
     "options_from",
+    "unsupported_base",
     "with_muon_groups",
 ]
 
@@ -77,8 +80,9 @@ def with_muon_groups(
     found: list[dict[str, Any]] = []
     for group in groups:
         kept = {key: value for key, value in group.items() if key != "params"}
-        for_muon = [param for param in group["params"] if group.get(_MARK, is_for_muon(param))]
-        rest = [param for param in group["params"] if not any(param is each for each in for_muon)]
+        for_muon, rest = list[Parameter](), list[Parameter]()
+        for param in group["params"]:
+            (for_muon if group.get(_MARK, is_for_muon(param)) else rest).append(param)
         if rest or not for_muon:
             found.append({"params": rest, **kept})
         if for_muon:
@@ -92,36 +96,55 @@ def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
     return frozenset(param for group in groups if is_muons_group(group) for param in group["params"])
 
 
-def check_beside_muon(base: Optimizer) -> None:
+def check_is_adam(base: Optimizer) -> None:
     """Checks that a host's own optimizer is one whose place Muon and an Adam can take.
 
     Raises:
         ConfigError
     """
     if not is_adam(base):
-        raise not_beside(type(base).__name__)
+        raise unsupported_base(type(base).__name__)
 
 
-def not_beside(name: str) -> ConfigError:
+def unsupported_base(name: str) -> ConfigError:
     """The error for another optimizer of the host's beside Muon."""
     remedy = "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon"
     return ConfigError(refusal("optimizer", f"muon beside the host's {name}", "have an Adam", remedy))
 
 
-def matrices_of(name: str, param: Parameter, sizes: Sequence[int], cut: MatrixCut | None) -> MatrixSpec:
+def config_for_adam(config: DistOptConfig) -> DistOptConfig:
+    """The options of the optimizer that updates what is not Muon's."""
+    return replace(config, optimizer="adam")
+
+
+def muon_and_adam(rest: InnerChoice, matrices: Matrices, config: DistOptConfig, options: MuonOptions) -> InnerChoice:
+    """Muon for its param groups, and an Adam for the others.
+
+    Args:
+        rest: the Adam.
+        matrices: of this rank.
+        config: merged.
+        options: of Muon's groups.
+
+    Raises:
+        ConfigError: options of the config that Muon does not serve.
+    """
+    why = (f"{len(matrices.specs)} matrices of this rank are Muon's",)
+    return choose_muon(rest, matrices, config, why, source=options.source)
+
+
+def matrices_of(name: str, spec: MatrixSpec, sizes: Sequence[int], cut: MatrixCut | None) -> MatrixSpec:
     """The matrices of a param of Muon's.
 
     Args:
         name: of the param.
-        param: of two dimensions.
+        spec: of the param as one matrix.
         sizes: rows of the parts of a fused weight, of one group of heads; none where it is one matrix.
         cut: see `cut_of`.
 
     Raises:
         ConfigError: a fused weight of another shape than its parts have.
-        LayoutError: it has not two dimensions.
     """
-    spec = shape_of_matrix(name, param)
     if sizes and spec.rows % sum(sizes):
         got, rule = f"{spec.rows} rows", f"be a multiple of {sum(sizes)}, which its parts {tuple(sizes)} have together"
         raise ConfigError(refusal(f"fused weight {name!r}", got, rule, f"Write {as_flag('muon_split', 'none')}"))

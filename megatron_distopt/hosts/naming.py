@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import digits
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -25,7 +26,6 @@ _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.weight", "lm_head.bias")
 #: The first layer of an MLP, which holds gate and up where the model has gates.
 _GATED = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "linear_fc1.weight", "linear_fc1.bias")
-_DIGITS = "0123456789"
 #: Several matrices in one, each cut by itself, in sizes that a param does not say.
 _FUSED = ("in_proj",)
 
@@ -102,7 +102,7 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
     if size > 1 and (dim < 0 or any(part in _FUSED for part in name.split("."))):
         # How the parts lie in the whole is unknown: each is kept under a name of its own, and loads at this size only.
         return Placement(f"{name}@tensor{rank}of{size}", shape)
-    is_gated = ranks.is_gated and name.rstrip(_DIGITS).endswith(_GATED)  # experts of a grouped layer have numbers
+    is_gated = ranks.is_gated and name.rstrip(digits).endswith(_GATED)  # experts of a grouped layer have numbers
     stride = max(getattr(param, "partition_stride", 1), 2 if is_gated else 1)
     return Placement(name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0)
 

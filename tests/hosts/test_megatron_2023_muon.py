@@ -16,13 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from tests.support.fork_worlds import ForkInWorlds, raised
 from tests.support.mini_fork import TrainingRun
 from tests.support.spawn import run_ranks
+from tests.support.whole_muon import Fused, Reference, WholeMuon, name_params
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -79,102 +78,22 @@ CASES = {
 }
 #: With their products added up in another order the trainings part.
 DISTRIBUTED = Case(4, f"{TP2} --train-iters 1", "--distopt-muon-tp-mode distributed")
-HEADS = 4
 
 
-class WholeMuon(torch.optim.Optimizer):
-    """torch's Muon and Adam over whole params, in the place of the fork's base optimizer."""
-
-    case: Case
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        self._kinds = [[_kind(param) for param in group["params"]] for group in self.param_groups]
-        self._parts: dict[tuple[int, int], tuple[list[Parameter], Any]] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for number, group in enumerate(self.param_groups):
-            for place, (param, kind) in enumerate(zip(group["params"], self._kinds[number], strict=True)):
-                if param.grad is not None:
-                    self._update((number, place), group, param, kind)
-
-    def _update(self, key: tuple[int, int], group: dict[str, Any], param: Tensor, kind: tuple[str, int | None]) -> None:
-        name, dim = kind
-        is_matrix = ".layers." in name and param.dim() == 2
-        dim = dim if is_matrix and self.case.mode == "duplicated" else None
-        split = self.case.split and is_matrix
-        whole = [_cut(_gathered(each, dim), name, split, dim is not None) for each in (param.detach(), param.grad)]
-        if key not in self._parts:
-            mains = [Parameter(part.clone()) for part in whole[0]]
-            self._parts[key] = mains, self._torchs(mains, group) if is_matrix else self._adam(mains, group)
-        mains, optimizer = self._parts[key]
-        optimizer.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
-        for main, value, grad in zip(mains, *whole, strict=True):
-            main.copy_(value)
-            main.grad = grad.clone()
-        optimizer.step()
-        param.copy_(_own(_joined(mains, whole, name, split, dim is not None), dim))
-
-    def _torchs(self, mains: list[Parameter], group: dict[str, Any]) -> Any:
-        given = self.case.own.split()
-        options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
-        if "--distopt-muon-ns-steps" in given:
-            options = {"adjust_lr_fn": "original", "momentum": 0.9, "nesterov": False, "ns_steps": 3}
-        return torch.optim.Muon(mains, lr=group["lr"], weight_decay=group["weight_decay"], **options)
-
-    def _adam(self, mains: list[Parameter], group: dict[str, Any]) -> Any:
-        options = {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")}
-        return torch.optim.AdamW(mains, foreach=True, **options)
+def _reference(case: Case) -> Reference:
+    options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
+    if "--distopt-muon-ns-steps" in case.own.split():
+        options = {"adjust_lr_fn": "original", "momentum": 0.9, "nesterov": False, "ns_steps": 3}
+    return Reference(options=options, joins=case.mode == "duplicated")
 
 
-def _kind(param: Any) -> tuple[str, int | None]:
-    """Its name, and the dimension that tensor-parallel ranks have parts of."""
-    return param.name_in_test, param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
-
-
-def _gathered(part: Tensor, dim: int | None) -> Tensor:
-    from megatron.core import mpu
-
-    if dim is None or mpu.get_tensor_model_parallel_world_size() == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(mpu.get_tensor_model_parallel_world_size())]
-    dist.all_gather(parts, part.contiguous(), group=mpu.get_tensor_model_parallel_group())
-    return torch.cat(parts, dim=dim)
-
-
-def _own(whole: Tensor, dim: int | None) -> Tensor:
-    from megatron.core import mpu
-
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    return whole if dim is None or size == 1 else whole.chunk(size, dim=dim)[rank]
-
-
-def _cut(whole: Tensor, name: str, split: bool, is_whole: bool) -> list[Tensor]:
-    """Queries, keys and values of all heads, one after the other in each head."""
-    if not split or not name.endswith("key_value.weight"):
-        return [whole]
-    if not name.endswith("query_key_value.weight"):
-        return list(whole.chunk(2))
-    by_head = whole.unflatten(0, (_heads(is_whole), 3, -1))
-    return [by_head[:, part].reshape(-1, whole.shape[1]).contiguous() for part in range(3)]
-
-
-def _joined(mains: list[Parameter], whole: list[list[Tensor]], name: str, split: bool, is_whole: bool) -> Tensor:
-    if len(mains) == 1:
-        return mains[0].detach()
-    if not name.endswith("query_key_value.weight"):
-        return torch.cat([main.detach() for main in mains])
-    by_head = [main.detach().unflatten(0, (_heads(is_whole), -1)) for main in mains]
-    return torch.stack(by_head, dim=1).flatten(0, 2)
-
-
-def _heads(is_whole: bool) -> int:
+def _fused_of_fork(case: Case) -> Fused:
+    """Queries, keys and values of a head one after the other; keys and values alone where heads share them."""
     from megatron import get_args
-    from megatron.core import mpu
 
-    size = 1 if is_whole else mpu.get_tensor_model_parallel_world_size()
-    return int(get_args().num_attention_heads) // size
+    width = get_args().hidden_size // get_args().num_attention_heads
+    sizes = {"query_key_value.weight": (width,) * 3, "key_value.weight": (width,) * 2}
+    return Fused(sizes if case.split else {})
 
 
 @contextlib.contextmanager
@@ -185,12 +104,12 @@ def _whole(fork: ForkInWorlds, case: Case) -> Iterator[None]:
 
     def provide(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
-        for name, param in model.named_parameters():
-            param.name_in_test = name
+        WholeMuon.fused = _fused_of_fork(case)
+        name_params(model)
         return model
 
     original = fork.fork.script.model_provider
-    WholeMuon.case = case
+    WholeMuon.reference = _reference(case)
     with (
         mock.patch.object(optimizer, "Adam", WholeMuon),
         mock.patch.object(fork.fork.script, "model_provider", provide),

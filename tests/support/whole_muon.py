@@ -1,4 +1,4 @@
-"""Muon and AdamW over whole params, in the place of a megatron-core's own Adam: what ours is compared with.
+"""Muon and AdamW over whole params, in the place of a Megatron's own Adam: what ours is compared with.
 
 Two formulas: torch's, by torch itself; and megatron-core's, written down once more from its description.
 """
@@ -6,7 +6,7 @@ Two formulas: torch's, by torch itself; and megatron-core's, written down once m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -76,11 +76,24 @@ class Reference:
     joins: bool = True
 
 
+@dataclass(frozen=True)
+class Fused:
+    """The weights of a host that consist of several matrices, by the ends of their names; the first that fits counts.
+
+    Args:
+        sizes: rows of the parts in one group of heads, of those that are taken apart.
+        pieces: how many a weight has that are cut by themselves; one where nothing is said.
+    """
+
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pieces: Mapping[str, int] = field(default_factory=dict)
+
+
 class WholeMuon(torch.optim.Optimizer):
-    """Stands where the host builds its Adam; see `in_place_of_adam`."""
+    """Stands where a host builds its Adam, whose params have a `name_in_test`."""
 
     reference: Reference
-    model: Any
+    fused: Fused
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **rest: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
@@ -105,8 +118,9 @@ class WholeMuon(torch.optim.Optimizer):
         self, key: tuple[int, int], group: dict[str, Any], param: Tensor, name: str, dim: int | None, is_matrix: bool
     ) -> None:
         dim = dim if is_matrix and self.reference.joins else None
-        sizes = _sizes(name, param.shape[0], self.reference, self.model) if is_matrix else []
-        pairs = [_taken_apart(_gathered(each, name, dim), sizes) for each in (param.detach(), param.grad)]
+        sizes = _of_name(name, self.fused.sizes, ()) if is_matrix else ()
+        pieces = _of_name(name, self.fused.pieces, 1)
+        pairs = [_taken_apart(_gathered(each, name, dim, pieces), sizes) for each in (param.detach(), param.grad)]
         if key not in self._parts:
             mains = [Parameter(part.clone()) for part in pairs[0]]
             self._parts[key] = mains, self._built(mains, group, is_matrix=is_matrix)
@@ -117,7 +131,7 @@ class WholeMuon(torch.optim.Optimizer):
             main.grad = grad.clone()
         optimizer.step()
         whole = _put_together([main.detach() for main in mains], sizes)
-        param.copy_(_own(whole, name, dim))
+        param.copy_(_own(whole, name, dim, pieces))
 
     def _built(self, mains: list[Parameter], group: dict[str, Any], *, is_matrix: bool) -> Any:
         common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
@@ -127,24 +141,18 @@ class WholeMuon(torch.optim.Optimizer):
         return formula(mains, **common, **self.reference.options)
 
 
-def _sizes(name: str, rows: int, reference: Reference, model: Any) -> list[int]:
-    """Rows of the parts in one group of heads."""
-    width = model.kv_channels
-    if reference.split and name.endswith("linear_qkv.weight"):
-        return [model.num_attention_heads // model.num_query_groups * width, width, width]
-    if reference.splits_gates and name.endswith("linear_fc1.weight"):
-        return [model.ffn_hidden_size, model.ffn_hidden_size]
-    return []
+def _of_name(name: str, known: Mapping[str, Any], otherwise: Any) -> Any:
+    return next((each for end, each in known.items() if name.endswith(end)), otherwise)
 
 
-def _taken_apart(whole: Tensor, sizes: list[int]) -> list[Tensor]:
+def _taken_apart(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     if not sizes:
         return [whole.contiguous()]
     runs = whole.unflatten(0, (-1, sum(sizes)))
-    return [part.reshape(-1, whole.shape[1]).contiguous() for part in runs.split(sizes, dim=1)]
+    return [part.reshape(-1, whole.shape[1]).contiguous() for part in runs.split(list(sizes), dim=1)]
 
 
-def _put_together(parts: list[Tensor], sizes: list[int]) -> Tensor:
+def _put_together(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
     if not sizes:
         return parts[0]
     runs = [part.unflatten(0, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
@@ -152,47 +160,55 @@ def _put_together(parts: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def _group(name: str) -> Any:
-    from megatron.core import parallel_state
+    from megatron.core import mpu
 
-    if "experts" in name.split(".") and hasattr(parallel_state, "get_expert_tensor_parallel_group"):
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def _pieces(name: str) -> int:
-    """Gate and up projection are cut by themselves."""
-    return 2 if name.endswith("linear_fc1.weight") and WholeMuon.model.gated_linear_unit else 1
+    if "experts" in name.split(".") and hasattr(mpu, "get_expert_tensor_parallel_group"):
+        return mpu.get_expert_tensor_parallel_group()
+    return mpu.get_tensor_model_parallel_group()
 
 
-def _gathered(part: Tensor, name: str, dim: int | None) -> Tensor:
+def _gathered(part: Tensor, name: str, dim: int | None, pieces: int) -> Tensor:
     if dim is None or _group(name).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(_group(name).size())]
     dist.all_gather(parts, part.contiguous(), group=_group(name))
-    cut = [each.chunk(_pieces(name), dim=dim) for each in parts]
-    return torch.cat([each[piece] for piece in range(_pieces(name)) for each in cut], dim=dim)
+    cut = [each.chunk(pieces, dim=dim) for each in parts]
+    return torch.cat([each[piece] for piece in range(pieces) for each in cut], dim=dim)
 
 
-def _own(whole: Tensor, name: str, dim: int | None) -> Tensor:
+def _own(whole: Tensor, name: str, dim: int | None, pieces: int) -> Tensor:
     if dim is None or _group(name).size() == 1:
         return whole
-    parts = [each.chunk(_group(name).size(), dim=dim) for each in whole.chunk(_pieces(name), dim=dim)]
+    parts = [each.chunk(_group(name).size(), dim=dim) for each in whole.chunk(pieces, dim=dim)]
     return torch.cat([each[_group(name).rank()] for each in parts], dim=dim)
+
+
+def name_params(model: torch.nn.Module) -> None:
+    """Writes the name of each param where `WholeMuon` reads it."""
+    for name, param in model.named_parameters():
+        param.name_in_test = name  # type: ignore[attr-defined]
+
+
+def _fused_of(model: Any, reference: Reference) -> Fused:
+    """Of megatron-core, by a model's config."""
+    width, queries = model.kv_channels, model.num_attention_heads // model.num_query_groups * model.kv_channels
+    sizes = {"linear_qkv.weight": (queries, width, width)} if reference.split else {}
+    sizes |= {"linear_fc1.weight": (model.ffn_hidden_size,) * 2} if reference.splits_gates else {}
+    return Fused(sizes, {"linear_fc1.weight": 2} if model.gated_linear_unit else {})
 
 
 @contextlib.contextmanager
 def in_place_of_adam(reference: Reference) -> Iterator[None]:
-    """In the block the host's trainings without sharding use the reference."""
+    """In the block megatron-core's trainings without sharding use the reference."""
     from megatron.core import optimizer
 
     from tests.support import gpt
 
     def build(case: Any) -> Any:
         chunks = original(case)
-        WholeMuon.reference, WholeMuon.model = reference, chunks[0].config
+        WholeMuon.reference, WholeMuon.fused = reference, _fused_of(chunks[0].config, reference)
         for chunk in chunks:
-            for name, param in chunk.named_parameters():
-                param.name_in_test = name
+            name_params(chunk)
         return chunks
 
     original = gpt.build_chunks

@@ -15,7 +15,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError, refusal, some_of
 from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.located import count_unlike, cut, fill
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
@@ -290,7 +290,6 @@ def check_all_written(slices: list[Slices]) -> None:
     source = slices[0].source
     foreign = [name_of(key) for key in source.tensors if kind_of(key) == MAIN and name_of(key) not in here]
     if foreign:
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        got = f"{', '.join(map(repr, foreign[:3]))}{more}, which no model file has"
+        got = f"{some_of(foreign)}, which no model file has"
         rule = f"hold the params of the model files in {slices[0].file.folder.parent}"
         raise CheckpointError(refusal("optimizer state", got, rule, "Give the state and the model of one save"))

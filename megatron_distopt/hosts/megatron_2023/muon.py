@@ -5,7 +5,6 @@ Source of the fused layouts: `ParallelAttention` and `ParallelMLP` of Megatron-L
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,17 +20,19 @@ from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
 from megatron_distopt.hosts.megatron_2023.config import Inner, choose_for
 from megatron_distopt.hosts.megatron_2023.facts import has_gates
 from megatron_distopt.hosts.muon import (
-    check_beside_muon,
+    check_is_adam,
+    config_for_adam,
     cut_of,
     is_matrix_of_layer,
     matrices_of,
+    muon_and_adam,
     muon_params,
     options_from,
     with_muon_groups,
 )
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer import Matrices, choose_muon, shape_of_matrix
+from megatron_distopt.optimizer import Matrices, shape_of_matrix
 
 __all__ = ["choose_muon_for"]
 
@@ -63,29 +64,28 @@ def choose_muon_for(
             shape than the fork's flags say.
         LayoutError: a param that the fork marked has not two dimensions.
     """
-    check_beside_muon(base)
+    check_is_adam(base)
     if config.checkpoint_format != "distopt":
         got, rule = f"{config.checkpoint_format} with Muon", "be distopt, because a fork's file has Adam's moments"
         raise ConfigError(refusal("checkpoint_format", got, rule, "Drop --distopt-checkpoint-format"))
     name_of = {param: name for name, param in named.items()}
-    groups = with_muon_groups(
-        groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), options_from(config)
-    )
+    options = options_from(config)
+    groups = with_muon_groups(groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), options)
     members = muon_params(groups)
     of_muon = {name: param for plan in buffers for name, param in plan.params.items() if param in members}
     specs = {name: _matrices_of(name, param, config, args) for name, param in of_muon.items()}
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     matrices = Matrices(specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group()))
-    rest = choose_for(base, dataclasses.replace(config, optimizer="adam"), args, device_type)
-    choice = choose_muon(rest.choice, matrices, config, (f"{len(specs)} matrices of this rank are Muon's",))
-    return Inner(choice, groups, groups)
+    rest = choose_for(base, config_for_adam(config), args, device_type)
+    return Inner(muon_and_adam(rest.choice, matrices, config, options), groups, groups)
 
 
 def _matrices_of(name: str, param: Parameter, config: DistOptConfig, args: object) -> MatrixSpec:
-    sizes = _sizes_of_parts(name, shape_of_matrix(name, param).rows, config, args)
+    spec = shape_of_matrix(name, param)
+    sizes = _sizes_of_parts(name, spec.rows, config, args)
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     place = placement_of(name, param, ModelRanks(tensor, tensor, is_gated=has_gates(args)), is_expert=False)
-    return matrices_of(name, param, sizes, cut_of(place, config.muon_tp_mode, is_split=bool(sizes)))
+    return matrices_of(name, spec, sizes, cut_of(place, config.muon_tp_mode, is_split=bool(sizes)))
 
 
 def _sizes_of_parts(name: str, rows: int, config: DistOptConfig, args: Any) -> tuple[int, ...]:

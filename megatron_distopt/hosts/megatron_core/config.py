@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,18 @@ from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, LAYER_WISE, REFUSED
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.hosts.megatron_core.muon import (
     MuonRequest,
+    check_layer_wise,
     check_matrices,
     is_hosts_muon,
     request_from,
 )
 from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.hosts.muon import MUON
+from megatron_distopt.hosts.muon import MUON, config_for_adam
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
     check_deterministic,
@@ -86,6 +87,7 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         ConfigError: a host option that cannot be combined with this optimizer, or code gave one another value.
     """
     _check_options("config", host)
+    check_layer_wise(host)
     _check_own(options)
     hosts = MUON if is_hosts_muon(host) else host.optimizer
     own = {
@@ -118,8 +120,7 @@ def _check_own(options: DistOptConfig) -> None:
 
 def _check_options(where: str, options: object) -> None:
     for refused in REFUSED:
-        is_muons = where == "config" and refused.option == LAYER_WISE and is_hosts_muon(options)
-        if refused.where == where and getattr(options, refused.option, False) and not is_muons:
+        if refused.where == where and getattr(options, refused.option, False):
             raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
     _check_unknown(where, options)
 
@@ -154,7 +155,7 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> None:
     devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
-        choose_inner(replace(config, optimizer="adam") if merged.muon else config, device.type)
+        choose_inner(config_for_adam(config) if merged.muon else config, device.type)
         check_deterministic(config, device, Group.of())
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:

@@ -68,7 +68,6 @@ class Refused:
 
 REFUSED = (
     Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
-    Refused("config", LAYER_WISE, "Drop --use-layer-wise-distributed-optimizer"),
     Refused("config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
     Refused("config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
     Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),

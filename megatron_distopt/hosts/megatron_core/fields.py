@@ -60,6 +60,7 @@ SERVED_BY_CONFIG = (
     "store_param_remainders",
     "timers",
     "use_distributed_optimizer",
+    "use_layer_wise_distributed_optimizer",
     "use_precision_aware_optimizer",
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
     "use_torch_optimizer_for_cpu_offload",

@@ -13,9 +13,10 @@ what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParalle
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from string import digits
 from typing import Any
 
 from torch.nn import Parameter
@@ -24,19 +25,22 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.base import muon_options_in
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
 from megatron_distopt.hosts.muon import (
     MUON,
-    check_beside_muon,
+    check_is_adam,
+    config_for_adam,
     cut_of,
     is_matrix_of_layer,
     matrices_of,
+    muon_and_adam,
     muon_params,
-    not_beside,
     options_from,
+    unsupported_base,
     with_muon_groups,
 )
 from megatron_distopt.hosts.naming import placement_of
@@ -48,7 +52,6 @@ from megatron_distopt.optimizer import (
     MuonOptions,
     check_muon,
     choose_inner,
-    choose_muon,
     shape_of_matrix,
 )
 from megatron_distopt.options import as_flag, flag_of
@@ -56,6 +59,7 @@ from megatron_distopt.options import as_flag, flag_of
 __all__ = [
     "MuonRequest",
     "as_adam",
+    "check_layer_wise",
     "check_matrices",
     "is_hosts_muon",
     "is_layer_wise_muon",
@@ -68,10 +72,9 @@ _HOSTS = (MUON, f"dist_{MUON}")
 _QKV, _KV, _GATED = "linear_qkv.weight", "linear_kv.weight", "linear_fc1.weight"
 #: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
 _GROUPED = ("experts.weight1", "experts.weight2")
-_DIGITS = "0123456789"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MuonRequest:
     """What a run wants of Muon.
 
@@ -91,6 +94,17 @@ class MuonRequest:
 def is_hosts_muon(config: Any) -> bool:
     """Whether the host's own flags ask for Muon."""
     return getattr(config, "optimizer", None) in _HOSTS
+
+
+def check_layer_wise(config: Any) -> None:
+    """Checks that the host's layer-wise optimizer, whose place is taken, is asked for with Muon.
+
+    Raises:
+        ConfigError
+    """
+    if getattr(config, LAYER_WISE, False) and not is_hosts_muon(config):
+        rule, remedy = "be off with this distributed optimizer", "Drop --use-layer-wise-distributed-optimizer"
+        raise ConfigError(refusal(LAYER_WISE, "set", rule, remedy))
 
 
 def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
@@ -120,7 +134,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
         return None
     if not is_hosts_muon(host):
         if host.optimizer != "adam":
-            raise not_beside(host.optimizer)
+            raise unsupported_base(host.optimizer)
         return MuonRequest(options_from(config), config.muon_split, config.muon_tp_mode, is_hosts=False)
     _check_hosts(config, host)
     options = MegatronMuonOptions(
@@ -136,7 +150,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
 
 
 def _check_hosts(config: DistOptConfig, host: Any) -> None:
-    ours = sorted(name for name in config.explicit if name.startswith("muon_"))
+    ours = muon_options_in(config)
     if ours:
         rule, remedy = "be left to the host's --muon-* flags with --optimizer muon", f"Drop {flag_of(ours[0])}"
         raise ConfigError(refusal(ours[0], "set beside the host's Muon", rule, remedy))
@@ -202,7 +216,7 @@ def muon_for(
     name_of = {param: name for name, param in named.items()}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
-        check_beside_muon(optimizer)
+        check_is_adam(optimizer)
         groups = with_muon_groups(
             groups_of(optimizer), lambda each: _is_for_muon(name_of[each], each, request), request.options
         )
@@ -211,9 +225,8 @@ def muon_for(
     matrices = Matrices(
         specs, lambda name: Group.of(group_of[name]), lambda name: Group.of(tensor_group_of(name, named[name], chunks))
     )
-    rest = choose_inner(dataclasses.replace(config, optimizer="adam"), device_type)
-    why = (f"{len(specs)} matrices of this rank are Muon's",)
-    return choose_muon(rest, matrices, config, why, source=request.options.source), groups
+    rest = choose_inner(config_for_adam(config), device_type)
+    return muon_and_adam(rest, matrices, config, request.options), groups
 
 
 def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
@@ -230,7 +243,7 @@ def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequ
     if place.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
         raise _cannot_join(name)
     sizes = _sizes_of_parts(name, spec.rows, request, chunks[0].config)
-    return matrices_of(name, param, sizes, cut_of(place, request.tp_mode, is_split=bool(sizes)))
+    return matrices_of(name, spec, sizes, cut_of(place, request.tp_mode, is_split=bool(sizes)))
 
 
 def _sizes_of_parts(name: str, rows: int, request: MuonRequest, model: Any) -> tuple[int, ...]:
@@ -240,7 +253,7 @@ def _sizes_of_parts(name: str, rows: int, request: MuonRequest, model: Any) -> t
         return _sizes_of_qkv(rows, width, request, model)
     if request.split != "none" and name.endswith(_KV) and not request.is_hosts:
         return (width, width)
-    if request.split == "all" and name.rstrip(_DIGITS).endswith(_GATED) and model.gated_linear_unit:
+    if request.split == "all" and name.rstrip(digits).endswith(_GATED) and model.gated_linear_unit:
         return (rows // 2, rows // 2)
     return ()
 
