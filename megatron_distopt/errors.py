@@ -21,8 +21,6 @@ Every message has one form, made by `refusal`::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 __all__ = [
     "AccessError",
     "CheckpointError",
@@ -36,7 +34,6 @@ __all__ = [
     "RanksDisagreeError",
     "UnknownHostError",
     "refusal",
-    "some_of",
 ]
 
 
@@ -82,17 +79,6 @@ class RanksDisagreeError(DistOptError):
 
 class InvariantError(DistOptError, AssertionError):
     """Something that the package guarantees does not hold: a bug of the package."""
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first three of them, for a text.
-
-    Examples:
-        >>> some_of(["a", "b", "c", "d", "e"])
-        "'a', 'b', 'c' and 2 more"
-    """
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
 
 
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
-from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection, some_of
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -27,7 +27,7 @@ from megatron_distopt.checkpoint.whole_model import (
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
-from megatron_distopt.errors import CheckpointError, InvariantError, refusal, some_of
+from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 from megatron_distopt.optimizer import (
     FlatMuon,
     FlatParam,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.errors import CheckpointError, refusal, some_of
+from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer import FlatMuon, ShardedOptimizer, is_muons_group, is_torchs, part_for
 

@@ -43,6 +43,7 @@ __all__ = [
     "name_of",
     "no_collection",
     "overlap",
+    "some_of",
     "to_text",
 ]
 
@@ -66,6 +67,17 @@ def key_of(kind: str, name: str) -> str:
 def kind_of(key: str) -> str:
     """The kind of a key: "main", or the inner optimizer's name for a moment."""
     return key.partition("/")[0]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three of them, for a text.
+
+    Examples:
+        >>> some_of(["a", "b", "c", "d", "e"])
+        "'a', 'b', 'c' and 2 more"
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def name_of(key: str) -> str:

@@ -7,6 +7,7 @@ import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,8 @@ def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(cop
 
 #: What happens to `.metadata`; the loader of torch refuses all of them, ours reads none.
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped at the start": lambda path: _flip(path, 0.0),
+    "first instruction flipped": lambda path: _flip(path, 0.0),
+    "flipped at the start": lambda path: _flip(path, 0.01),
     "flipped in the middle": lambda path: _flip(path, 0.5),
     "flipped at the end": lambda path: _flip(path, 0.99),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
@@ -86,6 +88,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+#: Of a manifest that has no checksum of the file: its content is compared alone, names and places of tensors, and which
+#: byte this is depends on their number.
+UNSEEN = ("flipped at the start", True)
 #: Bytes of a pickle before the first that says something: protocol and length, of which the loader reads any.
 _HEAD = 11
 
@@ -96,8 +101,7 @@ def _flip(path: Path, place: float) -> None:
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("damage", "is_old"), sorted({*product(DAMAGES, (False, True))} - {UNSEEN}))
 def test_verify_when_the_metadata_for_torch_is_damaged_then_it_says_so(
     damage: str, is_old: bool, copied: Path, tmp_path: Path, capsys: Output
 ) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal, some_of
+from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.located import count_unlike, cut, fill
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
