@@ -20,9 +20,23 @@ _pip_install() {
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input --no-compile "$@"
 }
 
-# What pip does on one core is done on all of them, but for models that nothing here imports. Some packages have files
-# that are no Python of this version.
-_compile() { "$venv/bin/python" -m compileall -qq -j 0 -x transformers/models "$venv/lib" >/dev/null 2>&1 || true; }
+# uv does in seconds what takes pip a minute. It does not read pip's settings, so it is told those that name a place;
+# where something else of them is needed, pip does it.
+_install() {
+    local settings
+    settings=$("$venv/bin/python" -m pip config list 2>/dev/null || true)
+    _told() { sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" <<<"$settings" | tail -n 1; }
+    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(_told index-url)} UV_FIND_LINKS=${UV_FIND_LINKS:-$(_told find-links)} \
+        SSL_CERT_FILE=${SSL_CERT_FILE:-$(_told cert)} \
+        "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" "$@" 2>/dev/null || _pip_install "$@"
+}
+
+# What the installation does on one core is done on all of them, but for what nothing here imports. Some packages have
+# files that are no Python of this version.
+_compile() {
+    "$venv/bin/python" -m compileall -qq -j 0 -x 'transformers/models|/tests?/|/testing/|/pip/|/fontTools/' "$venv/lib" \
+        >/dev/null 2>&1 || true
+}
 
 _make_venv() {
     local python=${PYTHON:-python3}
@@ -43,9 +57,10 @@ prepare() {
         return
     fi
     echo "installing megatron-distopt[$extra]: minutes, once"
-    _pip_install "$(_torch)"
+    _pip_install uv || true
+    _install "$(_torch)"
     "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints"
-    _pip_install --constraint "$venv/constraints" --editable "$root[$extra]"
+    _install --constraint "$venv/constraints" --editable "$root[$extra]"
     _compile
     echo "$wanted" >"$venv/$extra.installed"
 }
