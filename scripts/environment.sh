@@ -20,15 +20,18 @@ _pip_install() {
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input --no-compile "$@"
 }
 
-# uv does in seconds what takes pip a minute. It does not read pip's settings, so it is told those that name a place;
-# where something else of them is needed, pip does it.
+# One of pip's settings, from its files or its environment; nothing where it has none.
+_pip_setting() {
+    "$venv/bin/python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" | tail -n 1 | sed 's/\\n/ /g'
+}
+
+# uv does in seconds what takes pip a minute. It does not read pip's settings, so it is told those that name a place, and
+# to look into all of them as pip does; where it cannot, pip installs.
 _install() {
-    local settings
-    settings=$("$venv/bin/python" -m pip config list 2>/dev/null || true)
-    _told() { sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" <<<"$settings" | tail -n 1; }
-    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(_told index-url)} UV_FIND_LINKS=${UV_FIND_LINKS:-$(_told find-links)} \
-        SSL_CERT_FILE=${SSL_CERT_FILE:-$(_told cert)} \
-        "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" "$@" 2>/dev/null || _pip_install "$@"
+    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(_pip_setting index-url)} UV_INDEX=${UV_INDEX:-$(_pip_setting extra-index-url)} \
+        UV_INDEX_STRATEGY=unsafe-best-match UV_FIND_LINKS=${UV_FIND_LINKS:-$(_pip_setting find-links)} \
+        UV_CONSTRAINT=${UV_CONSTRAINT:-$(_pip_setting constraint)} SSL_CERT_FILE=${SSL_CERT_FILE:-$(_pip_setting cert)} \
+        "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" "$@" 2>"$venv/uv.log" || _pip_install "$@"
 }
 
 # What the installation does on one core is done on all of them, but for what nothing here imports. Some packages have
