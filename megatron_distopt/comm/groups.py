@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -29,16 +30,23 @@ __all__ = [
     "send",
     "swap",
     "wait",
+    "were_used",
 ]
 
 _PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 #: Registers torch's fake backend when it is imported.
 _FAKE_MODULE = "torch.testing._internal.distributed.fake_pg"
+_were_used = Event()
 
 
 def is_initialized() -> bool:
     """Whether torch.distributed can communicate."""
     return dist.is_available() and dist.is_initialized()
+
+
+def were_used() -> bool:
+    """Whether a group was made use of, also where torch.distributed has ended since: something may still hold one."""
+    return _were_used.is_set()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -82,6 +90,7 @@ class Group:
         if not is_initialized():
             remedy = "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed"
             raise ConfigError(refusal("process group", "torch.distributed is not initialised", "exist", remedy))
+        _were_used.set()
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
     def global_rank(self, rank: int) -> int:

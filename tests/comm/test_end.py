@@ -24,6 +24,7 @@ import atexit, os, sys, time
 from pathlib import Path
 import torch, torch._dynamo, torch.distributed as dist
 import megatron_distopt
+from megatron_distopt.comm import pending
 from megatron_distopt.comm import Group, allow_shared_memory
 from megatron_distopt.comm.collectives import begin_all_gather
 
@@ -83,11 +84,24 @@ def leave_the_other_alone():
     os._exit(3)
 
 
+def destroy_but_hold_one():
+    # gloo's threads of the held group live on, and the end has to wait for them.
+    global held
+    held = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(8), group=held, async_op=True)
+    dist.destroy_process_group()
+    assert any(path.read_text() == "pt_gloo_runloop\\n" for path in Path("/proc/self/task").glob("*/comm")), "no thread"
+    pause = pending.sleep
+    pending.sleep = lambda seconds: (print("waits for gloo", flush=True), pause(seconds))
+
+
 atexit.register(lambda: print("handlers ran", flush=True))
 if "alone" in how:
     leave_the_other_alone()
 else:
     train()
+if "destroyed" in how:
+    destroy_but_hold_one()
 if "raises" in how:
     raise RuntimeError("the program's own")
 """
@@ -127,6 +141,7 @@ def _read(folder: Path, rank: int) -> Ended:
 
 
 REGULAR, RAISES = ("regular", "memory overlap"), ("raises", "messages overlap")
+DESTROYED = ("destroyed", "messages")
 ALONE = {mode: ("raises, alone", mode) for mode in ("memory", "messages")}
 Found = dict[tuple[str, str], list[Ended]]
 
@@ -134,13 +149,18 @@ Found = dict[tuple[str, str], list[Ended]]
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By case, what became of both ranks."""
-    cases = [REGULAR, RAISES, *ALONE.values()]
+    cases = [REGULAR, DESTROYED, RAISES, *ALONE.values()]
     return dict(zip(cases, _ended(tmp_path_factory.mktemp("ended"), cases), strict=True))
 
 
 def test_end_when_the_group_is_left_open_then_status_0(ended: Found) -> None:
     for rank in ended[REGULAR]:
         assert (rank.status, rank.out) == (0, "handlers ran\n"), rank.error
+
+
+def test_end_when_a_group_outlives_torchs_then_its_threads_are_waited_for(ended: Found) -> None:
+    for rank in ended[DESTROYED]:
+        assert (rank.status, rank.out) == (0, "waits for gloo\nhandlers ran\n"), rank.error
 
 
 def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:
