@@ -68,6 +68,16 @@ setup(
         "quickstart": QUICKSTART,
         "recipes": RECIPES,
         "docs": DOCS,
-        "dev": [*QUICKSTART, *RECIPES, "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "triton"],
+        "dev": [
+            *QUICKSTART,
+            *RECIPES,
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "pytorch-optimizer",
+            "ruff",
+            "mypy",
+            "triton",
+        ],
     },
 )

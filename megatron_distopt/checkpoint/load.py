@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
-from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection, some_of
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, name_of, no_collection, some_of
+from megatron_distopt.checkpoint.owned_state import owned_by_name, take_owned
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -173,6 +174,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     if separate(plan.groups):
         plan = plan_load(state.manifest, state.where, model)
     fill_groups(plan.groups, state.read(plan), lambda optimizer: _is_same_class(plan.manifest.inner, optimizer))
+    _fill_owned(state, plan, model)
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, plan.manifest.loss_scale)
         optimizer.num_skipped = plan.manifest.num_skipped
@@ -182,10 +184,21 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     _say_anew(plan.anew, state.where)
 
 
+def _fill_owned(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
+    """Gives the owners of whole params what they keep, or lets them begin anew."""
+    found: dict[str, list[tuple[str, Tensor]]] = {}
+    for read, tensor in state.read(replace(plan, reads=plan.owned)):
+        found.setdefault(model.canonical(name_of(read.key)), []).append((read.key, tensor))
+    for share in model.shares:
+        for name, (owned, options) in owned_by_name(share).items():
+            take_owned(owned, options, found.get(model.canonical(name), ()), state.where)
+
+
 def _say_anew(names: Sequence[str], where: str) -> None:
-    """See [Note: to and from Muon] in load_plan.py."""
+    """See [Note: another kind of optimizer] in load_plan.py."""
     if names:
-        _log.warning("Muon and another optimizer share no state: that of %s in %s begins anew", some_of(names), where)
+        text = "optimizers of different kinds share no state: that of %s in %s begins anew"
+        _log.warning(text, some_of(names), where)
 
 
 def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:

@@ -1,21 +1,23 @@
 """What this rank has to read, planned and checked before anything is changed.
 
-[Note: to and from Muon] A param that Muon updates and another optimizer has updated, or the other way round, keeps its
-main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each needs an lr of
-its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
+[Note: another kind of optimizer] A param that Muon updates and another optimizer has updated, or the other way round,
+keeps its main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each
+needs an lr of its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
+The same holds for optimizers that update whole params, each of which keeps what no other one understands.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.owned_state import is_owned, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
@@ -115,13 +117,15 @@ class LoadPlan:
         manifest: of the checkpoint.
         reads: in the order of files and of the bytes in them.
         groups: of the run, as far as the checkpoint has something for them.
-        anew: names of params of this rank whose state begins anew, see [Note: to and from Muon].
+        anew: names of params of this rank whose state begins anew, see [Note: another kind of optimizer].
+        owned: what owners of whole params read; without targets.
     """
 
     manifest: Manifest
     reads: tuple[Read, ...]
     groups: tuple[GroupMatch, ...]
     anew: tuple[str, ...] = ()
+    owned: tuple[Read, ...] = ()
 
 
 def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
@@ -145,8 +149,22 @@ def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
         Read(key, chunk, getattr(torch, manifest.tensors[key].dtype), tuple(found))
         for (key, chunk), found in targets.items()
     ]
-    in_order = tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
-    return LoadPlan(manifest, in_order, groups, saved.anew)
+    owned = [read for share in model.shares for read in _owned_reads(share, saved)]
+    return LoadPlan(manifest, _in_order(reads), groups, saved.anew, _in_order(owned))
+
+
+def _in_order(reads: Iterable[Read]) -> tuple[Read, ...]:
+    return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
+
+
+def _owned_reads(share: Share, saved: _SavedByName) -> Iterator[Read]:
+    """What this rank reads of params that it owns whole."""
+    mine = owned_by_name(share)
+    for placement in share.placements.values():
+        for key in saved.owned_of(placement) if placement.name in mine else ():
+            record = saved.manifest.tensors[key]
+            for chunk in record.chunks:
+                yield Read(key, chunk, getattr(torch, record.dtype), ())
 
 
 def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Iterable[str]) -> None:
@@ -189,18 +207,37 @@ class _SavedByName:
         self.another = _another(model)
         self.from_weights = model.from_weights
         self._kinds: dict[str, dict[str, torch.dtype]] = {name: {} for name in manifest.names}
+        self._owned: dict[str, list[str]] = {name: [] for name in manifest.names}
         for key, record in manifest.tensors.items():
-            self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
+            if is_owned(key):
+                self._owned.get(name_of(key), []).append(key)
+            else:
+                self._kinds.get(name_of(key), {})[kind_of(key)] = getattr(torch, record.dtype)
         self._group_of = {name: group for group in manifest.groups for name in group.names}
         resting = {name: group for group in manifest.resting for name in group.names}
         by_canonical = {canonical: name for name, canonical in _canonical([*manifest.names, *resting], model).items()}
         known = {**resting, **self._group_of}
         self._settings = {each: known[name] for each, name in by_canonical.items() if name in known}
-        self._anew = {placement.name: None for placement, group in _updated(model) if self._crosses(placement, group)}
+        self._anew = {
+            placement.name: None
+            for placement, group, optimizer in _updated(model)
+            if self._crosses(placement, group, optimizer)
+        }
 
-    def _crosses(self, placement: Placement, current: Mapping[str, Any]) -> bool:
-        record = self._group_of.get(self._name_of.get(self._canonical[placement.name], ""))
-        return record is not None and bool(record.options) and is_muons_group(record.options) != is_muons_group(current)
+    def _crosses(self, placement: Placement, current: Mapping[str, Any], optimizer: ShardedOptimizer) -> bool:
+        """See [Note: another kind of optimizer]."""
+        name = self._name_of.get(self._canonical[placement.name], "")
+        record = self._group_of.get(name)
+        if record is not None and record.options and is_muons_group(record.options) != is_muons_group(current):
+            return True
+        if optimizer.plan.choice.updates_whole_params:
+            is_same = class_of(self.manifest.inner) == class_of(optimizer.plan.choice.name)
+            return self._kinds.get(name, {}).keys() > {MAIN} or (bool(self._owned.get(name)) and not is_same)
+        return bool(self._owned.get(name))
+
+    def owned_of(self, placement: Placement) -> Sequence[str]:
+        """The keys of what the owner of a whole param has saved; empty where the state of the param begins anew."""
+        return () if self.begins_anew(placement) else self._owned[self.name_of(placement)]
 
     @property
     def anew(self) -> tuple[str, ...]:
@@ -208,7 +245,7 @@ class _SavedByName:
         return tuple(self._anew)
 
     def begins_anew(self, placement: Placement) -> bool:
-        """See [Note: to and from Muon]."""
+        """See [Note: another kind of optimizer]."""
         return placement.name in self._anew
 
     def name_of(self, placement: Placement) -> str:
@@ -246,11 +283,21 @@ class _SavedByName:
         return {kind: dtype for kind, dtype in kinds.items() if kind != MAIN and not self.begins_anew(placement)}
 
 
-def _updated(model: WholeModel) -> Iterator[tuple[Placement, Mapping[str, Any]]]:
-    """Params that are updated, each with its param group."""
+def class_of(inner: str) -> str:
+    """The name of a class that was given as an object, or asked for as module:Class.
+
+    >>> class_of("pytorch_optimizer:SOAP")
+    'SOAP'
+    """
+    return inner.rpartition(":")[2]
+
+
+def _updated(model: WholeModel) -> Iterator[tuple[Placement, Mapping[str, Any], ShardedOptimizer]]:
+    """Params that are updated, each with its param group and its optimizer."""
     for share in model.shares:
         pairs = zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False)
-        yield from ((share.placements[name], current) for group, current in pairs for name in group.names)
+        for group, current in pairs:
+            yield from ((share.placements[name], current, share.optimizer) for name in group.names)
 
 
 def _match_groups(share: Share, saved: _SavedByName) -> Iterator[GroupMatch]:

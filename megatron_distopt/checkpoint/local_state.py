@@ -21,8 +21,10 @@ from megatron_distopt.optimizer import (
     IMPLEMENTATION,
     FlatParam,
     ShardedOptimizer,
+    WholeParams,
     bring_into_form,
     moments_of,
+    owned_params,
     plain,
 )
 
@@ -42,7 +44,8 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
     Returns:
         "format"; "inner", the inner optimizer's name; "param_groups"; "loss_scale"; and "param_shards":
-        {"name[start:stop]": {"main": 1-D fp32, "cut": {key: 1-D, as long as main}, "whole": {key: anything}}}.
+        {"name[start:stop]": {"main": 1-D fp32, "cut": {key: 1-D, as long as main}, "whole": {key: anything}}}; "owned",
+        what `OwnedParam.split` returns by the name of the param.
     """
     shards = {
         _key(shard): {"main": _main_of(flat, shard), **_state_of(optimizer, flat, shard)}
@@ -54,6 +57,7 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         "param_groups": [_without_implementation(group) for group in optimizer.inner.param_groups],
         "loss_scale": optimizer.loss_scale.state_dict(),
         "param_shards": shards,
+        "owned": {name: owned.split() for name, owned in owned_params(optimizer.inner)},
     }
 
 
@@ -72,6 +76,10 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
         raise CheckpointError(refusal("optimizer state", f"without {missing}", "be whole", remedy))
     _check_inner(optimizer, state)
     _check_shards(optimizer, state["param_shards"])
+    owned = {name for name, _ in owned_params(optimizer.inner)}
+    if owned != set(state.get("owned", ())):
+        rule, remedy = "hold exactly what this rank owns", "Load each rank's own state, saved with the same buckets"
+        raise CheckpointError(refusal("owned params in the state", sorted(state.get("owned", ())), rule, remedy))
     ours, theirs = set(optimizer.loss_scale.state_dict()), set(state["loss_scale"])
     if ours != theirs:
         rule, remedy = f"hold {sorted(ours)}", "Use the loss_scale option of the saved run"
@@ -94,6 +102,11 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for flat in optimizer.flat_params:
         _load_flat(optimizer, flat, state["param_shards"])
         flat.write_model()
+    if isinstance(optimizer.inner, WholeParams):
+        for name, owned in owned_params(optimizer.inner):
+            description, tensors = state["owned"][name]
+            copies = {key: tensor.clone() for key, tensor in tensors.items()}
+            owned.join(description, copies, optimizer.inner.options_of(name))
     optimizer.forget_deferred_check()
 
 

@@ -148,7 +148,7 @@ def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
-        if key in _NUMBERS and not _is_number(value):
+        if key in _NUMBERS and not (_is_number(value) or _is_pair_of_adafactor(key, value)):
             yield key, value, "be a finite number"
         elif key in _LISTS_OF_NUMBERS and not (isinstance(value, list) and value and all(map(_is_number, value))):
             yield key, value, "be a list of finite numbers"
@@ -159,6 +159,13 @@ def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     for key, scalar in group.scalars.items():
         if not isinstance(scalar.value, (bool, int, float)):
             yield key, scalar.value, "be a number"
+
+
+def _is_pair_of_adafactor(key: str, value: object) -> bool:
+    """Adafactor has two eps, and None for one that depends on the dtype."""
+    return (
+        key == "eps" and isinstance(value, list) and len(value) == 2 and all(v is None or _is_number(v) for v in value)
+    )
 
 
 def _is_number(value: object) -> bool:

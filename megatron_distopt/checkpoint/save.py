@@ -27,6 +27,7 @@ from megatron_distopt.checkpoint.folder import (
     write_part,
 )
 from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection
+from megatron_distopt.checkpoint.owned_state import owned_tensors
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_groups,
@@ -102,12 +103,18 @@ def contribution_of(model: WholeModel) -> Contribution:
         CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that every
             load would refuse.
     """
-    tensors = tuple(
+    pieces = (
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
         for piece in owned_pieces(model)
         if piece.share.writes(piece.shard.name)
         for key, tensor in piece.tensors()
     )
+    owned = (
+        Written(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)
+        for share in model.shares
+        for key, tensor in owned_tensors(share)
+    )
+    tensors = (*pieces, *owned)
     first = model.shares[0].optimizer
     groups = join_groups(group for share in model.shares for group in _groups_of(share))
     resting = join_groups(group for share in model.shares for group in _resting_of(share))

@@ -25,6 +25,7 @@ from megatron_distopt.checkpoint.manifest import (
     kind_of,
     name_of,
 )
+from megatron_distopt.checkpoint.owned_state import is_owned
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.checkpoint.tensor_file import TensorReader
@@ -87,7 +88,7 @@ def check_chunks(manifest: Manifest) -> Iterator[Problem]:
 
 def check_kinds(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
     """Checks that every param has its values, and the same optimizer state as the others of its group."""
-    kinds = kinds_by_name(tensors)
+    kinds = kinds_by_name({key: info for key, info in tensors.items() if not is_owned(key)})
     for name, infos in kinds.items():
         shapes = {kind: list(info.shape) for kind, info in infos.items()}
         if MAIN not in infos:

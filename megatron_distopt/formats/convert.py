@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import new_save_id
+from megatron_distopt.checkpoint.owned_state import is_owned
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError, refusal
@@ -88,6 +89,8 @@ def convert(
     opened = open_with_files(src, resume_step)
     check_step(opened.source, src)
     check_groups(opened.source.head.groups, str(src))
+    if to != "distopt":
+        _check_none_owned(opened.source, src, to)
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
@@ -120,6 +123,14 @@ def _check_no_muon(source: Source, src: Path, to: str) -> None:
     if names:
         got, rule = f"that of {names[0]!r} is Muon's", f"be Adam's or SGD's to become {to}"
         raise CheckpointError(refusal(f"momentum in {src}", got, rule, "Convert to distopt or torch"))
+
+
+def _check_none_owned(source: Source, src: Path, to: str) -> None:
+    """Another format has no place for what an optimizer of whole params keeps."""
+    owned = next(filter(is_owned, source.tensors), None)
+    if owned is not None:
+        got, rule = f"{owned!r} of {source.head.inner}", f"be cut like its param to become {to}"
+        raise CheckpointError(refusal(f"state in {src}", got, rule, "Convert to distopt"))
 
 
 def _check_one_count(source: Source, src: Path, to: str) -> None:

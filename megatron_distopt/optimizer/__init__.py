@@ -31,6 +31,7 @@ from megatron_distopt.optimizer.muon_options import (
     is_muons_group,
 )
 from megatron_distopt.optimizer.offload import check_offload, host_nbytes
+from megatron_distopt.optimizer.owned_param import OwnedParam
 from megatron_distopt.optimizer.precision import Precision, check_precision
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, StepPlan, measure_memory
 from megatron_distopt.optimizer.sharded_muon import (
@@ -56,6 +57,7 @@ from megatron_distopt.optimizer.step import (
     write_model,
 )
 from megatron_distopt.optimizer.sync_check import find_synchronisations, forbid_synchronisations
+from megatron_distopt.optimizer.whole_params import TrainedParams, WholeParams, owned_params
 
 __all__ = [
     "IMPLEMENTATION",
@@ -76,6 +78,7 @@ __all__ = [
     "Muon",
     "MuonOptions",
     "Notice",
+    "OwnedParam",
     "ParamGroup",
     "Precision",
     "ShardedOptimizer",
@@ -83,6 +86,8 @@ __all__ = [
     "StepDecision",
     "StepPlan",
     "TorchMuonOptions",
+    "TrainedParams",
+    "WholeParams",
     "adopt_instance",
     "adopt_muon",
     "advance",
@@ -115,6 +120,7 @@ __all__ = [
     "measure_now",
     "moment_to_fill",
     "moments_of",
+    "owned_params",
     "part_for",
     "plain",
     "restore",

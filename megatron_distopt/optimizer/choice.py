@@ -1,4 +1,4 @@
-"""Which optimizer does the update: Adam, SGD, or one of the user's."""
+"""Which optimizer does the update: Adam, SGD, or one of the user's, which need not be element-wise."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.elementwise import check_elementwise
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.whole_params import TrainedParams, WholeParams, choose_whole
 
 __all__ = ["WITH_MUON", "adopt_instance", "check_new", "choose_inner", "fused_instance"]
 
@@ -36,15 +37,16 @@ _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
 }
 
 
-def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
+def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams | None = None) -> InnerChoice:
     """Picks the inner optimizer.
 
     Args:
         config: `optimizer` and `adam` say what is wanted.
         device_type: of the main params.
+        params: that it is for; needed by a class that updates whole params.
 
     Raises:
-        ConfigError: what was asked for by name is not there, or is not element-wise.
+        ConfigError: what was asked for by name is not there, or updates neither elements nor params by themselves.
     """
     if config.optimizer == "muon":
         rule = "be set in a Megatron alone, or be given as an object in plain torch"
@@ -59,32 +61,43 @@ def choose_inner(config: DistOptConfig, device_type: str) -> InnerChoice:
         here, on_host = (partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU))
         return InnerChoice("torch_sgd", here, on_host=on_host)
     if config.optimizer != "adam":
-        return InnerChoice(config.optimizer, _user_class(config, device_type))
+        return _user_class(config, device_type, params)
     if config.adam != "auto":
         return named_adam(config, device_type)
     return best_adam(config, device_type)
 
 
-def adopt_instance(instance: Optimizer) -> InnerChoice:
+def adopt_instance(
+    instance: Optimizer, params: TrainedParams | None = None, config: DistOptConfig | None = None
+) -> InnerChoice:
     """The user's own optimizer object, whose param groups will hold main params in place of model params.
 
     Args:
-        instance: element-wise (it must not look across the elements of a param), and not yet stepped.
+        instance: updates each element by itself, or each param; not yet stepped.
+        params: see `choose_inner`.
+        config: merged; the defaults where None.
 
     Raises:
-        ConfigError: it was stepped or loaded before, or is not element-wise.
+        ConfigError: it was stepped or loaded before, or looks across params.
     """
     check_new(instance)
-    options = _accepted(type(instance), instance.defaults)
-    rebuild = _checked(partial(type(instance), **options), type(instance).__name__)
-    if type(instance) not in _FUSED:
-        device = next((param.device for group in instance.param_groups for param in group["params"]), None)
-        check_elementwise(rebuild, type(instance).__name__, instance.param_groups, device)
-    defaults = tuple(f"{name}={value!r}" for name, value in sorted(instance.defaults.items()))
+    name, rebuild = type(instance).__name__, partial(type(instance), **_accepted(type(instance), instance.defaults))
     build = partial(_retarget, instance, rebuild)
+    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
+    device = next((param.device for group in instance.param_groups for param in group["params"]), None)
+    try:
+        _check_build(rebuild, name)
+        if type(instance) not in _FUSED:
+            check_elementwise(rebuild, name, instance.param_groups, device)
+    except ConfigError:
+        if params is None:
+            raise
+        chosen = choose_whole(rebuild, name, params, config or DistOptConfig(), instance.param_groups, device)
+        whole = partial(WholeParams, build=build, params=params)
+        return replace(chosen, build=whole, defaults=defaults, why=("an instance was given", *chosen.why))
     # torch's own keep nothing in their param groups, so that two of them can share a state.
     on_host = build if type(instance).__module__.startswith("torch.optim.") else None
-    return InnerChoice(type(instance).__name__, build, ("an instance was given",), defaults, on_host)
+    return InnerChoice(name, build, ("an instance was given",), defaults, on_host)
 
 
 def check_new(instance: Optimizer) -> None:
@@ -181,12 +194,23 @@ def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:
     kept: Optimizer = object.__new__(type(instance))
     # Not hooks, which the outer optimizer calls, and not the methods that a scheduler or we have replaced.
     own = {key: value for key, value in vars(instance).items() if not key.startswith("_optimizer_")}
-    vars(kept).update({**vars(fresh), **{key: value for key, value in own.items() if key not in _REPLACED}})
+    # Nor what holds params of the model: the class has put main params there for the copy.
+    own = {key: value for key, value in own.items() if key not in _REPLACED and not _holds_params(value, instance)}
+    vars(kept).update({**vars(fresh), **own})
     kept.param_groups, kept.state = fresh.param_groups, fresh.state
     return kept
 
 
-def _checked(build: Build, name: str) -> Build:
+def _holds_params(value: object, instance: Optimizer) -> bool:
+    """Whether an attribute of an optimizer is one of its params, or a collection with some."""
+    if torch.is_tensor(value):
+        return any(value is param for group in instance.param_groups for param in group["params"])
+    if isinstance(value, Mapping):
+        return any(_holds_params(each, instance) for pair in value.items() for each in pair)
+    return isinstance(value, (list, tuple, set)) and any(_holds_params(each, instance) for each in value)
+
+
+def _check_build(build: Build, name: str) -> None:
     """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved."""
     try:
         build([{"params": [torch.zeros(1)]}])
@@ -195,7 +219,6 @@ def _checked(build: Build, name: str) -> Build:
         if not isinstance(error, TypeError):
             rule, remedy = "take flat params", "Use an element-wise one, such as torch.optim:Adagrad"
         raise ConfigError(refusal("optimizer", f"{name} ({error})", rule, remedy)) from error
-    return build
 
 
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:
@@ -205,14 +228,19 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
     return torch.optim.SGD(groups, **options)
 
 
-def _user_class(config: DistOptConfig, device_type: str) -> Build:
+def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams | None) -> InnerChoice:
     chosen = _import_optimizer(config.optimizer)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
-    options = _with_own_pairs(chosen, options)
-    build = _checked(partial(chosen, **options), repr(config.optimizer))
-    if chosen not in _FUSED:
-        check_elementwise(build, chosen.__name__, device=usable_device(device_type))
-    return build
+    build, device = partial(chosen, **_with_own_pairs(chosen, options)), usable_device(device_type)
+    try:
+        _check_build(build, repr(config.optimizer))
+        if chosen not in _FUSED:
+            check_elementwise(build, chosen.__name__, device=device)
+    except ConfigError:
+        if params is None:
+            raise
+        return replace(choose_whole(build, chosen.__name__, params, config, device=device), name=config.optimizer)
+    return InnerChoice(config.optimizer, build)
 
 
 def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

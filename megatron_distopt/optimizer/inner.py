@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.config import ADAM_NAMES
+from megatron_distopt.config import ADAM_NAMES, DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import Span
 from megatron_distopt.optimizer.coded import Coded, kept_of, part_of
 from megatron_distopt.optimizer.kept import Remainder
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
+from megatron_distopt.optimizer.precision import Precision
 
 __all__ = [
     "IMPLEMENTATION",
@@ -29,6 +31,7 @@ __all__ = [
     "KeepsMoments",
     "RoundsItself",
     "bring_into_form",
+    "check_served",
     "count_updates",
     "divides_in_place",
     "is_torchs",
@@ -93,9 +96,10 @@ class KeepsMoments:
 
 
 class InParts(Optimizer):
-    """An inner optimizer of several parts, each of which updates some of the param groups; one of them whole matrices.
+    """An inner optimizer that updates whole matrices or params, and knows what its main params are pieces of.
 
-    Its parts share its state and its param groups, and count updates where torch's classes do.
+    It may have several parts, each of which updates some of the param groups. They share its state and its param
+    groups, and count updates where torch's classes do.
     """
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
@@ -122,6 +126,40 @@ class InParts(Optimizer):
         """
         raise NotImplementedError
 
+    def state_elsewhere(self) -> tuple[int, int]:
+        """Bytes of what this rank keeps elsewhere than in `state`, and the elements that they are for."""
+        return 0, 0
+
+
+def check_served(config: DistOptConfig, name: str) -> None:
+    """Checks that an inner optimizer that updates whole matrices or params serves the options of a run.
+
+    Args:
+        config: merged.
+        name: of the optimizer, for errors.
+
+    Raises:
+        ConfigError
+    """
+    asked = {
+        "offload_fraction": bool(config.offload_fraction),
+        "log_digests": config.log_digests is not None,
+        "deterministic": config.deterministic,
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            rule, remedy = (
+                f"be left out with {name}, for which it is not there yet",
+                f"Leave {option} out, or use AdamW",
+            )
+            raise ConfigError(refusal(option, repr(getattr(config, option)), rule, remedy))
+    if not Precision.of(config).is_full:
+        rule, remedy = (
+            f"be fp32 with {name}",
+            "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'",
+        )
+        raise ConfigError(refusal("optimizer state", "in low precision", rule, remedy))
+
 
 def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
     """What updates a param group: the inner optimizer or a part of it."""
@@ -138,6 +176,7 @@ class InnerChoice:
         why: how it came to that; one line for each better source that was passed over.
         defaults: of an optimizer that brings its own, for comparison between ranks.
         on_host: builds the same for params on the host, with the same form of state; None where there is no such.
+        updates_whole_params: whether each param is updated whole, by one rank.
     """
 
     name: str
@@ -145,6 +184,7 @@ class InnerChoice:
     why: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
     on_host: Build | None = None
+    updates_whole_params: bool = False
 
     @property
     def is_adam(self) -> bool:

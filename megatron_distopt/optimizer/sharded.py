@@ -325,7 +325,7 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(_main_nbytes(flat) for flat in owning),
-        moment_nbytes=sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat)),
+        moment_nbytes=_moments_nbytes(optimizer),
         host_nbytes=sum(_main_nbytes(flat) + sum(map(_nbytes, _moments(optimizer, flat))) for flat, _ in on_host),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
         undistributed_state_nbytes=_undistributed(optimizer),
@@ -355,6 +355,9 @@ def _moment_nbytes_by_name(optimizer: ShardedOptimizer) -> Callable[[str], float
     for flat in optimizer.flat_params:
         part = parts[flat.plan.key.group]
         most[part] = max(most.get(part, 0), _moment_nbytes_an_element(optimizer, flat))
+    nbytes, numel = _elsewhere(optimizer)
+    if numel:
+        return lambda name: nbytes / numel
     usual = max(most.values(), default=0)
     part_of_name = {name: parts[number] for number, group in enumerate(optimizer.plan.groups) for name in group.names}
     return lambda name: most.get(part_of_name.get(name, optimizer.inner), usual)
@@ -362,6 +365,15 @@ def _moment_nbytes_by_name(optimizer: ShardedOptimizer) -> Callable[[str], float
 
 def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> float:
     return sum(_nbytes(each) / each.numel() for each in _moments(optimizer, flat) if each.shape == flat.main.shape)
+
+
+def _elsewhere(optimizer: ShardedOptimizer) -> tuple[int, int]:
+    return optimizer.inner.state_elsewhere() if isinstance(optimizer.inner, InParts) else (0, 0)
+
+
+def _moments_nbytes(optimizer: ShardedOptimizer) -> int:
+    elsewhere, _ = _elsewhere(optimizer)
+    return elsewhere + sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat))
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:

@@ -22,11 +22,10 @@ from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
-from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.muon import Muon
 from megatron_distopt.optimizer.muon_options import TorchMuonOptions, is_muons_group, options_of
-from megatron_distopt.optimizer.precision import Precision
 
 __all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "matrices_in", "shape_of_matrix"]
 
@@ -151,18 +150,7 @@ def check_muon(config: DistOptConfig) -> None:
     Raises:
         ConfigError
     """
-    asked = {
-        "offload_fraction": bool(config.offload_fraction),
-        "log_digests": config.log_digests is not None,
-        "deterministic": config.deterministic,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            rule, remedy = "be left out with Muon, for which it is not there yet", f"Leave {name} out, or use AdamW"
-            raise ConfigError(refusal(name, repr(getattr(config, name)), rule, remedy))
-    if not Precision.of(config).is_full:
-        rule, remedy = "be fp32 with Muon", "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'"
-        raise ConfigError(refusal("optimizer state", "in low precision", rule, remedy))
+    check_served(config, "Muon")
 
 
 class MuonAndAdam(InParts):

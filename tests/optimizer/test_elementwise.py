@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import adopt_instance
+from megatron_distopt.optimizer import adopt_instance, elementwise
 from megatron_distopt.optimizer.elementwise import check_elementwise
 
 Params = Iterable[Tensor]
@@ -161,13 +163,61 @@ def test_trial_when_every_element_goes_by_itself_then_accepted(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_trial_when_elements_depend_on_each_other_then_refused_by_name(name: str) -> None:
+def test_trial_when_elements_depend_on_each_other_then_values_show_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, why = REFUSED[name]
+    monkeypatch.setattr(elementwise, "watched_steps", lambda *about: None)
     with pytest.raises(ConfigError) as error:
         check_elementwise(make, name)
     assert str(error.value).startswith(f"Invalid optimizer: {name}")
     assert why in str(error.value)
     assert str(error.value).endswith("Use an element-wise one, such as torch.optim:Adagrad.")
+
+
+#: By name, an operator of its step in which elements meet.
+MEET = {
+    "Lars": (Lars, "linalg_vector_norm"),
+    "Prodigy": (Prodigy, "sum"),
+    "Centralized": (Centralized, "mean"),
+    "Noisy": (Noisy, "randn_like"),
+    # Both come to the same values as an element-wise one here: rows are not orthogonal, and the rate is too small.
+    "AdamP": (lambda params: pytorch_optimizer.AdamP(params, lr=0.01), "linalg_vector_norm"),
+    "Prodigy with a small rate": (lambda params: pytorch_optimizer.Prodigy(params, lr=0.01), "dot"),
+}
+
+
+@pytest.mark.parametrize("name", MEET)
+def test_trial_when_elements_meet_in_an_operator_then_refused_by_its_name(name: str) -> None:
+    make, operator = MEET[name]
+    with pytest.raises(ConfigError, match=f"{name}, which calls {operator}") as error:
+        check_elementwise(make, name)
+    assert str(error.value).endswith("Use an element-wise one, such as torch.optim:Adagrad.")
+
+
+def test_trial_when_a_step_cannot_be_watched_then_values_decide() -> None:
+    class Unwatched(Lion):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if _len_torch_dispatch_stack():
+                raise RuntimeError("compiled code takes no other dispatcher")
+            super().step()
+
+    check_elementwise(Unwatched, "Unwatched")
+
+
+def test_instance_when_an_attribute_holds_params_of_the_model_then_the_copy_holds_main_params() -> None:
+    class Listing(Lion):
+        def __init__(self, params: Params, lr: float = 0.5) -> None:
+            super().__init__(params, lr=lr)
+            self.every = [param for group in self.param_groups for param in group["params"]]
+            self.note = "kept"
+
+    instance = Listing([torch.ones(3, requires_grad=True)])
+    instance.note = "changed"
+    main = torch.zeros(3)
+    built = adopt_instance(instance).build([{"params": [main]}])
+    assert built.every[0] is main  # type: ignore[attr-defined]
+    assert built.note == "changed"  # type: ignore[attr-defined]
 
 
 def test_trial_when_one_group_of_an_instance_is_not_elementwise_then_refused() -> None:

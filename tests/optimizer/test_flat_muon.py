@@ -16,8 +16,9 @@ from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
 from megatron_distopt.comm import Group, gather_params, travel
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
-from megatron_distopt.optimizer import flat_muon
-from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer, Updates
+from megatron_distopt.optimizer import exchange
+from megatron_distopt.optimizer.exchange import Lane
+from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.main_params import FlatParamKey, attach_grads, build_flat_params
 from tests.optimizer.test_muon import matrices_in, trained, values
 from tests.support.spawn import run_ranks
@@ -103,7 +104,7 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
     pairs = [(flat.main, flat.plan) for flat in flats]
     optimizer.bind([MatrixBuffer(plan, SPECS, group, torch.device("cpu"), pairs)], GROUPS)
     sent = 0
-    begin = flat_muon.begin_travel
+    begin = exchange.begin_travel
 
     def counted(outgoing: Any, *rest: Any) -> Any:
         nonlocal sent
@@ -112,7 +113,7 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
 
     messages_over = "none" if case.by_backend else travel._MESSAGES_OVER
     with (
-        mock.patch.object(flat_muon, "begin_travel", counted),
+        mock.patch.object(exchange, "begin_travel", counted),
         mock.patch.object(travel, "_MESSAGES_OVER", messages_over),
     ):
         for step in range(1, 1 + NUM_STEPS):
@@ -171,10 +172,10 @@ def test_flat_muon_when_it_has_trained_then_each_rank_sent_what_the_plan_says(
 
 
 def test_updates_when_a_piece_is_asked_for_that_is_not_updated_then_refused() -> None:
-    updates = Updates([(Span(8, 12), torch.arange(4)), (Span(0, 3), torch.arange(3))])
+    updates = Lane([(Span(8, 12), torch.arange(4)), (Span(0, 3), torch.arange(3))])
     assert updates.of(Span(9, 11)).tolist() == [1, 2]
     for missing in (Span(3, 5), Span(2, 4), Span(11, 13), Span(20, 21)):
         with pytest.raises(InvariantError):
             updates.of(missing)
     with pytest.raises(InvariantError):
-        Updates([]).of(Span(0, 1))
+        Lane([]).of(Span(0, 1))

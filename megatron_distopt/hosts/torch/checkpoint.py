@@ -53,6 +53,7 @@ class StateCalls(Optimizer):
         """
         if not self._is_built:
             return {}
+        self._check_torchs_format("state")
         return StateByParam(self._torch_params(), self._names_of_grouped())
 
     @state.setter
@@ -68,6 +69,20 @@ class StateCalls(Optimizer):
         names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
         return TorchParams(self._model.share(), names, self.param_groups, ranks.data, ranks.stats)
 
+    def _check_torchs_format(self, call: str) -> None:
+        """Checks that the state has torch's format, which is cut by element.
+
+        Raises:
+            ConfigError: whole params are updated, whose state each owner has.
+        """
+        if self._model.sharded.plan.choice.updates_whole_params:
+            name = self._model.sharded.plan.choice.name
+            rule, remedy = (
+                "be of an optimizer that keeps its state by element",
+                "Call optimizer.save(folder) and load(folder)",
+            )
+            raise ConfigError(refusal(f"optimizer.{call}", f"of {name}", rule, remedy))
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's own format; no collective.
@@ -76,6 +91,7 @@ class StateCalls(Optimizer):
         `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)`,
         `full_state_dict()` and `local_state_dict()` are other ways.
         """
+        self._check_torchs_format("state_dict()")
         self._model.gather.finish()
         self._follow_user()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -94,6 +110,7 @@ class StateCalls(Optimizer):
         Raises:
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
         """
+        self._check_torchs_format("load_state_dict()")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
         self._before_state(is_read=False)
@@ -110,6 +127,7 @@ class StateCalls(Optimizer):
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
+        self._check_torchs_format("full_state_dict()")
         self._before_state()
         return full_state_dict(self._torch_params())
 

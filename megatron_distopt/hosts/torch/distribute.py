@@ -115,15 +115,17 @@ def _planned(
         for name, param in chunk.named_parameters():
             _check_free(name, param)
     plan = decide(request, data)
-    of_muon = {name for group in plan.groups if is_muons_group(group.options) for name in group.names}
-    for name in sorted(of_muon):
-        _check_whole(placement(name, plan.named[name]))
+    is_whole = plan.choice.updates_whole_params
+    whole = {name for group in plan.groups if is_whole or is_muons_group(group.options) for name in group.names}
+    for name in sorted(whole):
+        _check_whole(placement(name, plan.named[name]), plan.choice.name)
     return request, plan
 
 
-def _check_whole(place: Placement) -> None:
+def _check_whole(place: Placement, optimizer: str) -> None:
     if place.dim is not None:
-        got, rule = f"cut along dimension {place.dim}", "be whole on every data-parallel rank where Muon updates it"
+        got = f"cut along dimension {place.dim}"
+        rule = f"be whole on every data-parallel rank where {optimizer} updates it"
         raise LayoutError(refusal(f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"))
 
 

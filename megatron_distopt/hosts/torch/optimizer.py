@@ -147,8 +147,9 @@ class TorchDistributedOptimizer(StateCalls):
             super().add_param_group(param_group)
             return
         if isinstance(self._model.sharded.inner, InParts):
-            got, remedy = "a param group that is added", "Give Muon and AdamW all params before distribute(...)"
-            raise ConfigError(refusal("optimizer with Muon", got, "keep the groups that it was built with", remedy))
+            what, rule = f"optimizer with {self.sharded.plan.choice.name}", "keep the groups that it was built with"
+            remedy = "Give the optimizer all params before distribute(...)"
+            raise ConfigError(refusal(what, "a param group that is added", rule, remedy))
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
         ranks = self._model.ranks

@@ -33,6 +33,7 @@ from megatron_distopt.optimizer import (
     InnerChoice,
     Matrices,
     ParamGroup,
+    TrainedParams,
     adopt_instance,
     adopt_muon,
     check_deterministic,
@@ -132,14 +133,15 @@ def _choose(
     given: Sequence[Optimizer], config: DistOptConfig, device: torch.device, named: Mapping[str, Parameter], data: Group
 ) -> InnerChoice:
     """The inner optimizer for what the user gave."""
+    params = TrainedParams({name: tuple(param.shape) for name, param in named.items()}, lambda name: data)
     if not given:
-        return choose_inner(config, device.type)
+        return choose_inner(config, device.type, params)
     for each in given:
         check_new(each)
     if len(given) > 1 or is_muon(given[0]):
         specs = {key: spec for each in given if is_muon(each) for key, spec in matrices_in(each, named).items()}
         return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
-    return fused_instance(given[0], config, device.type) or adopt_instance(given[0])
+    return fused_instance(given[0], config, device.type) or adopt_instance(given[0], params, config)
 
 
 def _check_model(named: Mapping[str, Parameter]) -> None:
