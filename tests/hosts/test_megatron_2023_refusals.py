@@ -575,7 +575,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "not element-wise": (
         "ConfigError",
-        "Invalid optimizer: LARS, which updates a param and pieces of it differently. "
+        "Invalid optimizer: LARS, which calls linalg_vector_norm. "
         "Must update each element by itself. Use an element-wise one, such as torch.optim:Adagrad.",
     ),
     "not buildable": (

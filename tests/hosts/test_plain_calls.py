@@ -232,8 +232,8 @@ def _groups_beside_an_optimizer(rank: int) -> object:
     return distribute(model, own, param_groups=[{"params": model.parameters()}])
 
 
-def _adafactor(rank: int) -> object:
-    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, optimizer="torch.optim:Adafactor"))
+def _sparse_adam(rank: int) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, optimizer="torch.optim:SparseAdam"))
 
 
 def _other_group_options(rank: int) -> object:
@@ -366,7 +366,7 @@ def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
 
 IN_ITS_PAIR = ("param shapes", "rank 3 has bias[3]", "rank 2 has bias[2]", "Start rank(s) 3 with the code and options")
 GROUPS = ("list of dicts with 'params'", "Write [{'params': [...], 'weight_decay': 0.0}, ...]")
-ELEMENTWISE = ("Use an element-wise one, such as torch.optim:Adagrad",)
+BY_PARAM = ("Use one that does, such as torch.optim.Adafactor, or torch.optim.AdamW",)
 
 BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "bare list": (_bare_list, everyone(LayoutError, "a list with a Parameter", *GROUPS)),
@@ -376,8 +376,8 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         _second_time,
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
     ),
-    "LBFGS instance": (_lbfgs, everyone(ConfigError, "optimizer: LBFGS", *ELEMENTWISE)),
-    "Adafactor by name": (_adafactor, everyone(ConfigError, "optimizer: Adafactor", *ELEMENTWISE)),
+    "LBFGS instance": (_lbfgs, everyone(ConfigError, "optimizer: LBFGS", *BY_PARAM)),
+    "SparseAdam by name": (_sparse_adam, everyone(ConfigError, "optimizer: SparseAdam", *BY_PARAM)),
     "class of optimizer": (
         _class_of_optimizer,
         everyone(ConfigError, "the class AdamW", "Write distribute(model, AdamW(model.parameters(), lr=...))"),
