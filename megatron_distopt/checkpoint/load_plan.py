@@ -231,8 +231,7 @@ class _SavedByName:
         if record is not None and record.options and is_muons_group(record.options) != is_muons_group(current):
             return True
         if optimizer.plan.choice.updates_whole_params:
-            is_same = class_of(self.manifest.inner) == class_of(optimizer.plan.choice.name)
-            return self._kinds.get(name, {}).keys() > {MAIN} or (bool(self._owned.get(name)) and not is_same)
+            return class_of(self.manifest.inner) != class_of(optimizer.plan.choice.name)
         return bool(self._owned.get(name))
 
     def owned_of(self, placement: Placement) -> Sequence[str]:

@@ -168,8 +168,8 @@ def _check_deferred(optimizer: ShardedOptimizer) -> None:
         rule, remedy = "keep all state on the device", "Write offload_fraction=0.0, or call optimizer.step()"
         raise ConfigError(refusal("captured step", "with state on the host", rule, remedy))
     if isinstance(optimizer.inner, InParts):
-        rule, remedy = "leave no decision to the CPU", "Call optimizer.step(), which Muon needs"
-        raise ConfigError(refusal("captured step", optimizer.plan.choice.name, rule, remedy))
+        name, rule = optimizer.plan.choice.name, "leave no decision to the CPU"
+        raise ConfigError(refusal("captured step", name, rule, f"Call optimizer.step(), which {name} needs"))
     if not optimizer.defers_check:
         scale, name = type(optimizer.loss_scale).__name__, optimizer.plan.choice.name
         rule = "leave no decision to the CPU"
