@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
-from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, name_of, no_collection, some_of
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection, some_of
 from megatron_distopt.checkpoint.owned_state import owned_by_name, take_owned
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
@@ -187,11 +187,11 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 def _fill_owned(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     """Gives the owners of whole params what they keep, or lets them begin anew."""
     found: dict[str, list[tuple[str, Tensor]]] = {}
-    for read, tensor in state.read(replace(plan, reads=plan.owned)):
-        found.setdefault(model.canonical(name_of(read.key)), []).append((read.key, tensor))
+    for read, tensor in state.read(replace(plan, reads=tuple(plan.owned))):
+        found.setdefault(plan.owned[read], []).append((read.key, tensor))
     for share in model.shares:
         for name, (owned, options) in owned_by_name(share).items():
-            take_owned(owned, options, found.get(model.canonical(name), ()), state.where)
+            take_owned(owned, options, found.get(name, ()), state.where)
 
 
 def _say_anew(names: Sequence[str], where: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,14 +118,14 @@ class LoadPlan:
         reads: in the order of files and of the bytes in them.
         groups: of the run, as far as the checkpoint has something for them.
         anew: names of params of this rank whose state begins anew, see [Note: another kind of optimizer].
-        owned: what owners of whole params read; without targets.
+        owned: what owners of whole params read, without targets, in the order of `reads`; each with the param's name.
     """
 
     manifest: Manifest
     reads: tuple[Read, ...]
     groups: tuple[GroupMatch, ...]
     anew: tuple[str, ...] = ()
-    owned: tuple[Read, ...] = ()
+    owned: Mapping[Read, str] = field(default_factory=dict)
 
 
 def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
@@ -149,22 +149,22 @@ def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
         Read(key, chunk, getattr(torch, manifest.tensors[key].dtype), tuple(found))
         for (key, chunk), found in targets.items()
     ]
-    owned = [read for share in model.shares for read in _owned_reads(share, saved)]
-    return LoadPlan(manifest, _in_order(reads), groups, saved.anew, _in_order(owned))
+    owned = {read: name for share in model.shares for name, read in _owned_reads(share, saved)}
+    return LoadPlan(manifest, _in_order(reads), groups, saved.anew, {read: owned[read] for read in _in_order(owned)})
 
 
 def _in_order(reads: Iterable[Read]) -> tuple[Read, ...]:
     return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
 
 
-def _owned_reads(share: Share, saved: _SavedByName) -> Iterator[Read]:
-    """What this rank reads of params that it owns whole."""
+def _owned_reads(share: Share, saved: _SavedByName) -> Iterator[tuple[str, Read]]:
+    """What this rank reads of params that it owns whole, with their names in the whole model."""
     mine = owned_by_name(share)
     for placement in share.placements.values():
         for key in saved.owned_of(placement) if placement.name in mine else ():
             record = saved.manifest.tensors[key]
             for chunk in record.chunks:
-                yield Read(key, chunk, getattr(torch, record.dtype), ())
+                yield placement.name, Read(key, chunk, getattr(torch, record.dtype), ())
 
 
 def check_names(manifest: Manifest, where: str, model: WholeModel, wanted: Iterable[str]) -> None:

@@ -21,7 +21,6 @@ from megatron_distopt.optimizer import (
     IMPLEMENTATION,
     FlatParam,
     ShardedOptimizer,
-    WholeParams,
     bring_into_form,
     moments_of,
     owned_params,
@@ -57,7 +56,7 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         "param_groups": [_without_implementation(group) for group in optimizer.inner.param_groups],
         "loss_scale": optimizer.loss_scale.state_dict(),
         "param_shards": shards,
-        "owned": {name: owned.split() for name, owned in owned_params(optimizer.inner)},
+        "owned": {name: owned.split() for name, owned, _ in owned_params(optimizer.inner)},
     }
 
 
@@ -76,7 +75,7 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
         raise CheckpointError(refusal("optimizer state", f"without {missing}", "be whole", remedy))
     _check_inner(optimizer, state)
     _check_shards(optimizer, state["param_shards"])
-    owned = {name for name, _ in owned_params(optimizer.inner)}
+    owned = {name for name, *_ in owned_params(optimizer.inner)}
     if owned != set(state.get("owned", ())):
         rule, remedy = "hold exactly what this rank owns", "Load each rank's own state, saved with the same buckets"
         raise CheckpointError(refusal("owned params in the state", sorted(state.get("owned", ())), rule, remedy))
@@ -102,11 +101,9 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for flat in optimizer.flat_params:
         _load_flat(optimizer, flat, state["param_shards"])
         flat.write_model()
-    if isinstance(optimizer.inner, WholeParams):
-        for name, owned in owned_params(optimizer.inner):
-            description, tensors = state["owned"][name]
-            copies = {key: tensor.clone() for key, tensor in tensors.items()}
-            owned.join(description, copies, optimizer.inner.options_of(name))
+    for name, owned, options in owned_params(optimizer.inner):
+        description, tensors = state["owned"][name]
+        owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
     optimizer.forget_deferred_check()
 
 

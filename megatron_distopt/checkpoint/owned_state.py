@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import key_of, kind_of
 from megatron_distopt.checkpoint.whole_model import Share
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import OwnedParam, WholeParams, owned_params
+from megatron_distopt.optimizer import OwnedParam, owned_params
 
 __all__ = ["is_owned", "owned_by_name", "owned_tensors", "take_owned"]
 
@@ -34,7 +34,7 @@ def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: the inner optimizer keeps something that fits into no file.
     """
-    for name, owned in owned_params(share.optimizer.inner):
+    for name, owned, _ in owned_params(share.optimizer.inner):
         if share.writes(name) and owned.has_state:
             description, tensors = owned.split()
             text = json.dumps(description).encode()
@@ -49,10 +49,8 @@ def _key(share: Share, place: str, name: str) -> str:
 
 def owned_by_name(share: Share) -> dict[str, tuple[OwnedParam, Mapping[str, Any]]]:
     """By the name in the whole model: what this rank owns whole of one optimizer, with the options of its group."""
-    inner = share.optimizer.inner
-    if not isinstance(inner, WholeParams):
-        return {}
-    return {share.placements[name].name: (owned, inner.options_of(name)) for name, owned in owned_params(inner)}
+    found = owned_params(share.optimizer.inner)
+    return {share.placements[name].name: (owned, options) for name, owned, options in found}
 
 
 def take_owned(

@@ -180,6 +180,7 @@ def _shape_to_try(params: TrainedParams) -> tuple[int, ...]:
     return (2,) * max((len(shape) for shape in params.shapes.values()), default=1)
 
 
-def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam]]:
-    """What this rank updates as whole params, by name; nothing with other inner optimizers."""
-    return iter(inner.owned.items() if isinstance(inner, WholeParams) else ())
+def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam, dict[str, Any]]]:
+    """What this rank updates as whole params: name, param and its param group; nothing with other inner optimizers."""
+    if isinstance(inner, WholeParams):
+        yield from ((name, owned, inner.options_of(name)) for name, owned in inner.owned.items())
