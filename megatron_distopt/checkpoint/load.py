@@ -197,7 +197,7 @@ def _fill_owned(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 def _say_anew(names: Sequence[str], where: str) -> None:
     """See [Note: another kind of optimizer] in load_plan.py."""
     if names:
-        text = "optimizers of different kinds share no state: that of %s in %s begins anew"
+        text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"
         _log.warning(text, some_of(names), where)
 
 

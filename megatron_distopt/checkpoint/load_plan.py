@@ -3,7 +3,8 @@
 [Note: another kind of optimizer] A param that Muon updates and another optimizer has updated, or the other way round,
 keeps its main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each
 needs an lr of its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
-The same holds for optimizers that update whole params, each of which keeps what no other one understands.
+The same holds for optimizers that update whole params, each of which keeps what no other one understands and nobody
+else can cut: the state of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of, name_of, some_of
-from megatron_distopt.checkpoint.owned_state import is_owned, owned_by_name
+from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.errors import CheckpointError, refusal
@@ -230,13 +231,22 @@ class _SavedByName:
         record = self._group_of.get(name)
         if record is not None and record.options and is_muons_group(record.options) != is_muons_group(current):
             return True
-        if optimizer.plan.choice.updates_whole_params:
-            return class_of(self.manifest.inner) != class_of(optimizer.plan.choice.name)
-        return bool(self._owned.get(name))
+        if not optimizer.plan.choice.updates_whole_params:
+            return bool(self._owned.get(name))
+        is_same_class = class_of(self.manifest.inner) == class_of(optimizer.plan.choice.name)
+        return not is_same_class or not self._is_cut_alike(name, placement)
+
+    def _is_cut_alike(self, name: str, placement: Placement) -> bool:
+        """Whether what owners saved of a param is for a part like that of this rank; also where they saved nothing."""
+        kept, main = self._owned.get(name, []), self.manifest.tensors.get(key_of(MAIN, name))
+        has_shape = main is None or main.shape == placement.global_shape
+        return not kept or (has_shape and any(is_owned_part(key, placement) for key in kept))
 
     def owned_of(self, placement: Placement) -> Sequence[str]:
         """The keys of what the owner of a whole param has saved; empty where the state of the param begins anew."""
-        return () if self.begins_anew(placement) else self._owned[self.name_of(placement)]
+        if self.begins_anew(placement):
+            return ()
+        return [key for key in self._owned[self.name_of(placement)] if is_owned_part(key, placement)]
 
     @property
     def anew(self) -> tuple[str, ...]:

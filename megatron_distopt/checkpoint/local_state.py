@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.owned_state import check_local_owned, local_owned, take_local_owned
 from megatron_distopt.checkpoint.whole_model import shards_of
 from megatron_distopt.config import LOW_PRECISION
 from megatron_distopt.errors import CheckpointError, refusal
@@ -23,7 +24,6 @@ from megatron_distopt.optimizer import (
     ShardedOptimizer,
     bring_into_form,
     moments_of,
-    owned_params,
     plain,
 )
 
@@ -56,7 +56,7 @@ def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         "param_groups": [_without_implementation(group) for group in optimizer.inner.param_groups],
         "loss_scale": optimizer.loss_scale.state_dict(),
         "param_shards": shards,
-        "owned": {name: owned.split() for name, owned, _ in owned_params(optimizer.inner)},
+        "owned": local_owned(optimizer),
     }
 
 
@@ -75,10 +75,7 @@ def check_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any]
         raise CheckpointError(refusal("optimizer state", f"without {missing}", "be whole", remedy))
     _check_inner(optimizer, state)
     _check_shards(optimizer, state["param_shards"])
-    owned = {name for name, *_ in owned_params(optimizer.inner)}
-    if owned != set(state.get("owned", ())):
-        rule, remedy = "hold exactly what this rank owns", "Load each rank's own state, saved with the same buckets"
-        raise CheckpointError(refusal("owned params in the state", sorted(state.get("owned", ())), rule, remedy))
+    check_local_owned(optimizer, state.get("owned", {}))
     ours, theirs = set(optimizer.loss_scale.state_dict()), set(state["loss_scale"])
     if ours != theirs:
         rule, remedy = f"hold {sorted(ours)}", "Use the loss_scale option of the saved run"
@@ -101,9 +98,7 @@ def load_local_state_dict(optimizer: ShardedOptimizer, state: Mapping[str, Any])
     for flat in optimizer.flat_params:
         _load_flat(optimizer, flat, state["param_shards"])
         flat.write_model()
-    for name, owned, options in owned_params(optimizer.inner):
-        description, tensors = state["owned"][name]
-        owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
+    take_local_owned(optimizer, state.get("owned", {}))
     optimizer.forget_deferred_check()
 
 

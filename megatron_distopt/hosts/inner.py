@@ -50,10 +50,24 @@ def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
-def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours)."""
+#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a group has no value of
+#: its own, the class gets that of the config as far as it can take it.
+_IN_OTHER_FORMS = ("betas", "eps", "momentum")
+
+
+def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list[dict[str, Any]]:
+    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours).
+
+    Args:
+        optimizer: of the host.
+        is_for_other_class: whether the groups are for a class that a user named, and not for another implementation.
+    """
     added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
-    return [{key: value for key, value in group.items() if key not in added} for group in optimizer.param_groups]
+    usual = {key: optimizer.defaults.get(key) for key in _IN_OTHER_FORMS if is_for_other_class}
+    return [
+        {key: value for key, value in group.items() if key not in added and not (key in usual and value == usual[key])}
+        for group in optimizer.param_groups
+    ]
 
 
 #: Options of a class that say how it computes, and not what.

@@ -16,9 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support.fork_worlds import ForkInWorlds, raised
+from tests.support.fork_worlds import ForkInWorlds, distance, mains, raised
 from tests.support.mini_fork import TrainingRun
 from tests.support.spawn import run_ranks
 from tests.support.whole_muon import Fused, Reference, WholeMuon, name_params
@@ -118,10 +117,6 @@ def _whole(fork: ForkInWorlds, case: Case) -> Iterator[None]:
         yield
 
 
-def _distance(one: TrainingRun, other: TrainingRun) -> float:
-    return max(float((one.params[name].double() - other.params[name].double()).abs().max()) for name in one.params)
-
-
 def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: every case with the reference and with ours; the cases of a world one after the other."""
     fork, found = ForkInWorlds("gathered", rank, folder, ranks=size), dict[str, Any]()
@@ -135,11 +130,11 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
                 of_fork[name] = fork.train(*EXACT, *case.words.split(), ours=False)
         for name, case in here.items():
             ours = fork.train(*EXACT, *case.words.split(), *OURS, *case.own.split())
-            found[name] = _distance(ours, of_fork[name]), [each.loss for each in ours.iterations]
+            found[name] = distance(ours, of_fork[name]), [each.loss for each in ours.iterations]
     fork.leaves()
     found["learns"] = [each.loss for each in fork.train(*LEARNS, *OURS).iterations]
     found["distributed"] = _distributed(fork)
-    found["resumed"] = _resumed(fork, folder)
+    found["resumed"] = fork.resumed(folder, *EXACT, "--bf16", *OURS)
     found["crossed"] = _crossed(fork, folder)
     found["refused"] = _refused(fork)
     return found
@@ -150,24 +145,7 @@ def _distributed(fork: ForkInWorlds) -> tuple[float, float]:
     words = (*EXACT, *DISTRIBUTED.words.split(), *OURS)
     start = fork.train(*words, "--lr", "0")
     whole, summed = fork.train(*words), fork.train(*words, *DISTRIBUTED.own.split())
-    return _distance(whole, summed), _distance(whole, start)
-
-
-def _resumed(fork: ForkInWorlds, folder: str) -> dict[str, tuple[Any, int]]:
-    """By the number of ranks that resume what two have saved: all that a rank has of the params, and the iterations
-    that it logged."""
-    words = (*EXACT, "--bf16", "--global-batch-size", "12", "--micro-batch-size", "1", *OURS)
-    # See [Note: same arithmetic] in test_megatron_2023_reshard.py.
-    scale_of = {ranks: ("--loss-scale", str(12 // ranks)) for ranks in (1, 2, 3)}
-    saved, runs = f"{folder}/saved", {}
-    if fork.enters(2):
-        runs["whole"] = fork.train(*words, *scale_of[2])
-        fork.train(*words, *scale_of[2], "--train-iters", "3", "--lr-decay-iters", "5", "--save", saved)
-    for ranks in (1, 2, 3):
-        if fork.enters(ranks):
-            runs[str(ranks)] = fork.train(*words, *scale_of[ranks], "--load", saved)
-    fork.leaves()
-    return {name: (dict(run.params), len(run.iterations)) for name, run in runs.items()}
+    return distance(whole, summed), distance(whole, start)
 
 
 @dataclass(frozen=True)
@@ -195,21 +173,12 @@ def _crossed(fork: ForkInWorlds, folder: str) -> dict[str, Crossed]:
             before = fork.train(*words, *saves, "--save", saved)
             loaded = fork.train(*words, *loads, "--load", saved)  # all iterations are done
             after = fork.train(*words, *loads, "--load", saved, "--train-iters", "8")
-            mains = [_mains(run) for run in (before, loaded)]
-            equal = all(torch.equal(mains[0][key], mains[1][key]) for key in mains[0])
+            held = [mains(run) for run in (before, loaded)]
+            equal = all(torch.equal(held[0][key], held[1][key]) for key in held[0])
             learns = not after.iterations or all(each.loss < 6 for each in after.iterations)
-            found[name] = Crossed(equal and mains[0].keys() == mains[1].keys(), _moments(loaded), learns)
+            found[name] = Crossed(equal and held[0].keys() == held[1].keys(), _moments(loaded), learns)
     fork.leaves()
     return found
-
-
-def _mains(run: TrainingRun) -> dict[tuple[str, int], Tensor]:
-    """Elements of main params that this rank owns, by name and place, without regard to how they are grouped."""
-    return {
-        (shard.name, shard.in_param.start): flat.cut(flat.main, shard).detach().clone()
-        for flat in run.optimizer.sharded.flat_params
-        for shard in flat.plan.shards
-    }
 
 
 def _moments(run: TrainingRun) -> dict[str, set[str]]:
@@ -232,7 +201,7 @@ def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     adams = (*EXACT, "--bf16", *OURS[:1], *OURS[3:])
     fork.train(*adams, "--save", f"{folder}/adam")
     return {
-        "distance": _distance(whole, resumed),
+        "distance": distance(whole, resumed),
         "logged": len(resumed.iterations),
         "from Adam": raised(lambda: fork.train(*words, "--load", f"{folder}/adam")),
     }

@@ -77,6 +77,43 @@ class ForkInWorlds:
         with contextlib.redirect_stdout(io.StringIO()):
             return self.fork.train(*words, ours=ours)
 
+    def resumed(self, folder: str, *words: str) -> dict[str, tuple[dict[str, Tensor], int]]:
+        """Collective: five iterations of two ranks, and the last two of them on 1, 2 and 3 ranks that load a save.
+
+        Args:
+            folder: of the save, that all ranks share.
+            words: of all trainings.
+
+        Returns:
+            By "whole" or the number of ranks that resume: this rank's params, and the iterations that it logged.
+        """
+        words = (*words, "--train-iters", "5", "--global-batch-size", "12", "--micro-batch-size", "1")
+        # See [Note: same arithmetic] in test_megatron_2023_reshard.py.
+        scale_of = {ranks: ("--loss-scale", str(12 // ranks)) for ranks in (1, 2, 3)}
+        saved, runs = f"{folder}/saved", dict[str, TrainingRun]()
+        if self.enters(2):
+            runs["whole"] = self.train(*words, *scale_of[2])
+            self.train(*words, *scale_of[2], "--train-iters", "3", "--lr-decay-iters", "5", "--save", saved)
+        for ranks in (1, 2, 3):
+            if self.enters(ranks):
+                runs[str(ranks)] = self.train(*words, *scale_of[ranks], "--load", saved)
+        self.leaves()
+        return {name: (dict(run.params), len(run.iterations)) for name, run in runs.items()}
+
+
+def distance(one: TrainingRun, other: TrainingRun) -> float:
+    """The largest difference of any element of the params of this rank."""
+    return max(float((one.params[name].double() - other.params[name].double()).abs().max()) for name in one.params)
+
+
+def mains(run: TrainingRun) -> dict[tuple[str, int], Tensor]:
+    """Elements of main params that this rank owns, by name and place, without regard to how they are grouped."""
+    return {
+        (shard.name, shard.in_param.start): flat.cut(flat.main, shard).detach().clone()
+        for flat in run.optimizer.sharded.flat_params
+        for shard in flat.plan.shards
+    }
+
 
 def held(run: TrainingRun) -> dict[str, Any]:
     """Copies of all that training goes on from, of an optimizer of ours."""

@@ -27,8 +27,8 @@ from megatron_distopt.hosts.megatron_2023.state import (
     check_head,
     check_plain,
     check_state_per_rank,
-    crosses_muon,
     group_dicts,
+    is_of_other_kind,
     load_groups,
     load_loss_scale,
     load_plain,
@@ -39,6 +39,7 @@ from megatron_distopt.hosts.megatron_2023.state import (
 from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.whole_params import head_entry
 from megatron_distopt.optimizer import is_muons_group
 
 __all__ = ["CheckpointCalls", "whole_model_of"]
@@ -72,7 +73,8 @@ class CheckpointCalls:
         self._optimizer.finish_param_gather()
         if not self._optimizer.gathers_state:
             return state_per_rank(self._optimizer)
-        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer)}}
+        named = head_entry(self._optimizer.sharded.plan.choice)
+        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer), **named}}
         if self._optimizer.grad_scaler is not None:
             state["grad_scaler"] = self._optimizer.grad_scaler.state_dict()
         return state
@@ -115,7 +117,7 @@ class CheckpointCalls:
 
     def _load_head(self, state_dict: Mapping[str, Any]) -> None:
         self._take_back = _undo_of(self._optimizer)
-        if not crosses_muon(self._optimizer, state_dict):
+        if not is_of_other_kind(self._optimizer, state_dict):
             load_groups(self._optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         load_loss_scale(self._optimizer, state_dict)
         self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
@@ -168,14 +170,16 @@ class CheckpointCalls:
         if found[0]:
             load_checkpoint(folder, whole_model_of(self._optimizer), self._everyone)
         elif found[1]:
-            self._check_no_muon(filename)
+            self._check_adams(filename)
             load_gathered(self._optimizer, filename, self._head_step)
         else:
             raise not_found(folder, filename)
 
-    def _check_no_muon(self, filename: str) -> None:
-        if any(map(is_muons_group, self._optimizer.param_groups)):
-            got, rule = "the moments of Adam alone", "hold the momentum of Muon"
+    def _check_adams(self, filename: str) -> None:
+        choice = self._optimizer.sharded.plan.choice
+        if choice.updates_whole_params or any(map(is_muons_group, self._optimizer.param_groups)):
+            name = choice.name if choice.updates_whole_params else "Muon"
+            got, rule = "the moments of Adam alone", f"hold the state of {name}"
             remedy = "Convert it with megatron-distopt convert --to distopt, or write --no-load-optim"
             raise CheckpointError(refusal(f"optimizer file {filename}", got, rule, remedy))
 

@@ -18,9 +18,16 @@ from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
-from megatron_distopt.optimizer import InnerChoice, adopt_instance, check_devices, choose_inner, find_accelerator
+from megatron_distopt.optimizer import (
+    InnerChoice,
+    TrainedParams,
+    adopt_instance,
+    check_devices,
+    choose_inner,
+    find_accelerator,
+)
 
-__all__ = ["Inner", "check_model", "choose_for", "merge_config", "with_host_state"]
+__all__ = ["Inner", "check_format", "check_model", "choose_for", "merge_config", "with_host_state"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,9 @@ def with_host_state(config: DistOptConfig, args: object, device_type: str) -> Di
     return dataclasses.replace(config, offload_fraction=1.0)
 
 
-def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type: str) -> Inner:
+def choose_for(
+    base: Optimizer, config: DistOptConfig, args: object, device_type: str, params: TrainedParams | None = None
+) -> Inner:
     """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
 
     Args:
@@ -87,10 +96,11 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
         config: merged.
         args: of the fork; --ds-fused-adam and --cpu-optimizer name an implementation.
         device_type: of the params.
+        params: that it is for; needed by a class that updates whole params.
 
     Raises:
-        ConfigError: an implementation that was asked for cannot be had, or has not what the fork's has, or one that is
-            not element-wise.
+        ConfigError: an implementation that was asked for cannot be had, or has not what the fork's has, or updates
+            neither elements nor params by themselves.
     """
     named, unserved = _as_named_by_host(config, args), _unserved(base)
     is_asked_for = "optimizer" in config.explicit or named.adam != "auto"
@@ -103,7 +113,10 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
             )
             raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
         if "optimizer" in config.explicit or is_adam(base):
-            return Inner(choose_inner(_with_decay_of(base, named), device_type), groups_of(base), base.param_groups)
+            chosen = choose_inner(_with_decay_of(base, named), device_type, params)
+            _check_files(chosen, config)
+            groups = groups_of(base, is_for_other_class=chosen.updates_whole_params)
+            return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
         if is_sgd(base):
             return Inner(
                 choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type),
@@ -114,7 +127,29 @@ def choose_for(base: Optimizer, config: DistOptConfig, args: object, device_type
         rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
         remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
         raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
-    return Inner(adopt_instance(base), base.param_groups, base.param_groups)
+    chosen = adopt_instance(base, params, config)
+    _check_files(chosen, config)
+    return Inner(chosen, base.param_groups, base.param_groups)
+
+
+def _check_files(chosen: InnerChoice, config: DistOptConfig) -> None:
+    if chosen.updates_whole_params:
+        check_format(config, chosen.name)
+
+
+def check_format(config: DistOptConfig, name: str) -> None:
+    """Checks that the state of an optimizer goes into our own files.
+
+    Args:
+        config: merged.
+        name: of the optimizer.
+
+    Raises:
+        ConfigError
+    """
+    if config.checkpoint_format != "distopt":
+        got, rule = f"{config.checkpoint_format} with {name}", "be distopt, because a fork's file has Adam's moments"
+        raise ConfigError(refusal("checkpoint_format", got, rule, "Drop --distopt-checkpoint-format"))
 
 
 def _unserved(base: Optimizer) -> dict[str, Any]:

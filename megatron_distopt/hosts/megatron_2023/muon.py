@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
-from megatron_distopt.hosts.megatron_2023.config import Inner, choose_for
+from megatron_distopt.hosts.megatron_2023.config import Inner, check_format, choose_for
 from megatron_distopt.hosts.megatron_2023.facts import has_gates
 from megatron_distopt.hosts.muon import (
     check_is_adam,
@@ -65,9 +64,7 @@ def choose_muon_for(
         LayoutError: a param that the fork marked has not two dimensions.
     """
     check_is_adam(base)
-    if config.checkpoint_format != "distopt":
-        got, rule = f"{config.checkpoint_format} with Muon", "be distopt, because a fork's file has Adam's moments"
-        raise ConfigError(refusal("checkpoint_format", got, rule, "Drop --distopt-checkpoint-format"))
+    check_format(config, "Muon")
     name_of = {param: name for name, param in named.items()}
     options = options_from(config)
     groups = with_muon_groups(groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), options)

@@ -34,6 +34,7 @@ from megatron_distopt.hosts.megatron_2023.resplit import (
     shards_of,
     to_files,
 )
+from megatron_distopt.hosts.whole_params import check_own_entry, is_of_other_class, own_entry, take_own_entry
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer import FlatParam, count_updates, is_muons_group, restore, restore_group
 
@@ -43,9 +44,9 @@ __all__ = [
     "check_plain",
     "check_state_per_rank",
     "check_step",
-    "crosses_muon",
     "group_dicts",
     "install_state",
+    "is_of_other_kind",
     "load_groups",
     "load_loss_scale",
     "load_plain",
@@ -104,7 +105,7 @@ def state_per_rank(optimizer: BuiltOptimizer) -> dict[str, Any]:
     state = rank_entry(groups, mains, {name: _state_of(optimizer, values[name], facts) for name in names})
     if optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
-    return state
+    return {**state, **own_entry(optimizer.sharded)}
 
 
 def _state_of(optimizer: BuiltOptimizer, values: Mapping[str, Tensor], facts: Facts) -> dict[str, Any]:
@@ -137,15 +138,17 @@ def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
         rule = "be that of a distributed optimizer with a gathered file"
         raise CheckpointError(refusal("optimizer state", got, rule, _REMEDY))
-    if not crosses_muon(optimizer, state):
+    if not is_of_other_kind(optimizer, state):
         check_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
 
 
-def crosses_muon(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
-    """Whether one of the run and the state has Muon and the other has not, so that their param groups are others.
+def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether one of the run and the state has Muon or a class of whole params, so that their param groups are others.
 
-    See [Note: to and from Muon] in checkpoint/load_plan.py.
+    See [Note: another kind of optimizer] in checkpoint/load_plan.py.
     """
+    if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
+        return True
     both = (optimizer.param_groups, state["optimizer"]["param_groups"])
     ours, saved = (any(map(is_muons_group, groups)) for groups in both)
     return ours != saved
@@ -267,6 +270,7 @@ def check_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError
     """
+    check_own_entry(optimizer.sharded, entry)
     _check(optimizer, plain_state(entry, _OF_OTHER_MODEL), _whole_params(optimizer))
 
 
@@ -297,6 +301,7 @@ def check_state_per_rank(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) ->
     missing = missing_in(entry)
     if missing:
         raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
+    check_own_entry(optimizer.sharded, entry)
     _check(optimizer, rank_state(entry, _OF_OTHER_RANKS), _own_shards(optimizer))
 
 
@@ -313,6 +318,7 @@ def load_state_per_rank(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> 
     facts = agree(optimizer, Facts(_keys_in(optimizer, values), _step_in(optimizer, state), groups))
     _load_groups_and_scale(optimizer, facts.groups, entry)
     install_state(optimizer, from_files(optimizer, values, facts), facts.step)
+    take_own_entry(optimizer.sharded, entry)
 
 
 def _whole_params(optimizer: BuiltOptimizer) -> _Expected:

@@ -1,0 +1,67 @@
+"""Optimizers that update whole params in a Megatron of any generation: what goes into its own files, and what cannot.
+
+Where tensor-parallel ranks share a weight, each updates its part for a param of its own: so does the class in the
+host's optimizer without sharding, which knows of no other ranks.
+
+[Note: heads of other classes] A host keeps param groups in a file of its own, the head, and reads them before the
+tensors. Numbers of the same name are not the same in two classes: `eps` of Adafactor is a pair. So the head names a
+class that updates whole params, and a run with another optimizer leaves these groups alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_distopt.checkpoint.load_plan import class_of
+from megatron_distopt.checkpoint.owned_state import check_local_owned, local_owned, take_local_owned
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.hosts.naming import FROM_WEIGHTS
+from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer
+
+__all__ = ["check_own_entry", "head_entry", "is_of_other_class", "own_entry", "take_own_entry"]
+
+_CLASS = "updates_whole_params"
+#: In a rank's own state.
+_ENTRY, _OWNED = "whole_params", "owned"
+
+
+def head_entry(choice: InnerChoice) -> dict[str, str]:
+    """What the head says beside param groups; nothing for classes whose groups have the keys of Adam's."""
+    return {_CLASS: class_of(choice.name)} if choice.updates_whole_params else {}
+
+
+def is_of_other_class(choice: InnerChoice, head: Mapping[str, Any]) -> bool:
+    """Whether param groups of a head mean something else here, see [Note: heads of other classes]."""
+    return head.get(_CLASS) != head_entry(choice).get(_CLASS)
+
+
+def own_entry(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """What owners keep, for a state of this rank alone; tensors have memory of their own. Empty with other classes."""
+    if not optimizer.plan.choice.updates_whole_params:
+        return {}
+    owned = {
+        name: (about, {key: tensor.clone() for key, tensor in tensors.items()})
+        for name, (about, tensors) in local_owned(optimizer).items()
+    }
+    return {_ENTRY: {**head_entry(optimizer.plan.choice), _OWNED: owned}}
+
+
+def check_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+    """Checks that a state of one rank is of the class of the run, as far as one of them updates whole params.
+
+    Raises:
+        CheckpointError
+    """
+    choice, entry = optimizer.plan.choice, state.get(_ENTRY, {})
+    if is_of_other_class(choice, entry):
+        got, rule = f"of {entry.get(_CLASS, 'a class that does not update whole params')}", f"be of {choice.name}"
+        raise CheckpointError(refusal("optimizer state", got, rule, f"Resume with its optimizer, or {FROM_WEIGHTS}"))
+    if entry:
+        check_local_owned(optimizer, entry[_OWNED])
+
+
+def take_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+    """Gives owners their state back; after `check_own_entry`."""
+    if _ENTRY in state:
+        take_local_owned(optimizer, state[_ENTRY][_OWNED])
