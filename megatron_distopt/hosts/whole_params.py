@@ -10,20 +10,33 @@ class that updates whole params, and a run with another optimizer leaves these g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.nn import Parameter
 
 from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.owned_state import check_local_owned, local_owned, take_local_owned
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.naming import FROM_WEIGHTS
-from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer
+from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, TrainedParams
 
-__all__ = ["check_own_entry", "head_entry", "is_of_other_class", "own_entry", "take_own_entry"]
+__all__ = ["check_own_entry", "head_entry", "is_of_other_class", "own_entry", "take_own_entry", "trained_params"]
 
 _CLASS = "updates_whole_params"
 #: In a rank's own state.
 _ENTRY, _OWNED = "whole_params", "owned"
+
+
+def trained_params(named: Mapping[str, Parameter], group_of: Callable[[str], Group]) -> TrainedParams:
+    """What an optimizer of whole params has to know of the params of this rank.
+
+    Args:
+        named: params that are updated, by name.
+        group_of: from a name to the ranks over which the param is sharded.
+    """
+    return TrainedParams({name: tuple(param.shape) for name, param in named.items()}, group_of)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

@@ -7,21 +7,21 @@ that their sums over ranks are exact, and nothing is clipped.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_distopt.checkpoint.source import open_checkpoint
 from megatron_distopt.layout import Box
 from tests.support.cases import Case, Curve
 from tests.support.core_version import core_mentions
+from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, TIED, distance, exact_training, train_exactly
 from tests.support.spawn import run_ranks
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam
 
@@ -57,13 +57,8 @@ class Both:
     layer_wise: bool = False
 
 
-EXACT = Case("distopt", steps=3, clip_grad=1e9, lr=0.01)
-BF16 = EXACT.of(precision="bf16")
-OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
-PLAIN: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None}
-TIED = not core_mentions(
-    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
-)
+ADAM = {"ADAM": "torch_foreach"}
+_training = partial(exact_training, **ADAM)
 OTHER = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
 OURS = {
     "fp32 dp2": Both(EXACT.of(dp=2)),
@@ -137,39 +132,6 @@ CASES = OURS | (HOSTS if HAS_MUON else {}) | (LAYER_WISE if HAS_LAYER_WISE else 
 
 
 @contextlib.contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    with mock.patch.dict(os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()}):
-        yield
-
-
-def _on_a_grid(original: Any) -> Any:
-    """Gradients as multiples of 2**-12, of which fp32 holds every sum that these models have."""
-
-    def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for bucket in group.buckets:
-            bucket.grad_data.mul_(2.0**12).round_().div_(2.0**12)
-        return original(group, *args, **kwargs)
-
-    return start
-
-
-@contextlib.contextmanager
-def _exact_sums() -> Iterator[None]:
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    start = _on_a_grid(_ParamAndGradBucketGroup.start_grad_sync)
-    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", start):
-        yield
-
-
-def _train(case: Case, options: dict[str, str] | None = None) -> Curve:
-    from tests.support import gpt
-
-    with _variables({"ADAM": "torch_foreach", **({} if options is None else options)}), _exact_sums():
-        return gpt.train(case)
-
-
-@contextlib.contextmanager
 def _layer_wise_buffers(is_on: bool) -> Iterator[None]:
     """As `wrap_model_chunks_with_ddp` of megatron.training wraps a chunk."""
     from tests.support import gpt
@@ -193,18 +155,13 @@ def _layer_wise_buffers(is_on: bool) -> Iterator[None]:
 
 
 def _ours(both: Both) -> Curve:
-    return _train(
-        both.case, both.options if both.case.optimizer_name == "muon" else {"OPTIMIZER": "muon", **both.options}
-    )
+    chosen = {} if both.case.optimizer_name == "muon" else {"OPTIMIZER": "muon"}
+    return train_exactly(both.case, **ADAM, **chosen, **both.options)
 
 
 def _whole(both: Both) -> Curve:
     with in_place_of_adam(both.reference):
-        return _train(both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN))
-
-
-def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
+        return train_exactly(both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN))
 
 
 def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -213,7 +170,7 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     for name, both in CASES.items():
         if both.case.ranks == size:
             whole, ours = _whole(both), _ours(both)
-            found[name] = _distance(ours.params, whole.params), ours.losses, whole.losses
+            found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
     if size == 2:
         found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": _refused()}
     return found
@@ -222,18 +179,6 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
 SAVED = BF16.of(dp=2)
 #: How it goes on; tensor-parallel ranks have the global batch in as many microbatches.
 AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=4)}
-
-
-@contextlib.contextmanager
-def _training(case: Case, **options: str) -> Iterator[Any]:
-    from tests.support import gpt
-
-    with (
-        _variables({"ADAM": "torch_foreach", **options}),
-        _exact_sums(),
-        contextlib.closing(gpt.Training(case)) as training,
-    ):
-        yield training
 
 
 def _resumed(folder: str) -> dict[str, Any]:
@@ -263,7 +208,7 @@ def _crossed(folder: str) -> dict[str, Any]:
             params = training.params()
         with _training(SAVED, **loads) as training:
             training.optimizer.load(f"{folder}/{name}")
-            same = _distance(training.params(), params) == 0.0
+            same = distance(training.params(), params) == 0.0
             training.steps_taken = 1
             found[name] = same, [training.step().loss for _ in range(3)]
     return found
@@ -315,8 +260,8 @@ def found(folder: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_training_when_muon_is_sharded_then_it_is_that_of_whole_matrices(name: str, found: dict[str, Any]) -> None:
     assert len(found[name]) == CASES[name].case.ranks
-    for distance, ours, whole in found[name]:
-        assert distance == 0.0, f"{distance}, losses {ours}, and {whole}"
+    for apart, ours, whole in found[name]:
+        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
         assert ours == whole
         assert ours[-1] != ours[0]
 

@@ -35,8 +35,9 @@ from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_2023.groups import dense_group
 from megatron_distopt.hosts.megatron_2023.muon import choose_muon_for
 from megatron_distopt.hosts.muon import MUON
+from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.optimizer import InnerChoice, StepPlan, TrainedParams, check_deterministic, check_offload
+from megatron_distopt.optimizer import InnerChoice, StepPlan, check_deterministic, check_offload
 
 __all__ = ["OverlapPlan", "Request", "Start", "num_microbatches_of", "plan_start"]
 
@@ -176,9 +177,8 @@ def _choose(
     buffers: Sequence[BufferPlan],
 ) -> Inner:
     if config.optimizer != MUON:
-        shapes = {name: tuple(param.shape) for name, param in named.items()}
         group_of = {name: plan.group for plan in buffers for name in plan.params}
-        return choose_for(base, config, args, device.type, TrainedParams(shapes, group_of.__getitem__))
+        return choose_for(base, config, args, device.type, trained_params(named, group_of.__getitem__))
     return choose_muon_for(base, config, args, named, buffers, device.type)
 
 

@@ -82,6 +82,6 @@ def _check(options: DistOptConfig, call: Mapping[str, Any]) -> Merged:
     check_class()
     check_parallel_state(call.get("pg_collection"))
     merged = merge_config(config_from_environment(os.environ, options), call["config"])
-    check_model(call["model_chunks"], merged)
-    check_script_can_save(sys.modules.get("megatron.training.global_vars"))
+    choice = check_model(call["model_chunks"], merged)
+    check_script_can_save(sys.modules.get("megatron.training.global_vars"), choice)
     return merged

@@ -6,17 +6,18 @@ using it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 from megatron_distopt.optimizer import FlatParam
 
-__all__ = ["adopt_buffer", "check_buffers_stay", "check_layout", "check_params_are_in"]
+__all__ = ["adopt_buffer", "check_buffers_stay", "check_layout", "check_params_are_in", "groups_by_name"]
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
@@ -28,6 +29,17 @@ def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer
     """
     group = buffer.data_parallel_group
     return ShardedBuffer(_layout_of(buffer, name_of, group.size()), group.rank(), buffer.grad_data, buffer.param_data)
+
+
+def groups_by_name(named: Mapping[str, Parameter], buffers: Iterable[Any]) -> Callable[[str], Group]:
+    """From the name of a param to the data-parallel ranks over which the host shards it.
+
+    Args:
+        named: params that are updated, by name.
+        buffers: of the host.
+    """
+    group_of = {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
+    return lambda name: Group.of(group_of[named[name]])
 
 
 def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:

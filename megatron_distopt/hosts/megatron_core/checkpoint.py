@@ -19,6 +19,7 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.megatron_core.digests import DigestCalls
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
+    check_has_boxes,
     check_takes_boxes,
     load_sharded_state,
     state_to_load,
@@ -26,6 +27,7 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
 )
 from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.whole_params import head_entry, is_of_other_class
 from megatron_distopt.optimizer import count_updates
 
 __all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
@@ -155,6 +157,7 @@ class CheckpointCalls(DigestCalls):
             CheckpointError: this version of the host takes shards of a regular grid only.
         """
         check_takes_boxes()
+        check_has_boxes(self.ours()[0].sharded.plan.choice)
         self.check_is_there("load" if is_loading else "save")
         model = whole_model_of(self.ours())
         return state_to_load(model) if is_loading else state_to_save(model, Group.of())
@@ -180,7 +183,7 @@ def head_of(optimizer: HoldsState) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"} | counted for group in optimizer.param_groups
     ]
-    state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+    state: dict[str, Any] = {"optimizer": {"param_groups": groups, **head_entry(optimizer.sharded.plan.choice)}}
     if optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
     return state
@@ -197,13 +200,16 @@ def check_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
         raise CheckpointError(refusal("optimizer state", got, "hold param groups", remedy))
     saved, ours = state["optimizer"]["param_groups"], optimizer.param_groups
+    if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
+        return
     if len(saved) != len(ours):
         raise CheckpointError(refusal("number of param groups", len(saved), f"be {len(ours)}", remedy))
 
 
 def load_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
     """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
-    for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-        group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})
+    if not is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
+        for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+            group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})
     if optimizer.grad_scaler is not None and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])

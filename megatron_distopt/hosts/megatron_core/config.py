@@ -27,8 +27,10 @@ from megatron_distopt.hosts.megatron_core.muon import (
 )
 from megatron_distopt.hosts.megatron_core.precision import precision_of
 from megatron_distopt.hosts.muon import MUON, config_for_adam
+from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
+    InnerChoice,
     check_deterministic,
     check_devices,
     check_offload,
@@ -145,17 +147,22 @@ def _default_of(field: Field[Any]) -> Any:
     return None if field.default_factory is MISSING else field.default_factory()
 
 
-def check_model(chunks: Sequence[Module], merged: Merged) -> None:
+def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     """Checks everything about the model that this rank can see by itself.
+
+    Returns:
+        The inner optimizer beside Muon, unless the host brings an object; None on a rank without params.
 
     Raises:
         HostError, ConfigError, LayoutError
     """
-    config, names = merged.options, names_by_param(chunks)
+    config, names, choice = merged.options, names_by_param(chunks), None
     devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
-        choose_inner(config_for_adam(config) if merged.muon else config, device.type)
+        trained = {name: param for param, name in names.items() if param.requires_grad}
+        params = trained_params(trained, lambda name: Group.of())  # by whom each is sharded does not matter yet
+        choice = choose_inner(config_for_adam(config) if merged.muon else config, device.type, params)
         check_deterministic(config, device, Group.of())
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
@@ -174,6 +181,7 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> None:
         check_matrices({name: param for param, name in names.items()}, merged.muon, config, chunks)
     if devices:
         check_offload(layouts, config, device)
+    return choice
 
 
 def _check_not_rematerialised(named: Mapping[str, Parameter]) -> None:

@@ -42,15 +42,24 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import ShardedOptimizer, moments_of, plain
+from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of, plain
 
-__all__ = ["HEAD", "check_script_can_save", "check_takes_boxes", "load_sharded_state", "state_to_load", "state_to_save"]
+__all__ = [
+    "HEAD",
+    "check_has_boxes",
+    "check_script_can_save",
+    "check_takes_boxes",
+    "load_sharded_state",
+    "state_to_load",
+    "state_to_save",
+]
 
 #: Where the text is in the state; every other entry is one box.
 HEAD = "distopt"
 _PREFIX = "optimizer.distopt"
 #: Of Megatron-LM's --ckpt-format: those that are written by `dist_checkpointing`.
 _DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
+_REMEDY = "Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format torch"
 #: In errors, where a path would be: the host does not say which folder it reads.
 _WHERE = "of the host"
 
@@ -67,15 +76,26 @@ def check_takes_boxes() -> None:
         ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
     except CheckpointingException as error:
         got = "called with a megatron-core whose dist_checkpointing takes shards of a regular grid only"
-        remedy = "Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format torch"
-        raise CheckpointError(refusal("sharded_state_dict", got, "give shards of any shape", remedy)) from error
+        raise CheckpointError(refusal("sharded_state_dict", got, "give shards of any shape", _REMEDY)) from error
 
 
-def check_script_can_save(script: ModuleType | None) -> None:
+def check_has_boxes(choice: InnerChoice) -> None:
+    """Checks that the state of an inner optimizer consists of shards of params.
+
+    Raises:
+        CheckpointError
+    """
+    if choice.updates_whole_params:
+        got, rule = f"called with {choice.name}", "be left out where the state is not cut as the params are"
+        raise CheckpointError(refusal("sharded_state_dict", got, rule, _REMEDY))
+
+
+def check_script_can_save(script: ModuleType | None, choice: InnerChoice | None = None) -> None:
     """Refuses at the start what the first save of Megatron-LM's training script would refuse: what was trained is lost.
 
     Args:
         script: its module with the arguments; None where another script trains.
+        choice: the inner optimizer, where it is known.
 
     Raises:
         CheckpointError: it is going to save through `dist_checkpointing`, which cannot take our shards, or by a method
@@ -88,6 +108,8 @@ def check_script_can_save(script: ModuleType | None) -> None:
         raise CheckpointError(refusal("ckpt_format", "'torch'", rule, "Write --ckpt-format torch_dist"))
     if is_saving and getattr(args, "ckpt_format", None) in _DISTRIBUTED_FORMATS:
         check_takes_boxes()
+        if choice is not None:
+            check_has_boxes(choice)
 
 
 def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:

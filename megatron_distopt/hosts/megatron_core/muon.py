@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from string import digits
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import muon_options_in
 from megatron_distopt.hosts.inner import groups_of
+from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
@@ -221,12 +223,14 @@ def muon_for(
             groups_of(optimizer), lambda each: _is_for_muon(name_of[each], each, request), request.options
         )
     specs = {name_of[param]: _matrices_of(name_of[param], param, request, chunks) for param in muon_params(groups)}
-    group_of = {name_of[each]: buffer.data_parallel_group for buffer in buffers for each in buffer.params}
-    matrices = Matrices(
-        specs, lambda name: Group.of(group_of[name]), lambda name: Group.of(tensor_group_of(name, named[name], chunks))
-    )
+    tensor_of = partial(_tensor_group, named, chunks)
+    matrices = Matrices(specs, groups_by_name(named, buffers), tensor_of)
     rest = choose_inner(config_for_adam(config), device_type)
     return muon_and_adam(rest, matrices, config, request.options), groups
+
+
+def _tensor_group(named: Mapping[str, Parameter], chunks: Sequence[Any], name: str) -> Group:
+    return Group.of(tensor_group_of(name, named[name], chunks))
 
 
 def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:

@@ -35,7 +35,12 @@ from megatron_distopt.hosts.base import (
 )
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
-from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_buffers_stay, check_params_are_in
+from megatron_distopt.hosts.megatron_core.buffers import (
+    adopt_buffer,
+    check_buffers_stay,
+    check_params_are_in,
+    groups_by_name,
+)
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.config import Merged
@@ -45,12 +50,14 @@ from megatron_distopt.hosts.megatron_core.muon import muon_for
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer import (
     InnerChoice,
     ShardedOptimizer,
     StepDecision,
     StepPlan,
+    TrainedParams,
     adopt_instance,
     choose_inner,
     find_accelerator,
@@ -124,7 +131,8 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         config = merged.options
         device = next(iter(self.named.values())).device if self.named else _idle_device(config)
         if merged.muon is None:
-            choice, groups = _inner_for(optimizer, config, device.type)
+            params = trained_params(self.named, groups_by_name(self.named, self.buffers))
+            choice, groups = _inner_for(optimizer, config, device.type, params)
         else:
             of = self.named, self.buffers, self.model_chunks
             choice, groups = muon_for(optimizer, merged.muon, config, *of, device.type)
@@ -280,6 +288,9 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their own main params, which
         stay in the host's param buffers.
         """
+        if self.sharded.plan.choice.updates_whole_params:
+            got, rule = "called", f"be left out with {self.sharded.plan.choice.name}, whose state stays on the device"
+            raise ConfigError(refusal("offload_to_cpu", got, rule, "Use Adam, or keep the state where it is"))
         self.finish_saving()
         self.offloaded.move_to(torch.device(CPU))
 
@@ -326,7 +337,7 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
 
 
 def _inner_for(
-    optimizer: Optimizer | None, config: DistOptConfig, device_type: str
+    optimizer: Optimizer | None, config: DistOptConfig, device_type: str, params: TrainedParams
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
     """The inner optimizer and its param groups: the best implementation of what the host built, or that very object.
 
@@ -334,22 +345,24 @@ def _inner_for(
         optimizer: which the host built, of its own class or of one that a framework put in its place.
         config: merged.
         device_type: of the params.
+        params: that it is for.
 
     Raises:
         ConfigError: the host's own has an option that ours has not; an implementation that was asked for by name cannot
-            take the place of another class; or that class is not element-wise.
+            take the place of another class; or that class updates neither elements nor params by themselves.
     """
     if optimizer is None:
-        return choose_inner(config, device_type), []
+        return choose_inner(config, device_type, params), []
     if is_hosts_offloading(optimizer):
         return choose_inner(config, device_type), groups_of(optimizer)
     if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
         _check_options_of(optimizer)
-        return choose_inner(config, device_type), groups_of(optimizer)
+        choice = choose_inner(config, device_type, params)
+        return choice, groups_of(optimizer, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
         got, rule = f"{config.adam} with {type(optimizer).__name__}", "take the place of the host's own Adam"
         raise ConfigError(refusal("adam", got, rule, "Drop --distopt-adam, or do not replace the host's Adam"))
-    return adopt_instance(optimizer), optimizer.param_groups
+    return adopt_instance(optimizer, params, config), optimizer.param_groups
 
 
 def _check_options_of(optimizer: Optimizer) -> None:

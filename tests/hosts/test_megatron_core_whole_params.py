@@ -1,0 +1,219 @@
+"""Optimizers that update whole params in megatron-core, against the host's own optimizer without sharding.
+
+Both have the same class: named by our option, or in place of the host's Adam. Tensor-parallel ranks have parts of
+weights, which the class takes for params of their own there as here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import pytorch_optimizer
+import torch
+
+from tests.support.cases import Case
+from tests.support.core_version import core_mentions
+from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, TIED, distance, exact_training, train_exactly
+from tests.support.spawn import run_ranks
+
+NAMED = {"OPTIMIZER": "torch.optim:Adafactor"}
+
+
+class Adafactor(torch.optim.Adafactor):
+    """What the host builds in place of its Adam."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, **adams: Any) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
+class Soap(pytorch_optimizer.SOAP):
+    """The same; it has two preconditioners for a matrix, and turns them every other step."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, **adams: Any) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, precondition_frequency=2)
+
+
+@dataclass(frozen=True)
+class Both:
+    """One training with the reference and with ours.
+
+    Args:
+        case: of ours.
+        options: of ours, by name; with a class in them the host's Adam is replaced in the reference alone.
+        optimizer: in place of the host's Adam.
+    """
+
+    case: Case
+    options: dict[str, str] = field(default_factory=dict)
+    optimizer: type[torch.optim.Optimizer] = Soap
+
+
+CASES = {
+    "fp32 dp2": Both(EXACT.of(dp=2)),
+    "bf16 dp2, named": Both(BF16.of(dp=2), NAMED, Adafactor),
+    "bf16 dp2, overlapped": Both(BF16.of(dp=2, **OVERLAPPED)),
+    "fp16 dp2": Both(EXACT.of(dp=2, precision="fp16")),
+    "bf16 pp2": Both(BF16.of(pp=2, tied=TIED)),
+    "tp2, gates": Both(EXACT.of(tp=2, gated=True)),
+    "bf16 tp2 dp2": Both(BF16.of(tp=2, dp=2)),
+    "bf16 experts ep2": Both(BF16.of(dp=4, num_experts=4, ep=2)),
+}
+if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see tests/support/gpt.py
+    CASES["experts tp2 ep2"] = Both(EXACT.of(tp=2, dp=2, num_experts=4, ep=2))
+
+
+@contextlib.contextmanager
+def _in_place_of_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
+    from megatron.core import optimizer as host
+
+    with (
+        mock.patch.object(host, "Adam", optimizer),
+        mock.patch.object(host, "USING_PYTORCH_OPTIMIZER", False, create=True),
+    ):
+        yield
+
+
+def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """In a rank: every case of this many ranks with the reference and with ours."""
+    found: dict[str, Any] = {}
+    for name, both in CASES.items():
+        if both.case.ranks == size:
+            with _in_place_of_adam(both.optimizer):
+                whole = train_exactly(both.case.of(optimizer="host-plain", **PLAIN))
+            with contextlib.nullcontext() if both.options else _in_place_of_adam(both.optimizer):
+                ours = train_exactly(both.case, **both.options)
+            found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
+    if size == 2:
+        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": _refused()}
+    return found
+
+
+SAVED = BF16.of(dp=2)
+#: How it goes on; tensor-parallel ranks have the global batch in as many microbatches.
+AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=4)}
+
+
+def _resumed(folder: str) -> dict[str, Any]:
+    """Collective: losses of a run that was saved and of what went on from it, and which params began anew there."""
+    found: dict[str, Any] = {}
+    with _in_place_of_adam(Soap):
+        with exact_training(SAVED) as training:
+            for _ in range(2):
+                training.step()
+            training.optimizer.save(f"{folder}/saved")
+            found["whole"] = [training.step().loss for _ in range(2)]
+        for name, case in AGAIN.items():
+            with exact_training(case) as training:
+                training.optimizer.load(f"{folder}/saved")
+                inners = [each.sharded.inner for each in training.optimizer.chained_optimizers]
+                new = {each for inner in inners for each, owned in inner.owned.items() if not owned.has_state}
+                training.steps_taken = 2
+                found[name] = [training.step().loss for _ in range(2)], new
+    return found
+
+
+def _crossed(folder: str) -> dict[str, tuple[bool, list[float]]]:
+    """Collective: from Adam to Adafactor and back; whether params stay, and losses after the load."""
+    found = {}
+    for name, saves, loads in (("to Adafactor", {}, NAMED), ("to Adam", NAMED, {})):
+        with exact_training(SAVED, **saves) as training:
+            training.step()
+            training.optimizer.save(f"{folder}/{name}")
+            params, head = training.params(), training.optimizer.state_dict()
+        with exact_training(SAVED, **loads) as training:
+            training.optimizer.load_state_dict(head)
+            training.optimizer.load(f"{folder}/{name}")
+            same = distance(training.params(), params) == 0.0
+            training.steps_taken = 1
+            found[name] = same, [training.step().loss for _ in range(3)]
+    return found
+
+
+def _call(call: Callable[[Any], object]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A call on the optimizer of a run that updates whole params."""
+
+    @contextlib.contextmanager
+    def start() -> Iterator[None]:
+        with exact_training(SAVED, **NAMED) as training:
+            call(training.optimizer)
+            yield
+
+    return start
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "state in low precision": ("float32", lambda: exact_training(SAVED, **NAMED, EXP_AVG_DTYPE="int8")),
+    "state on the host": ("offload_fraction", lambda: exact_training(SAVED, **NAMED, OFFLOAD_FRACTION="0.5")),
+    "digests": ("log_digests", lambda: exact_training(SAVED, **NAMED, LOG_DIGESTS="1")),
+    "between phases": ("offload_to_cpu", _call(lambda optimizer: optimizer.offload_to_cpu())),
+    "dist_checkpointing": ("--ckpt-format torch", _call(lambda optimizer: optimizer.sharded_state_dict({}))),
+}
+
+
+def _refused() -> dict[str, str]:
+    """Collective: the message of each."""
+    from megatron_distopt.errors import DistOptError
+
+    found = {}
+    for name, (_, start) in REFUSED.items():
+        try:
+            with start():
+                found[name] = "accepted"
+        except DistOptError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    folder: Path = tmp_path_factory.mktemp("whole")
+    everyones = [each for size in (2, 4) for each in run_ranks(collect, size, str(folder))]
+    names = (*CASES, "resumed", "crossed", "refused")
+    return {name: [each[name] for each in everyones if name in each] for name in names}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_when_whole_params_are_updated_then_it_is_that_of_the_class_without_sharding(
+    name: str, found: dict[str, Any]
+) -> None:
+    assert len(found[name]) == CASES[name].case.ranks
+    for apart, ours, whole in found[name]:
+        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
+        assert ours == whole
+        assert ours[-1] != ours[0]
+
+
+def test_load_when_whole_params_were_saved_then_the_run_goes_on(found: dict[str, Any]) -> None:
+    for of_rank in found["resumed"]:
+        losses, new = of_rank["dp2"]
+        assert losses == of_rank["whole"]
+        assert not new
+
+
+def test_load_when_parts_of_params_are_others_then_their_state_begins_anew(found: dict[str, Any]) -> None:
+    for of_rank in found["resumed"]:
+        losses, new = of_rank["tp2"]
+        assert all("linear" in name or "embedding" in name for name in new), new
+        assert any("linear_qkv.weight" in name for each in found["resumed"] for name in each["tp2"][1])
+        # The update of those is that of a first step, so losses are near and not equal.
+        assert losses == pytest.approx(of_rank["whole"], abs=0.5)
+
+
+def test_load_when_the_optimizer_is_another_then_params_stay_and_it_learns(found: dict[str, Any]) -> None:
+    for crossed in found["crossed"]:
+        for is_same, losses in crossed.values():
+            assert is_same
+            assert losses[-1] < 4.9, losses
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_start_when_whole_params_cannot_be_served_then_refused_on_all_ranks(name: str, found: dict[str, Any]) -> None:
+    for messages in found["refused"]:
+        assert REFUSED[name][0] in messages[name]
+        assert messages[name].startswith("Invalid ")
