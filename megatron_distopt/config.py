@@ -136,7 +136,7 @@ class DistOptConfig:
     optimizer: str = option(
         "adam",
         "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for all else, module:Class "
-        "is an element-wise torch.optim.Optimizer of your own, or in plain torch one that updates each param by itself",
+        "is a torch.optim.Optimizer of your own that updates each element or each param by itself",
         rule=one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
     accelerator: str = option(
