@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -35,6 +35,25 @@ _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
     torch.optim.Adam: ("torch_fused", blocked_adam.Adam),
     torch.optim.SGD: ("torch_sgd", torch.optim.SGD),
 }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A class of the user that is to be tried, see elementwise.py and whole_trial.py.
+
+    Args:
+        build: makes a new one from param groups.
+        name: of the class.
+        is_known: torch's own that updates each element by itself, which needs no trial.
+        groups: options of its param groups.
+        device: of the main params; None for the CPU.
+    """
+
+    build: Build
+    name: str
+    is_known: bool
+    groups: Sequence[Mapping[str, Any]] = ({},)
+    device: torch.device | None = None
 
 
 def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams | None = None) -> InnerChoice:
@@ -85,19 +104,27 @@ def adopt_instance(
     build = partial(_retarget, instance, rebuild)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     device = next((param.device for group in instance.param_groups for param in group["params"]), None)
-    try:
-        _check_build(rebuild, name)
-        if type(instance) not in _FUSED:
-            check_elementwise(rebuild, name, instance.param_groups, device)
-    except ConfigError:
-        if params is None:
-            raise
-        chosen = choose_whole(rebuild, name, params, config or DistOptConfig(), instance.param_groups, device)
+    trial = Trial(rebuild, name, type(instance) in _FUSED, instance.param_groups, device)
+    chosen = _by_trial(trial, config or DistOptConfig(), params)
+    if params is not None and chosen.updates_whole_params:
         whole = partial(WholeParams, build=build, params=params)
         return replace(chosen, build=whole, defaults=defaults, why=("an instance was given", *chosen.why))
     # torch's own keep nothing in their param groups, so that two of them can share a state.
     on_host = build if type(instance).__module__.startswith("torch.optim.") else None
     return InnerChoice(name, build, ("an instance was given",), defaults, on_host)
+
+
+def _by_trial(trial: Trial, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
+    """Of each element where the class updates each by itself, or else of whole params."""
+    try:
+        _check_build(trial.build, trial.name)
+        if not trial.is_known:
+            check_elementwise(trial.build, trial.name, trial.groups, trial.device)
+    except ConfigError as error:
+        if params is None or isinstance(error.__cause__, TypeError):
+            raise
+        return choose_whole(trial.build, trial.name, params, config, trial.groups, trial.device)
+    return InnerChoice(trial.name, trial.build)
 
 
 def check_new(instance: Optimizer) -> None:
@@ -232,15 +259,8 @@ def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams |
     chosen = _import_optimizer(config.optimizer)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
     build, device = partial(chosen, **_with_own_pairs(chosen, options)), usable_device(device_type)
-    try:
-        _check_build(build, repr(config.optimizer))
-        if chosen not in _FUSED:
-            check_elementwise(build, chosen.__name__, device=device)
-    except ConfigError:
-        if params is None:
-            raise
-        return replace(choose_whole(build, chosen.__name__, params, config, device=device), name=config.optimizer)
-    return InnerChoice(config.optimizer, build)
+    trial = Trial(build, repr(config.optimizer), chosen in _FUSED, device=device)
+    return replace(_by_trial(trial, config, params), name=config.optimizer)
 
 
 def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def _of_model(at: Attempts) -> Cases:
         "fp16 without a loss scale": lambda: at.train(change=lambda chunks: _with_dtype(chunks, torch.float16)),
         "unfrozen after wrapping": lambda: at.train("--frozen-param", change=_unfrozen),
         "experts without a group": without_expert_group,
-        "not element-wise": lambda: with_adam(LARS),
+        "across params": lambda: with_adam(Clipped),
         "not buildable": lambda: with_adam(NeedsMore),
     }
 
@@ -353,8 +353,8 @@ def _unfrozen(chunks: list[Any]) -> list[Any]:
     return [chunk.requires_grad_(True) for chunk in chunks]
 
 
-class LARS(torch.optim.SGD):
-    """Of a user; looks at the norm of a whole param."""
+class Clipped(torch.optim.SGD):
+    """Of a user; looks at the norm of all gradients."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: object, eps: float) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
@@ -362,9 +362,8 @@ class LARS(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad * (group["lr"] * param.norm() / (param.grad.norm() + 1e-9)))
+        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 1.0)
+        super().step(closure)
 
 
 class NeedsMore(torch.optim.SGD):
@@ -573,10 +572,10 @@ WANTED: dict[str, tuple[str, str]] = {
         "a group of DeepSpeed's, or to one that mpu.get_expert_data_parallel_group() gives. Use the MoE layer of "
         "deepspeed.moe, or give mpu that function.",
     ),
-    "not element-wise": (
+    "across params": (
         "ConfigError",
-        "Invalid optimizer: LARS, which calls linalg_vector_norm. "
-        "Must update each element by itself. Use an element-wise one, such as torch.optim:Adagrad.",
+        "Invalid optimizer: Clipped, which updates a param differently where it has others beside it. Must update each "
+        "param by itself. Use one that does, such as torch.optim.Adafactor, or torch.optim.AdamW.",
     ),
     "not buildable": (
         "ConfigError",

@@ -42,7 +42,7 @@ def _collect(rank: int, size: int) -> Facts:
         "method of other code": _refusal(_method_of_other_code),
         "another Adam, host": _with_adam(_Stateless, "host-distributed"),
         "another Adam": _with_adam(_Stateless, "distopt"),
-        "another Adam of whole params": _refusal(lambda: _with_adam(_Normed, "distopt")),
+        "another Adam across params": _refusal(lambda: _with_adam(_Clipped, "distopt")),
         "another Adam, and one by name": _refusal(lambda: _with_adam(_Stateless, "distopt", source="torch_fused")),
         "undone": _undone(),
         "not used": _lines_when_not_used(),
@@ -123,11 +123,13 @@ class _Stateless(torch.optim.Optimizer):
         return grad / (grad.abs() + eps)
 
 
-class _Normed(_Stateless):
-    """Looks at a whole param."""
+class _Clipped(_Stateless):
+    """Looks across params."""
 
-    def update_of(self, grad: Tensor, eps: float) -> Tensor:
-        return grad / (grad.norm() + eps)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        super().step(closure)
 
 
 def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
@@ -293,7 +295,7 @@ REFUSED = {
     "required and not used": (ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"),
     "subclass": (ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": (ConfigError, "FP32Optimizer", "adam or sgd"),
-    "another Adam of whole params": (ConfigError, "_Normed", "element-wise"),
+    "another Adam across params": (ConfigError, "_Clipped", "each param by itself"),
     "another Adam, and one by name": (ConfigError, "torch_fused with _Stateless", "Drop --distopt-adam"),
     "method of other code": (HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"),
 }
