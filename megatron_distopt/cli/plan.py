@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from megatron_distopt.cli.plan_arguments import assumed_of, choices_of, sizes_of, tried_of
-from megatron_distopt.cli.plan_choice import ChoicePlan, StagePlan, plan_choice, plan_stage
+from megatron_distopt.cli.plan_choice import ChoicePlan, PlannedBuffer, StagePlan, plan_choice, plan_stage
 from megatron_distopt.cli.plan_fit import Fit, check_host_memory, fits_of
 from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes
 from megatron_distopt.cli.plan_plot import check_drawable, draw
@@ -92,6 +92,7 @@ def _title(plan: ChoicePlan, times: Times) -> str:
     sent = "" if choice.reduce_dtype is None else f" sent as {choice.reduce_dtype}"
     bucket = {"all": "one bucket", AUTO: "buckets as runs choose them"}
     sizes += [f"{choice.dtype} with {choice.grad_dtype} grads{sent}"]
+    sizes += ["Muon"] * choice.has_muon
     sizes += [choice.state] * bool(choice.state)
     sizes += [f"{choice.offload_fraction:g} of the state on the host"] * bool(choice.offload_fraction)
     sizes += [bucket.get(bucket_text(choice), f"buckets of {bucket_text(choice)}")]
@@ -129,6 +130,8 @@ def _choice_document(plan: ChoicePlan, times: Times) -> dict[str, Any]:
         "exp_avg_dtype": choice.exp_avg_dtype,
         "exp_avg_sq_dtype": choice.exp_avg_sq_dtype,
         "offload_fraction": choice.offload_fraction,
+        "optimizer": choice.optimizer,
+        "muon_tp_mode": choice.muon_tp_mode,
         "bucket_size": choice.bucket_size,
         "stages": [_stage_document(plan, stage) for stage in plan.stages],
         "fullest_stage": plan.fullest.stage,
@@ -154,6 +157,10 @@ def _stage_document(plan: ChoicePlan, stage: StagePlan) -> dict[str, Any]:
         "collectives": {kind.value: {"count": len(each), "sent_nbytes": sum(each)} for kind, each in sent.items()},
         "sent_nbytes": stage.sent_nbytes,
         "update": _update_document(stage),
+        "matrices": [
+            {**asdict(part.work), **asdict(part.balance), "rounds": part.owners.num_rounds}
+            for part in stage.with_matrices
+        ],
     }
 
 
@@ -282,8 +289,32 @@ def _update(stage: StagePlan, update: UpdateTimes) -> Iterator[tuple[str, str]]:
         ("copies up", "up_nbytes", TimelineLane.UP, "of params in"),
     ):
         if moved[key]:
-            yield label, f"{size_text(moved[key])} {what} {time_text(update.busy_seconds(lane))}"
+            busy = update.busy_seconds(lane, "update" if lane is TimelineLane.COMPUTE else "")
+            yield label, f"{size_text(moved[key])} {what} {time_text(busy)}"
+    yield from _matrices(stage, update)
     yield "update", f"{time_text(update.seconds)}, from the statistics until the last param is there"
+
+
+def _matrices(stage: StagePlan, update: UpdateTimes) -> Iterator[tuple[str, str]]:
+    """Yields what Muon does with whole matrices, by buffer."""
+    for part in stage.with_matrices:
+        yield from _owners(part)
+    if stage.with_matrices:
+        busy = update.busy_seconds(TimelineLane.COMPUTE, "orthogonalize"), update.busy_seconds(TimelineLane.SEND)
+        yield "orthogonalize", f"{time_text(busy[0])}, while matrices are sent in {time_text(busy[1])}"
+        held = size_text(stage.footprint.matrices_nbytes)
+        yield "for the update", f"{held} of directions, matrices on their way, and products"
+
+
+def _owners(part: PlannedBuffer) -> Iterator[tuple[str, str]]:
+    work, balance, rounds = part.work, part.balance, part.owners.num_rounds
+    said = f"{balance.num_travelling:,} of {counted(balance.num_blocks, 'block')} travel in {counted(rounds, 'round')}"
+    most, extra = size_text(balance.most_travel_nbytes), f"{100 * balance.extra_wire:.2f}% more on the wire"
+    yield "matrices", f"{said}; this rank sends {size_text(work.sent_nbytes)}, no rank more than {most}; {extra}"
+    if work.gathered_nbytes:
+        yield "gathered", f"{size_text(work.gathered_nbytes)} are sent to tensor-parallel ranks, which share matrices"
+    share = f"{balance.cost_imbalance:.2f} times the average of all ranks; no plan is below"
+    yield "busiest rank", f"{balance.most_cost / 1e12:.4g} TFLOP, {share} {balance.least_cost_imbalance:.2f}"
 
 
 def _communication(stage: StagePlan, times: Times) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,9 @@ from megatron_distopt.cli.plan_fit import Candidates
 from megatron_distopt.cli.plan_model import (
     AUTO,
     DTYPES,
+    OPTIMIZERS,
     REDUCE_NBYTES,
+    TP_MODES,
     Choice,
     GptSizes,
     ParallelSizes,
@@ -58,7 +60,7 @@ _SWITCHES = (
     ("--rms", "is_rms", True, "RMSNorm"),
     ("--rotary", "positions", 0, "no learned positions"),
 )
-_GB, _GIB = 1e9, 1 << 30
+_GB, _GIB, _TERA = 1e9, 1 << 30, 1e12
 #: Words for the defaults, which can then stand in a list of values to compare.
 _ONE_BUCKET, _AS_THEY_ARE = "all", "none"
 
@@ -102,6 +104,10 @@ def _add_choices(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
         ("--exp-avg-sq-dtype", tuple(MOMENT_NBYTES), "form of the second moment; float32"),
     ):
         group.add_argument(flag, choices=words, nargs="+", default=[], help=text)
+    text = "what updates the params; muon is Muon for the matrices of layers and Adam for all else; adam"
+    group.add_argument("--optimizer", type=_optimizer, nargs="+", default=["adam"], metavar="NAME", help=text)
+    text = f"how tensor-parallel ranks share a matrix of Muon's; {TP_MODES[0]}"
+    group.add_argument("--muon-tp-mode", choices=TP_MODES, nargs="+", default=[TP_MODES[0]], help=text)
     text = "part of the state of 16-bit params that is on the host, by whole buckets; 0"
     group.add_argument("--offload-fraction", type=_fraction, nargs="+", default=[], metavar="F", help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
@@ -125,6 +131,9 @@ def _add_machine(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     ):
         default = rate / _GB
         group.add_argument(f"--{flag}", type=_rate, default=default, metavar="GB_S", help=f"{text}; {default:g}")
+    default = usual.flops_per_second / _TERA
+    text = f"floating-point operations of bf16 products on a device, in 10^12 a second, for Muon; {default:g}"
+    group.add_argument("--matmul-tflops", type=_rate, default=default, metavar="TFLOP_S", help=text)
 
 
 def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
@@ -141,6 +150,13 @@ def _add_assumed(group: argparse._ArgumentGroup, count: Callable[[str], int]) ->
     group.add_argument("--micro-batch", type=count, default=1, metavar="N", help=text)
     text = "time of statistics and update on the device; computed from --device-bandwidth"
     group.add_argument("--update-ms", type=_amount, metavar="MS", help=text)
+
+
+def _optimizer(text: str) -> str:
+    if text in OPTIMIZERS:
+        return text
+    rule, remedy = "be adam or muon: what another one keeps, its class alone knows", "Write --optimizer muon"
+    raise argparse.ArgumentTypeError(refusal("optimizer", repr(text), rule, remedy))
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -210,12 +226,20 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
     forms = (parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype)
-    states = itertools.product(*(each or ["float32"] for each in forms), parsed.offload_fraction or [0.0])
+    updates = [
+        (name, mode) for name in parsed.optimizer for mode in (parsed.muon_tp_mode if name == "muon" else TP_MODES[:1])
+    ]
+    states = [
+        (*state, *update)
+        for *state, update in itertools.product(
+            *(each or ["float32"] for each in forms), parsed.offload_fraction or [0.0], updates
+        )
+    ]
     return [
         Choice(
             cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce, *state
         )
-        for cut, dtype, grads, reduce, bucket, state in itertools.product(cuts, *others, list(states))
+        for cut, dtype, grads, reduce, bucket, state in itertools.product(cuts, *others, states)
     ]
 
 
@@ -260,6 +284,7 @@ def _machine_of(parsed: argparse.Namespace) -> Machine:
         device_bytes_per_second=parsed.device_bandwidth * _GB,
         link_bytes_per_second=parsed.host_link * _GB,
         host_bytes_per_second=parsed.host_bandwidth * _GB,
+        flops_per_second=parsed.matmul_tflops * _TERA,
     )
 
 

@@ -26,11 +26,15 @@ from megatron_distopt.comm import Group, fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer import (
+    InParts,
+    Matrices,
     ParamGroup,
     ShardedOptimizer,
     StepPlan,
+    TorchMuonOptions,
     advance,
     choose_inner,
+    choose_muon,
     make_loss_scale,
     measure_memory,
     write_model,
@@ -138,7 +142,9 @@ def _optimizers(
     steps = [_step_plan(part, plan.choice, group, everybody) for part, group in zip(plan.parts, groups, strict=True)]
     optimizers = [ShardedOptimizer([buffer], step) for buffer, step in zip(buffers, steps, strict=True)]
     marks.append(clock())
-    for optimizer in optimizers:
+    for optimizer, part in zip(optimizers, plan.parts, strict=True):
+        if isinstance(optimizer.inner, InParts):  # no matrix can travel over torch's fake process group
+            optimizer.inner.leave_out(part.matrices)
         optimizer.attach_grads()
         advance(optimizer, 1.0)
         write_model(optimizer)
@@ -181,14 +187,18 @@ def _step_plan(part: PlannedBuffer, choice: Choice, data: Group, everybody: Grou
         exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
     )
     inner, scale = choose_inner(config, _META.type), make_loss_scale(config, _META)
-    return StepPlan(_groups(part.params), inner, config, scale, lambda: everybody, data.size)
+    if part.matrices:
+        # Its parts of a matrix that others share stand for the whole of it: nothing that lasts depends on that.
+        inner = choose_muon(inner, Matrices(part.matrices, lambda name: data), config, ())
+    return StepPlan(_groups(part), inner, config, scale, lambda: everybody, data.size)
 
 
-def _groups(params: Sequence[StageParam]) -> tuple[ParamGroup, ...]:
-    """Returns the param groups of Megatron: matrices decay, vectors do not."""
-    decayed = ParamGroup({}, tuple(param.spec.name for param in params if param.decays))
-    others = ParamGroup({"weight_decay": 0.0}, tuple(param.spec.name for param in params if not param.decays))
-    return decayed, others
+def _groups(part: PlannedBuffer) -> tuple[ParamGroup, ...]:
+    """Returns the param groups of Megatron: matrices decay, vectors do not; and those of Muon."""
+    muon = vars(TorchMuonOptions())
+    options = {(True, False): {}, (False, False): {"weight_decay": 0.0}, (True, True): muon}
+    names = {key: tuple(name for name, of in part.group_of.items() if of == key) for key in options}
+    return tuple(ParamGroup(options[key], names[key]) for key in options if names[key])
 
 
 def _meta_param(param: StageParam) -> Parameter:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_distopt.cli.plan_model import DTYPES, Choice, GptSizes, StageParam, check_cut, stage_params
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import BufferLayout, choose_buckets, default_bucket_size, lay_out
+from megatron_distopt.layout import (
+    BufferLayout,
+    MatrixSpec,
+    OwnerPlan,
+    choose_buckets,
+    default_bucket_size,
+    lay_out,
+    plan_owners,
+)
+from megatron_distopt.layout.balance import Balance, balance_of
 from megatron_distopt.layout.estimate import (
     BucketShare,
     Collective,
@@ -19,6 +28,7 @@ from megatron_distopt.layout.estimate import (
     shares_of,
     stats_collective,
 )
+from megatron_distopt.layout.matrix_work import MatrixWork, matrix_work_of
 
 __all__ = ["ChoicePlan", "PlannedBuffer", "StagePlan", "layout_of", "plan_choice", "plan_stage"]
 
@@ -31,16 +41,33 @@ class PlannedBuffer:
         params: in the order of registration.
         layout: of the buffer, in the order of backward.
         rank: in the group.
+        matrices: of those params that Muon updates, by name.
     """
 
     params: tuple[StageParam, ...]
     layout: BufferLayout
     rank: int
+    matrices: Mapping[str, MatrixSpec] = field(default_factory=dict)
 
     @cached_property
-    def decays(self) -> dict[str, bool]:
-        """Whether each param decays, by name: neighbours for which it is the same are one flat param."""
-        return {param.spec.name: param.decays for param in self.params}
+    def group_of(self) -> dict[str, tuple[bool, bool]]:
+        """Whether each param decays and whether Muon updates it, by name: neighbours that agree are one flat param."""
+        return {each.spec.name: (each.decays, each.spec.name in self.matrices) for each in self.params}
+
+    @cached_property
+    def owners(self) -> OwnerPlan:
+        """Who orthogonalizes what."""
+        return plan_owners(self.layout, self.matrices)
+
+    @cached_property
+    def work(self) -> MatrixWork:
+        """What this rank does for matrices."""
+        return matrix_work_of(self.owners, self.matrices, self.rank)
+
+    @cached_property
+    def balance(self) -> Balance:
+        """How evenly the ranks of the group share that."""
+        return balance_of(self.owners)
 
     @cached_property
     def names_by_bucket(self) -> dict[int | None, list[str]]:
@@ -80,14 +107,15 @@ class StagePlan:
     def _shares(self, part: PlannedBuffer) -> tuple[BucketShare, ...]:
         """Each buffer has an optimizer of its own, which puts its own fraction on the host."""
         (on_host,) = choose_buckets([part.layout], self.choice.offload_fraction)
-        return shares_of(part.layout, part.rank, self.choice.widths, part.decays.__getitem__, on_host)
+        return shares_of(part.layout, part.rank, self.choice.widths, part.group_of.__getitem__, on_host, part.matrices)
 
     @cached_property
     def footprint(self) -> Footprint:
         """Bytes that the rank holds, by kind."""
         total = Footprint()
         for part, shares in zip(self.parts, self.shares, strict=True):
-            total = total.plus(footprint_of(part.layout, self.choice.widths, shares))
+            blocks = part.work.blocks_nbytes
+            total = total.plus(footprint_of(part.layout, self.choice.widths, shares, part.matrices, blocks))
         return total
 
     def updated_at(self, *, is_on_host: bool) -> tuple[BucketShare, ...]:
@@ -114,9 +142,17 @@ class StagePlan:
         return [each.sent_nbytes for _, each in self.collectives if each.kind is kind]
 
     @property
+    def with_matrices(self) -> tuple[PlannedBuffer, ...]:
+        """The buffers in which Muon updates something, in the order in which it does."""
+        return tuple(part for part in self.parts if part.matrices)
+
+    @property
     def sent_nbytes(self) -> int:
         """Bytes that the rank sends in one step."""
-        return sum(each.sent_nbytes for _, each in self.collectives)
+        works = [part.work for part in self.parts]
+        return sum(each.sent_nbytes for _, each in self.collectives) + sum(
+            each.sent_nbytes + each.gathered_nbytes for each in works
+        )
 
 
 @dataclass(frozen=True)
@@ -189,6 +225,9 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
     """
     cut = choice.cut
     check_cut(gpt, cut)
+    if choice.has_muon and gpt.heads is None:
+        rule, remedy = "have heads, as Muon takes queries, keys and values for three matrices", "Write --heads N"
+        raise ConfigError(refusal("model", "no heads", rule, remedy))
     params = stage_params(gpt, cut, stage, DTYPES[choice.dtype][0])
     dense = tuple(param for param in params if not param.is_expert)
     experts = tuple(param for param in params if param.is_expert)
@@ -202,7 +241,10 @@ def _part(params: tuple[StageParam, ...], choice: Choice, num_shards: int, rank:
     if isinstance(numel, int) and numel < num_shards:
         rule, remedy = f"be at least one element for each of {num_shards} ranks", "Write --bucket-size 40000000"
         raise ConfigError(refusal("bucket size", f"{numel} elements", rule, remedy))
-    return PlannedBuffer(params, layout_of(params, choice, num_shards), rank)
+    over = choice.cut.tp, choice.muon_tp_mode
+    matrices = {param.spec.name: param.matrices_over(*over) for param in params} if choice.has_muon else {}
+    known = {name: spec for name, spec in matrices.items() if spec is not None}
+    return PlannedBuffer(params, layout_of(params, choice, num_shards), rank, known)
 
 
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:

@@ -158,7 +158,14 @@ class Fit:
     def options(self) -> str:
         """The options of a run that make it so; empty where it is the default."""
         choice, usual = self.plan.choice, Choice(self.plan.choice.cut)
-        names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
+        names = (
+            "optimizer",
+            "muon_tp_mode",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "offload_fraction",
+        )
         found = {name: getattr(choice, name) for name in names if getattr(choice, name) != getattr(usual, name)}
         return " ".join(f"--distopt-{name.replace('_', '-')} {value}" for name, value in found.items())
 
@@ -198,6 +205,9 @@ def fits_of(plans: Sequence[ChoicePlan], tried: Candidates, assumed: Assumed) ->
 
 
 def _fits_of(plan: ChoicePlan, tried: Candidates, assumed: Assumed) -> Iterator[Fit]:
+    if plan.choice.has_muon:  # whose state stays fp32 and on the device
+        yield Fit(plan, assumed)
+        return
     for main, first, second in tried.forms(plan.choice.dtype):
         formed = plan.with_state(main_params_dtype=main, exp_avg_dtype=first, exp_avg_sq_dtype=second)
         for fraction in tried.fractions or (_least_fraction(formed, assumed),):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import ParamSpec
+from megatron_distopt.layout import MatrixCut, MatrixSpec, ParamSpec
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, PART_OF_MODEL, WITH_SCALES, Widths
 from megatron_distopt.options import FRACTION
 
 __all__ = [
     "AUTO",
     "DTYPES",
+    "OPTIMIZERS",
     "REDUCE_NBYTES",
+    "TP_MODES",
     "Choice",
     "GptSizes",
     "ParallelSizes",
@@ -30,6 +32,10 @@ DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4
 REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
+#: What updates the params: Adam, or Muon the matrices of layers and Adam all else.
+OPTIMIZERS = ("adam", "muon")
+#: How tensor-parallel ranks share a matrix of Muon's; the default of a run is first.
+TP_MODES = ("duplicated", "blockwise")
 #: Megatron makes the width of a gated MLP a multiple of this.
 _GATED_MULTIPLE = 64
 
@@ -179,10 +185,13 @@ class Choice:
         main_params_dtype: the form of main params, a key of `MAIN_NBYTES`.
         exp_avg_dtype, exp_avg_sq_dtype: the forms of the moments, keys of `MOMENT_NBYTES`.
         offload_fraction: the part of the state that is on the host, by buckets.
+        optimizer: one of `OPTIMIZERS`.
+        muon_tp_mode: one of `TP_MODES`.
 
     Raises:
-        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, main params that belong to other params, or a
-            fraction on the host that is none or of fp32 params; training refuses these as well.
+        ConfigError: a `reduce_dtype` for grads that are kept in 16 bits, main params that belong to other params, a
+            fraction on the host that is none or of fp32 params, or state of Muon that is not fp32 on the device;
+            training refuses these as well.
     """
 
     cut: ParallelSizes
@@ -194,8 +203,13 @@ class Choice:
     exp_avg_dtype: str = "float32"
     exp_avg_sq_dtype: str = "float32"
     offload_fraction: float = 0.0
+    optimizer: str = "adam"
+    muon_tp_mode: str = TP_MODES[0]
 
     def __post_init__(self) -> None:
+        if self.has_muon and (self.state or self.offload_fraction):
+            got, rule = self.state or f"{self.offload_fraction:g} on the host", "be fp32 on the device with Muon"
+            raise ConfigError(refusal("optimizer state", got, rule, "Write --optimizer adam, or leave it fp32"))
         FRACTION.check("--offload-fraction", self.offload_fraction, lambda flag, meant: f"Write {flag} {meant}")
         if self.offload_fraction and self.dtype == "fp32":
             got, rule = f"{self.offload_fraction} for fp32 params", "be 0 for them: they are their own main params"
@@ -207,6 +221,11 @@ class Choice:
             got = f"{self.reduce_dtype} for grads kept in {DTYPES[self.grad_dtype][0]}"
             remedy = "Write --grad-dtype fp32, or --reduce-dtype none"
             raise ConfigError(refusal("reduce_dtype", got, "have fp32 grads to round", remedy))
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether Muon updates the matrices of layers."""
+        return self.optimizer != "adam"
 
     @property
     def widths(self) -> Widths:
@@ -275,12 +294,22 @@ class StageParam:
         is_early: its work is at the end of forward, so at the beginning of backward, and its gradient is complete last
             all the same: a word embedding that is the output layer too. On one stage it was registered first; the copy
             on a last stage of its own waits for the sum with the first stage's, after backward.
+        matrices: that Muon takes it for; None where it leaves it to Adam.
+        tp_dim: along which tensor-parallel ranks share it: 0 or 1; None where each has all of it.
     """
 
     spec: ParamSpec
     work: float = 0.0
     is_expert: bool = False
     is_early: bool = False
+    matrices: MatrixSpec | None = None
+    tp_dim: int | None = None
+
+    def matrices_over(self, tp: int, mode: str) -> MatrixSpec | None:
+        """Its matrices where so many tensor-parallel ranks share them in one of `TP_MODES`."""
+        if self.matrices is None or self.tp_dim is None or tp == 1 or mode == "blockwise":
+            return self.matrices
+        return replace(self.matrices, cut=MatrixCut(self.tp_dim, tp))
 
     @property
     def decays(self) -> bool:
@@ -331,7 +360,7 @@ class _StageRank:
         qkv_width = gpt.query_width + 2 * gpt.kv_width
         yield from self._norm(f"{name}.input_layernorm")
         yield from self._row_parallel(f"{name}.self_attention.linear_proj", gpt.query_width)
-        yield self._param(f"{name}.self_attention.linear_qkv.weight", qkv_width // tp, gpt.hidden)
+        yield self._qkv(f"{name}.self_attention.linear_qkv.weight", qkv_width // tp)
         if gpt.has_bias or gpt.has_qkv_bias:
             yield self._param(f"{name}.self_attention.linear_qkv.bias", qkv_width // tp)
         yield from self._norm(f"{name}.pre_mlp_layernorm")
@@ -345,18 +374,18 @@ class _StageRank:
         share = gpt.top_k * ep / gpt.experts  # of the tokens that the ranks of all experts send to one of them
         for expert in range(gpt.experts // ep):
             for param in self._mlp(f"{name}.experts.local_experts.{expert}", gpt.expert_ffn or gpt.ffn_width):
-                yield StageParam(param.spec, param.work * share, is_expert=ep > 1)
+                yield replace(param, work=param.work * share, is_expert=ep > 1)
 
     def _mlp(self, name: str, ffn: int) -> Iterator[StageParam]:
         width = ffn * (2 if self.gpt.is_gated else 1) // self.cut.tp
-        yield self._param(f"{name}.linear_fc1.weight", width, self.gpt.hidden)
+        yield self._param(f"{name}.linear_fc1.weight", width, self.gpt.hidden, tp_dim=0)
         if self.gpt.has_bias:
             yield self._param(f"{name}.linear_fc1.bias", width)
         yield from self._row_parallel(f"{name}.linear_fc2", ffn)
 
     def _row_parallel(self, name: str, width: int) -> Iterator[StageParam]:
         """Yields a layer whose input is cut; its bias, which is added to the sum, is whole on every rank."""
-        yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp)
+        yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp, tp_dim=1)
         if self.gpt.has_bias:
             yield self._param(f"{name}.bias", self.gpt.hidden)
 
@@ -364,8 +393,18 @@ class _StageRank:
         for kind in ("weight",) if self.gpt.is_rms else ("weight", "bias"):
             yield self._param(f"{name}.{kind}", self.gpt.hidden)
 
-    def _param(self, name: str, *shape: int) -> StageParam:
-        return StageParam(self._spec(name, *shape), math.prod(shape) if len(shape) > 1 else 0.0)
+    def _qkv(self, name: str, rows: int) -> StageParam:
+        """Queries, keys and values of one group of heads after another, each kind a matrix."""
+        gpt, whole = self.gpt, self._param(name, rows, self.gpt.hidden, tp_dim=0)
+        groups = (gpt.kv_heads or gpt.heads or self.cut.tp) // self.cut.tp
+        sizes = tuple(width // self.cut.tp // groups for width in (gpt.query_width, gpt.kv_width, gpt.kv_width))
+        return replace(whole, matrices=MatrixSpec(rows, gpt.hidden, sizes=sizes, repeats=groups))
+
+    def _param(self, name: str, *shape: int, tp_dim: int | None = None) -> StageParam:
+        spec = self._spec(name, *shape)
+        if len(shape) == 1:
+            return StageParam(spec)
+        return StageParam(spec, math.prod(shape), matrices=MatrixSpec.of(spec), tp_dim=tp_dim)
 
     def _spec(self, name: str, *shape: int) -> ParamSpec:
         return ParamSpec(name, math.prod(shape), shape, self.dtype)

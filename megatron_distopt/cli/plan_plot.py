@@ -23,6 +23,8 @@ _COLORS = {
     "reduce-scatter": "#d9822b",
     "statistics": "#3a3a3a",
     "all-gather": "#f2c46d",
+    "orthogonalize": "#a06cc0",
+    "matrices": "#b5651d",
 }
 _WAITING = "#f3cfcb"
 _HEIGHT = 0.8

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from megatron_distopt.cli.plan_choice import ChoicePlan, StagePlan
 from megatron_distopt.cli.plan_fit import Fit
-from megatron_distopt.cli.plan_model import Choice
+from megatron_distopt.cli.plan_model import TP_MODES, Choice
 from megatron_distopt.cli.plan_times import Times
 from megatron_distopt.cli.show import Column, ColumnTable, counted, ranges, rows, size_text, time_text
 
@@ -48,6 +48,8 @@ def _of_choice(choice_of: Callable[[Row], Choice]) -> tuple[Column[Row], ...]:
         Column("ep", lambda row: str(choice_of(row).cut.ep), usual="1"),
         Column("dtype", lambda row: choice_of(row).dtype),
         Column("grads", lambda row: choice_of(row).grad_dtype),
+        Column("optimizer", lambda row: choice_of(row).optimizer, usual="adam", is_text=True),
+        Column("muon tp mode", lambda row: choice_of(row).muon_tp_mode, usual=TP_MODES[0], is_text=True),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from megatron_distopt.cli.plan_choice import StagePlan
+from megatron_distopt.cli.plan_choice import PlannedBuffer, StagePlan
 from megatron_distopt.cli.plan_model import StageParam
 from megatron_distopt.layout.estimate import Collective, Kind
 
@@ -42,6 +42,7 @@ class Machine:
         device_bytes_per_second: that a kernel reads and writes in the memory of its device, added up.
         link_bytes_per_second: between a device and its host, in each direction at a time.
         host_bytes_per_second: that the ranks of a node together read and write in the memory of their host.
+        flops_per_second: floating-point operations of bf16 products of matrices on a device.
     """
 
     memory_nbytes: int | None = None
@@ -51,6 +52,7 @@ class Machine:
     device_bytes_per_second: float = 2000e9
     link_bytes_per_second: float = 25e9
     host_bytes_per_second: float = 200e9
+    flops_per_second: float = 300e12
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Assumed:
         bytes_per_second: bandwidth of a rank in each direction.
         hop_seconds: time of a message in addition to its bytes.
         backward_seconds: time of backward for one microbatch on one rank; None where it is not given.
-        update_seconds: time of statistics and update on the device; None to compute it from bytes and bandwidth.
+        update_seconds: time of statistics and update on the device, but for what Muon does with whole matrices; None
+            to compute it from bytes and bandwidth.
         machine: bandwidths and memory of a node.
     """
 
@@ -128,9 +131,10 @@ class UpdateTimes:
     intervals: tuple[Interval, ...]
     seconds: float
 
-    def busy_seconds(self, lane: TimelineLane) -> float:
-        """How long one of the lanes is busy."""
-        return sum(each.stop - each.start for each in self.intervals if each.lane is lane)
+    def busy_seconds(self, lane: TimelineLane, label: str = "") -> float:
+        """How long one of the lanes is busy, with everything or with what has a label that begins so."""
+        busy = (each for each in self.intervals if each.lane is lane and each.label.startswith(label))
+        return sum(each.stop - each.start for each in busy)
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,8 @@ def update_times_of(plan: StagePlan, assumed: Assumed) -> UpdateTimes:
     given = assumed.update_seconds
     device = moved / machine.device_bytes_per_second if given is None else given
     end = clock.fill(TimelineLane.COMPUTE, "update", 0.0, device)
+    for part in plan.with_matrices:
+        end = _fill_matrices(clock, part, assumed, end)
     host_rate = machine.host_bytes_per_second / min(machine.ranks_per_node, plan.choice.cut.num_ranks)
     down = host = up = 0.0
     for share in plan.updated_at(is_on_host=True):
@@ -222,6 +228,22 @@ def update_times_of(plan: StagePlan, assumed: Assumed) -> UpdateTimes:
         host = clock.fill(TimelineLane.HOST, f"update on the host {share.bucket}", max(host, down), on_host)
         up = clock.fill(TimelineLane.UP, f"params up {share.bucket}", max(up, host), copies[1])
     return UpdateTimes(tuple(clock.intervals), max(end, up))
+
+
+def _fill_matrices(clock: _Clock, part: PlannedBuffer, assumed: Assumed, start: float) -> float:
+    """Times what Muon does with the matrices of a buffer: those of the next round travel meanwhile.
+
+    It ends when the rank with the costliest updates has ended, and the one that sends most.
+    """
+    balance, rounds = part.balance, part.owners.num_rounds
+    sent = balance.most_travel_nbytes + part.work.gathered_nbytes
+    travel = sent / assumed.bytes_per_second + 2 * rounds * assumed.hop_seconds
+    cost = balance.most_cost / assumed.machine.flops_per_second
+    ends = [
+        clock.fill(TimelineLane.COMPUTE, "orthogonalize", start, cost),
+        clock.fill(TimelineLane.SEND, "matrices", start, travel),
+    ]
+    return max(ends)
 
 
 def _timeline(plan: StagePlan, assumed: Assumed, stats_seconds: float, update: UpdateTimes) -> Timeline:

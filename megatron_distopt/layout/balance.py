@@ -42,6 +42,7 @@ class Balance:
         travel_nbytes: that a rank sends for matrices, there and back, on average.
         most_travel_nbytes: that the rank sends that sends most.
         cost_imbalance: of the updates of matrices.
+        most_cost: of the rank with the costliest updates.
         least_cost_imbalance: the bound of [Note: balance] in owners.py.
         state_imbalance: of the bytes of main params and moments.
     """
@@ -53,6 +54,7 @@ class Balance:
     travel_nbytes: float
     most_travel_nbytes: int
     cost_imbalance: float
+    most_cost: int
     least_cost_imbalance: float
     state_imbalance: float
 
@@ -108,6 +110,7 @@ def balance_of(plan: OwnerPlan, widths: MatrixWidths | None = None) -> Balance:
         travel_nbytes=sum(sent.numbers) / num_ranks,
         most_travel_nbytes=max(sent.numbers),
         cost_imbalance=costs.imbalance,
+        most_cost=max(costs.numbers),
         least_cost_imbalance=max([1.0, *(owner.cost * num_ranks / all_costs for owner in plan.owners)]),
         state_imbalance=state.imbalance,
     )

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import groupby
+from typing import Any
 
 from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.matrix_work import DIRECTION_NBYTES
 from megatron_distopt.layout.on_host import pinned_nbytes
-from megatron_distopt.layout.shards import owned_shards, plan_flat_params
-from megatron_distopt.layout.spans import Span
+from megatron_distopt.layout.shards import FlatParamPlan, owned_shards, plan_flat_params
 
 __all__ = [
     "BLOCK_NUMEL",
@@ -43,6 +44,8 @@ BLOCK_NUMEL = 128
 PART_OF_MODEL = ("remainder", "bfloat16")
 #: Every flat param has a tensor of its own in which its updates are counted: one fp32.
 _STEP_NBYTES = 4
+#: An element of a matrix of Muon's has one moment, and its flat param no counter.
+_MOMENTUM_NBYTES = 4
 #: An fp32 copy of a 16-bit gradient lives from the statistics to the update.
 _FP32_NBYTES = 4
 #: Sum of squares, zeros and whether something is not finite, each a float64.
@@ -83,6 +86,8 @@ class BucketShare:
         is_on_host: where the state is and is updated: in the host's memory, or on the device.
         num_flat_params: in it.
         numel: elements of the flat params.
+        matrix_numel: of these, elements of matrices that Muon updates.
+        most_matrix_numel: of the largest flat param of matrices.
         main_nbytes, moment_nbytes: of their state, the counters of updates included.
         update_nbytes: what every kernel has to read and write at least: gradient, state, and param.
         down_nbytes, up_nbytes: copied to the host and back in a step.
@@ -93,6 +98,8 @@ class BucketShare:
     is_on_host: bool
     num_flat_params: int
     numel: int
+    matrix_numel: int
+    most_matrix_numel: int
     main_nbytes: int
     moment_nbytes: int
     update_nbytes: int
@@ -112,6 +119,7 @@ def shares_of(
     widths: Widths,
     key_of: Callable[[str], Hashable],
     on_host: Collection[int] = (),
+    matrices: Collection[str] = (),
 ) -> tuple[BucketShare, ...]:
     """What `rank` owns of every bucket, in buffer order; buckets of which it owns nothing but padding are left out.
 
@@ -121,6 +129,7 @@ def shares_of(
         widths: bytes an element.
         key_of: from a param's name; neighbours with equal keys are one flat param.
         on_host: indices of the buckets whose state is on the host, see `choose_buckets`.
+        matrices: names of the params that Muon updates; they have other keys than the others.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 128), ParamSpec("b", 64)], num_shards=2, bucket_size=128)
@@ -130,26 +139,32 @@ def shares_of(
     """
     plans = plan_flat_params(owned_shards(layout, rank), key_of)
     return tuple(
-        _share_of(bucket, [plan.in_buffer for plan in members], widths, is_on_host=bucket in on_host)
+        _share_of(bucket, list(members), widths, matrices, is_on_host=bucket in on_host)
         for bucket, members in groupby(plans, key=lambda plan: plan.bucket)
     )
 
 
-def _share_of(bucket: int, spans: Sequence[Span], widths: Widths, *, is_on_host: bool) -> BucketShare:
-    numels = [span.numel for span in spans]
-    numel, blocks = sum(numels), sum(-(-each // BLOCK_NUMEL) for each in numels)
+def _share_of(
+    bucket: int, plans: Sequence[FlatParamPlan[Any]], widths: Widths, matrices: Collection[str], *, is_on_host: bool
+) -> BucketShare:
+    numels = [plan.in_buffer.numel for plan in plans]
+    of_matrices = [plan.in_buffer.numel for plan in plans if plan.shards[0].name in matrices]
+    numel, matrix_numel, blocks = sum(numels), sum(of_matrices), sum(-(-each // BLOCK_NUMEL) for each in numels)
     main = numel * widths.main + blocks * widths.main_scales
-    moments = numel * widths.moments + blocks * widths.moment_scales + len(numels) * _STEP_NBYTES
+    moments = (numel - matrix_numel) * widths.moments + blocks * widths.moment_scales + matrix_numel * _MOMENTUM_NBYTES
+    moments += (len(numels) - len(of_matrices)) * _STEP_NBYTES
     params = numel * widths.param * (2 if widths.reads_param else 1)
-    pinned_numel = spans[-1].stop - spans[0].start
+    pinned_numel = plans[-1].in_buffer.stop - plans[0].in_buffer.start
     return BucketShare(
         bucket=bucket,
         is_on_host=is_on_host,
         num_flat_params=len(numels),
         numel=numel,
+        matrix_numel=matrix_numel,
+        most_matrix_numel=max(of_matrices, default=0),
         main_nbytes=main,
         moment_nbytes=moments,
-        update_nbytes=numel * _FP32_NBYTES + 2 * (main + moments) + params,
+        update_nbytes=numel * _FP32_NBYTES + 2 * (main + moments) + params + 2 * matrix_numel * DIRECTION_NBYTES,
         down_nbytes=numel * _FP32_NBYTES if is_on_host else 0,
         up_nbytes=numel * widths.param if is_on_host else 0,
         pinned_nbytes=(pinned_numel * _FP32_NBYTES, pinned_numel * widths.param) if is_on_host else (),
@@ -169,6 +184,7 @@ class Footprint:
         undistributed_nbytes: main params and moments of a rank that holds the state of all params.
         backward_nbytes: for a moment in backward: the largest gradient before it is added to the buffer.
         step_nbytes: for the length of a step: fp32 copies of 16-bit gradients.
+        matrices_nbytes: for the length of the update of Muon's matrices: directions, blocks and the iteration.
         num_flat_params: tensors that the inner optimizer updates.
     """
 
@@ -182,6 +198,7 @@ class Footprint:
     undistributed_nbytes: int = 0
     backward_nbytes: int = 0
     step_nbytes: int = 0
+    matrices_nbytes: int = 0
     num_flat_params: int = 0
 
     @property
@@ -192,21 +209,33 @@ class Footprint:
     @property
     def peak_nbytes(self) -> int:
         """The most that is allocated on the device at any time, in backward or in the step."""
-        return self.lasting_nbytes + max(self.backward_nbytes, self.step_nbytes)
+        return self.lasting_nbytes + max(self.backward_nbytes, self.step_nbytes + self.matrices_nbytes)
 
     def plus(self, other: Footprint) -> Footprint:
-        """The footprint of two buffers together. Only one gradient at a time is outside of them."""
-        added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return Footprint(**{**added, "backward_nbytes": max(self.backward_nbytes, other.backward_nbytes)})
+        """The footprint of two buffers together. Only one gradient at a time is outside of them, and the matrices of
+        one buffer are updated after those of the other."""
+        both = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        return Footprint(**{name: max(pair) if name in _ONE_AT_A_TIME else sum(pair) for name, pair in both.items()})
 
 
-def footprint_of(layout: BufferLayout, widths: Widths, shares: Sequence[BucketShare]) -> Footprint:
+_ONE_AT_A_TIME = ("backward_nbytes", "matrices_nbytes")
+
+
+def footprint_of(
+    layout: BufferLayout,
+    widths: Widths,
+    shares: Sequence[BucketShare],
+    matrices: Collection[str] = (),
+    blocks_nbytes: int = 0,
+) -> Footprint:
     """What a rank holds for one grad buffer and its param buffer.
 
     Args:
         layout: of both.
         widths: bytes an element.
         shares: of the rank, see `shares_of`.
+        matrices: names of the params that Muon updates.
+        blocks_nbytes: see `MatrixWork`.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 96), ParamSpec("b", 32)], num_shards=2)
@@ -216,7 +245,11 @@ def footprint_of(layout: BufferLayout, widths: Widths, shares: Sequence[BucketSh
     (320, 640, 320, 644)
     """
     numels = [slot.in_buffer.numel for slot in layout.slots]
+    matrix_numel = sum(slot.in_buffer.numel for slot in layout.slots if slot.name in matrices)
     scales = (widths.main_scales + widths.moment_scales) / BLOCK_NUMEL
+    directions = sum(share.matrix_numel for share in shares) * DIRECTION_NBYTES
+    # The direction of a flat param is fp32 before it is rounded.
+    most_mixed = max((share.most_matrix_numel for share in shares), default=0)
     pinned = [nbytes for share in shares for nbytes in share.pinned_nbytes]
     return Footprint(
         param_nbytes=layout.numel * widths.param,
@@ -226,9 +259,11 @@ def footprint_of(layout: BufferLayout, widths: Widths, shares: Sequence[BucketSh
         host_nbytes=sum(share.state_nbytes for share in shares if share.is_on_host),
         staging_nbytes=sum(pinned),
         rounded_staging_nbytes=sum(map(pinned_nbytes, pinned)),
-        undistributed_nbytes=round(sum(numels) * (widths.main + widths.moments + scales)),
+        undistributed_nbytes=round(sum(numels) * (widths.main + widths.moments + scales))
+        - matrix_numel * (widths.moments - _MOMENTUM_NBYTES),
         backward_nbytes=max(numels) * widths.param,
         step_nbytes=sum(share.numel for share in shares) * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
+        matrices_nbytes=directions + max(blocks_nbytes, most_mixed * _FP32_NBYTES),
         num_flat_params=sum(share.num_flat_params for share in shares),
     )
 

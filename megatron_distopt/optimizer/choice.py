@@ -116,12 +116,14 @@ def adopt_instance(
 
 def _by_trial(trial: Trial, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
     """Of each element where the class updates each by itself, or else of whole params."""
+    not_flat = _check_build(trial)
     try:
-        _check_build(trial.build, trial.name)
+        if not_flat is not None:
+            raise not_flat
         if not trial.is_known:
             check_elementwise(trial.build, trial.name, trial.groups, trial.device)
-    except ConfigError as error:
-        if params is None or isinstance(error.__cause__, TypeError):
+    except ConfigError:
+        if params is None:
             raise
         return choose_whole(trial.build, trial.name, params, config, trial.groups, trial.device)
     return InnerChoice(trial.name, trial.build)
@@ -237,15 +239,24 @@ def _holds_params(value: object, instance: Optimizer) -> bool:
     return isinstance(value, (list, tuple, set)) and any(_holds_params(each, instance) for each in value)
 
 
-def _check_build(build: Build, name: str) -> None:
-    """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved."""
+def _check_build(trial: Trial) -> ConfigError | None:
+    """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved.
+
+    Returns:
+        why the class takes no flat params; None where it does.
+
+    Raises:
+        ConfigError: the constructor needs more than param groups.
+    """
     try:
-        build([{"params": [torch.zeros(1)]}])
-    except Exception as error:
+        trial.build([{"params": [torch.zeros(1)]}])
+    except TypeError as error:
         rule, remedy = "be buildable from param groups alone", "Give the class defaults for its other arguments"
-        if not isinstance(error, TypeError):
-            rule, remedy = "take flat params", "Use an element-wise one, such as torch.optim:Adagrad"
-        raise ConfigError(refusal("optimizer", f"{name} ({error})", rule, remedy)) from error
+        raise ConfigError(refusal("optimizer", f"{trial.name} ({error})", rule, remedy)) from error
+    except Exception as error:  # noqa: BLE001 - of any kind; it is said, or another shape suits the class
+        remedy = "Use an element-wise one, such as torch.optim:Adagrad"
+        return ConfigError(refusal("optimizer", f"{trial.name} ({error})", "take flat params", remedy))
+    return None
 
 
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:

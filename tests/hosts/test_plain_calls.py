@@ -377,7 +377,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
     ),
     "LBFGS instance": (_lbfgs, everyone(ConfigError, "optimizer: LBFGS", *BY_PARAM)),
-    "SparseAdam by name": (_sparse_adam, everyone(ConfigError, "optimizer: SparseAdam", *BY_PARAM)),
+    "SparseAdam by name": (_sparse_adam, everyone(ConfigError, "torch.optim:SparseAdam", *BY_PARAM)),
     "class of optimizer": (
         _class_of_optimizer,
         everyone(ConfigError, "the class AdamW", "Write distribute(model, AdamW(model.parameters(), lr=...))"),

@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import megatron_distopt
@@ -95,11 +96,13 @@ class MiniFork:
     Args:
         training, script: its modules.
         goes_back: whether optimizers of earlier trainings are used again, with their process groups.
+        entered: the layout of the last training, whose process groups the next one keeps if it has the same.
     """
 
     training: Any
     script: Any
     goes_back: bool = False
+    entered: list[tuple[object, ...]] = field(default_factory=list)
 
     @classmethod
     def imported(cls, *, goes_back: bool = False, **switches: str) -> MiniFork:
@@ -115,7 +118,7 @@ class MiniFork:
         self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
     ) -> TrainingRun:
         """Collective: the fork's own `pretrain` with these flags, with the package installed meanwhile or not."""
-        self._forget()
+        self._forget((dist.group.WORLD, *_layout_in(words)))
         curves = Path(tempfile.mkdtemp(prefix="mini_fork_")) / "curves.json"
         sys.argv = [str(SCRIPT), *words, "--curves", str(curves)]
         installation = megatron_distopt.install(options) if ours else None
@@ -130,6 +133,9 @@ class MiniFork:
         try:
             script = self.script
             self.training.pretrain(script.train_data, script.model_provider, None, script.forward_step)
+        except BaseException:
+            self.entered.clear()  # whatever is under way in its groups, the next training does not meet it
+            raise
         finally:
             self.training.setup_model_and_optimizer = setup
             if installation is not None:
@@ -152,10 +158,14 @@ class MiniFork:
         params = {name: param.detach().clone() for name, param in bare.named_parameters()}
         return TrainingRun(iterations, params, optimizer, model, import_module("megatron").get_args())
 
-    def _forget(self) -> None:
-        """A process trains once in a fork; here it forgets its arguments and groups."""
+    def _forget(self, layout: tuple[object, ...] = ()) -> None:
+        """A process trains once in a fork; here it forgets its arguments, and groups of another layout."""
         state = import_module("megatron.global_vars")._STATE
         state.args = state.timers = None
+        torch.manual_seed(0)
+        if layout and self.entered == [layout]:
+            return
+        self.entered[:] = [layout]
         mpu = import_module("megatron.core").mpu
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
@@ -164,7 +174,17 @@ class MiniFork:
         for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
             for what in ("group", "rank", "world_size"):
                 vars(mpu).pop(f"get_{name}_{what}", None)
-        torch.manual_seed(0)
+
+
+def _layout_in(words: Sequence[str]) -> tuple[str, ...]:
+    """Those of the flags of a training that say which process groups there are."""
+    found = []
+    for number, word in enumerate(words):
+        if word == "--experts":
+            found.append(word)
+        elif word.endswith("-parallel-size"):
+            found += words[number : number + 2]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ def _initialize_distributed():
     args = get_args()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=args.rank, world_size=args.world_size)
+    if mpu.model_parallel_is_initialized():
+        return
     mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if args.ds_sequence_parallel_size is not None:
         add_sequence_parallel_groups(args.ds_sequence_parallel_size)
