@@ -1,0 +1,244 @@
+"""How long the update of Muon takes on several ranks, and what each rank keeps for it.
+
+    python benchmarks/muon.py [--layers N] [--hidden N] [--ranks N ...] [--rounds N] [--quick] [--json FILE]
+                              [--plot FILE]
+
+The same bf16 model and gradients for all: this package, megatron-core's layer-wise optimizer with torch's Muon in its
+Muon's place, and torch's Muon alone on every rank, which is what n ranks share here. Then, without running anything,
+how evenly 8, 64 and 512 ranks share the matrices of large models. benchmarks/README.md says how every figure is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers.environment  # noqa: F401 - before torch
+from peers.machine import about
+from peers.memory_reading import covered, storages
+from peers.muon_contestants import MuonEntry, MuonStepper, entries
+from peers.plot import Bar, Drawing, Panel, Row, draw_panels
+from peers.ranks import exchange, log, run_on_ranks
+from peers.ratios import by_round, failure, over, spread
+from peers.script import parser_of, settings_of, table, write
+from peers.step_reading import FIRST_NORMS, deviation
+from peers.steppers import StepSetting
+from torch import Tensor
+
+#: Models of docs/matrix_owners.md whose sizes are beside the examples of `plan`.
+_MODELS = Path(__file__).resolve().parents[1] / "examples" / "plan"
+_PLANNED_RANKS = (8, 64, 512)
+
+
+@dataclass(frozen=True)
+class MuonReading:
+    """One contestant in one round.
+
+    Args:
+        contestant: its name.
+        ranks: data-parallel ranks.
+        numel: elements of the model.
+        round: repeats are rounds over all contestants.
+        update, step: CPU seconds of the rank that needed most: its optimizers' own steps, and all from gradients to new
+            params.
+        state: bytes of main params, moments and buffers besides params and gradients, of each rank.
+        apart: from the params of ours after the first steps, as a part of their change.
+        why_not: the reason, where it was not run.
+    """
+
+    contestant: str
+    ranks: int
+    numel: int
+    round: int
+    update: float = 0.0
+    step: float = 0.0
+    state: tuple[int, ...] = ()
+    apart: float | None = None
+    why_not: str = ""
+
+
+def main() -> None:
+    args, drawing = parse_args()
+    if drawing.of_kept(draw):
+        return
+    start, readings, failures = time.monotonic(), list[MuonReading](), list[str]()
+    for size in args.ranks:
+        logged, why = run_on_ranks(read_all, size, args)
+        readings += [MuonReading(**each) for each in logged]
+        failures += [why] if why else []
+    rows, planned = [summary(readings, size) for size in args.ranks], [*planned_shares()]
+    about_it = about(args.load_before, time.monotonic() - start)
+    result = {**about_it, "settings": settings_of(args), "rows": rows, "planned": planned, "failures": failures}
+    write(result, args.json)
+    drawing.of_result(draw, result)
+    print("\n".join([*failures, *lines(result)]))
+
+
+def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
+    """Contestants take turns in every round; the first is not counted."""
+    reference = list[Tensor]()
+    for number in range(-1, args.rounds):
+        for entry in entries():
+            setting = StepSetting(args.layers, args.hidden, rank, size, None, "cpu")
+            reading = read(entry, setting, number, args.repeats, reference)
+            if number >= 0 or reading.why_not:
+                log(reading, path)
+
+
+def read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+    """Collective: builds a contestant, checks and times it, and drops it."""
+    measured: list[MuonReading] = []
+    texts = exchange(failure(lambda: measured.append(_read(entry, setting, number, repeats, reference))))
+    gc.collect()
+    why_not = next((text for text in texts if text), "")
+    return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not) if why_not else measured[0]
+
+
+def _read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+    known = {address for address, _ in storages().items()}
+    stepper = entry.build(setting)
+    try:
+        for norm in FIRST_NORMS:
+            stepper.set_grads(norm)
+            stepper.step()
+        apart = deviation(stepper, entry.name, reference) if number <= 0 else None
+        held = covered((address, nbytes) for address, nbytes in storages().items() if address not in known)
+        times = exchange(_times(stepper, repeats))
+        given = setting.numel * (2 + 4)
+        state = tuple(nbytes - given for nbytes in exchange(held))
+        update, step = (max(each[kind] for each in times) for kind in range(2))
+        return MuonReading(entry.name, setting.size, setting.numel, number, update, step, state, apart)
+    finally:
+        stepper.close()
+
+
+def _times(stepper: MuonStepper, repeats: int) -> tuple[float, float]:
+    """CPU seconds of the update and of the step, on average."""
+    before, whole = stepper.update_seconds, 0.0
+    for _ in range(repeats):
+        stepper.set_grads(FIRST_NORMS[-1])
+        start = time.process_time()
+        stepper.step()
+        whole += time.process_time() - start
+    return (stepper.update_seconds - before) / repeats, whole / repeats
+
+
+def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
+    """Of so many ranks, a row a contestant: times, and n times its time over torch's of one rank."""
+    own = [each for each in readings if each.ranks == size]
+    names = list(dict.fromkeys(each.contestant for each in own))
+    last = names[-1] if names else ""
+    alone = {kind: by_round((r.round, getattr(r, kind)) for r in own if r.contestant == last) for kind in _KINDS}
+    return {"ranks": size, "contestants": [_row(own, name, size, alone) for name in names]}
+
+
+_KINDS = ("update", "step")
+
+
+def _row(
+    readings: Sequence[MuonReading], name: str, size: int, alone: Mapping[str, Mapping[int, float]]
+) -> dict[str, Any]:
+    found = [each for each in readings if each.contestant == name]
+    times = {kind: {r.round: size * getattr(r, kind) for r in found if getattr(r, kind)} for kind in _KINDS}
+    state = next((each.state for each in found if each.state), ())
+    numel = found[0].numel
+    return {
+        "name": name,
+        "seconds": {kind: spread([each / size for each in times[kind].values()]) for kind in _KINDS},
+        "share": {kind: over(times[kind], alone[kind]) for kind in _KINDS},
+        "state": {"most": max(state) / numel, "average": sum(state) / len(state) / numel} if state else None,
+        "apart": next((each.apart for each in found if each.apart is not None), None),
+        "why_not": next((each.why_not for each in found if each.why_not), ""),
+    }
+
+
+def planned_shares() -> Iterator[dict[str, Any]]:
+    """n times the cost of the busiest rank over that of all, by `megatron-distopt plan`; runs nothing."""
+    import json
+
+    from megatron_distopt.cli.plan_arguments import sizes_in_mapping
+    from megatron_distopt.cli.plan_choice import plan_stage
+    from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes
+
+    for file in sorted(_MODELS.glob("*.json")):
+        gpt = GptSizes(**sizes_in_mapping(json.loads(file.read_text(encoding="utf-8"))))
+        for ranks in _PLANNED_RANKS:
+            choice = Choice(ParallelSizes(dp=ranks), bucket_size=AUTO, optimizer="muon")
+            balance = plan_stage(gpt, choice, 0).parts[0].balance
+            share, least = balance.cost_imbalance, balance.least_cost_imbalance
+            yield {"model": file.stem, "ranks": ranks, "share": share, "least": least}
+
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    header = ("", "update, ms", "n x / alone", "step, ms", "n x / alone", "state", "most", "")
+    for row in result["rows"]:
+        yield f"\n{row['ranks']} ranks: CPU time of the rank with most; bytes of state an element, average and most"
+        yield from table(header, [_cells(each) for each in row["contestants"]])
+    yield "\nplanned: n times the cost of the busiest rank over that of all ranks, and the least that any plan has"
+    cells = [
+        (each["model"], f"{each['ranks']}", f"{each['share']:.3f}", f"{each['least']:.3f}")
+        for each in result["planned"]
+    ]
+    yield from table(("", "ranks", "share", "least"), cells)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    times = [
+        text
+        for kind in _KINDS
+        for text in (
+            f"{row['seconds'][kind].median * 1e3:.1f}" if row["seconds"][kind] else "-",
+            str(row["share"][kind]) if row["share"][kind] else "-",
+        )
+    ]
+    state = [f"{row['state'][which]:.2f}" for which in ("average", "most")] if row["state"] else ["-", "-"]
+    apart = "" if row["apart"] is None else f"{row['apart']:.0e} of a change apart"
+    return [row["name"], *times, *state, row["why_not"] or apart]
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """A panel of shares and one of bytes for each number of ranks."""
+    panels = []
+    for row in result["rows"]:
+        shares = [Row(each["name"], (_bar(each["share"]["update"]),), each["why_not"]) for each in row["contestants"]]
+        states = [Row(each["name"], _state_bars(each), each["why_not"]) for each in row["contestants"]]
+        title = f"{row['ranks']} ranks"
+        goal = [(1.15, "goal")]
+        label = "update of the busiest rank x ranks / update of torch's Muon"
+        panels.append(
+            [Panel(title, label, shares, goal), Panel("", "bytes of state an element: most; pale: average", states)]
+        )
+    draw_panels("Muon on several ranks", panels, path)
+
+
+def _bar(found: Mapping[str, float] | None) -> Bar | None:
+    return found and Bar((found["median"], found["least"], found["most"]), f"{found['median']:.2f}")
+
+
+def _state_bars(row: Mapping[str, Any]) -> tuple[Bar | None, ...]:
+    if not row["state"]:
+        return (None, None)
+    return tuple(Bar([row["state"][which]] * 3, f"{row['state'][which]:.2f}") for which in ("most", "average"))
+
+
+def parse_args() -> tuple[argparse.Namespace, Drawing]:
+    parser = parser_of(__doc__, "2 layers of 256, 2 ranks, two rounds")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps in a round")
+    Drawing.add_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.layers, args.hidden, args.ranks, args.rounds = 2, 256, [2], 2
+    return args, Drawing.taken_from(args, parser)
+
+
+if __name__ == "__main__":
+    main()
