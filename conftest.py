@@ -1,6 +1,10 @@
 """For all tests, doctests included."""
 
+from __future__ import annotations
+
 import os
+
+import pytest
 
 # Importing DeepSpeed takes seconds in every spawned rank and writes a line to stdout. What follows from asking it is
 # tested where it is the subject: tests/optimizer/test_accelerator.py and tests/test_configs.py.
@@ -8,3 +12,21 @@ os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")
 
 # Collecting doctests imports a module, and these import megatron, which only spawned ranks should do.
 collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/megatron_2023/*"]
+
+#: Files that take longest, in this order: none of them is to begin when all others have ended.
+_FIRST = (
+    "test_megatron_core_versions",
+    "test_megatron_2023_checkpoints",
+    "test_megatron_2023_install_methods",
+    "test_configs",
+    "test_megatron_2023_whole_params",
+    "test_megatron_core_muon",
+    "test_triton_interpreted",
+    "test_promise_2023",
+    "test_end",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: number for number, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
+import torch
 from peers.machine import about
 from peers.memory_reading import covered, storages
-from peers.muon_contestants import MuonEntry, MuonStepper, entries
+from peers.muon_contestants import entries
 from peers.plot import Bar, Drawing, Panel, Row, draw_panels
 from peers.ranks import exchange, log, run_on_ranks
 from peers.ratios import by_round, failure, over, spread
 from peers.script import parser_of, settings_of, table, write
+from peers.state import fill
+from peers.step_contestants import StepEntry
 from peers.step_reading import FIRST_NORMS, deviation
 from peers.steppers import StepSetting
 from torch import Tensor
@@ -90,7 +93,7 @@ def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None
                 log(reading, path)
 
 
-def read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
     """Collective: builds a contestant, checks and times it, and drops it."""
     measured: list[MuonReading] = []
     texts = exchange(failure(lambda: measured.append(_read(entry, setting, number, repeats, reference))))
@@ -99,7 +102,8 @@ def read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, refe
     return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not) if why_not else measured[0]
 
 
-def _read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+def _read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+    fill(torch.empty(1))  # whose values are kept
     known = {address for address, _ in storages().items()}
     stepper = entry.build(setting)
     try:
@@ -117,7 +121,7 @@ def _read(entry: MuonEntry, setting: StepSetting, number: int, repeats: int, ref
         stepper.close()
 
 
-def _times(stepper: MuonStepper, repeats: int) -> tuple[float, float]:
+def _times(stepper: Any, repeats: int) -> tuple[float, float]:
     """CPU seconds of the update and of the step, on average."""
     before, whole = stepper.update_seconds, 0.0
     for _ in range(repeats):

@@ -9,24 +9,20 @@ one seed is the precision of the state. benchmarks/README.md says how each figur
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.plot import Drawing
 from peers.plot_quality import draw_quality
+from peers.quickstart import train
 from peers.script import table, write
 
-ROOT = Path(__file__).resolve().parents[1]
 FP32 = "fp32"
 #: By name: forms of main params and of both moments.
 PRECISIONS = {
@@ -80,18 +76,8 @@ def main() -> None:
 
 def read(name: str, seed: int, iterations: int) -> Reading:
     """Trains once."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environ |= {f"MEGATRON_DISTOPT_{each}": form for each, form in zip(_VARIABLES, PRECISIONS[name], strict=True)}
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        command += [str(ROOT / "examples" / "quickstart.py"), "--use-distributed-optimizer", "--precision", "bf16"]
-        command += ["--iterations", str(iterations), "--seed", str(seed), "--output", folder]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"Invalid training with {name}: it ended with\n{done.stderr[-2000:]}")
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-        history = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    losses = [each["loss"] for each in history]
+    variables = dict(zip(_VARIABLES, PRECISIONS[name], strict=True))
+    summary, losses = train(variables, seed, iterations)
     nbytes = summary["memory_per_rank"]["state_nbytes"]
     return Reading(name, seed, summary["validation_bits_per_byte"], losses, nbytes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,24 +15,12 @@ from torch.optim import Optimizer
 
 from peers.adam import ADAM, CLIP_GRAD
 from peers.state import fill
+from peers.step_contestants import StepEntry
 from peers.steppers import Stepper, StepSetting, copy_together
 
-__all__ = ["MuonEntry", "MuonStepper", "entries"]
+__all__ = ["MuonStepper", "entries"]
 
 _MUON = {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
-
-
-@dataclass(frozen=True)
-class MuonEntry:
-    """A contestant before it is built.
-
-    Args:
-        name: in results; this package is "ours".
-        build: it, from the setting; imports what it needs.
-    """
-
-    name: str
-    build: Callable[[StepSetting], MuonStepper]
 
 
 class MuonStepper(Stepper):
@@ -225,10 +212,10 @@ def _parts_of(optimizer: Any) -> Iterator[Any]:
             yield part
 
 
-def entries() -> tuple[MuonEntry, ...]:
+def entries() -> tuple[StepEntry, ...]:
     """In the order in which a round runs them; ours is first."""
     return (
-        MuonEntry("ours", OursMuon),
-        MuonEntry("megatron-core, layer-wise", LayerWise),
-        MuonEntry("torch, every rank alone", TorchMuon),
+        StepEntry("ours", OursMuon),
+        StepEntry("megatron-core, layer-wise", LayerWise),
+        StepEntry("torch, every rank alone", TorchMuon),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw_quality"]
+__all__ = ["draw_quality", "smoothed"]
 
 _FP32 = "fp32"
 #: Iterations of a moving average.
@@ -28,7 +28,7 @@ def draw_quality(result: Mapping[str, Any], path: Path) -> None:
     for number, name in enumerate(names):
         own = [run for run in runs if run["precision"] == name]
         color = f"C{number}"
-        curves.plot(_smoothed(own[0]["losses"]), color=color, linewidth=1, label=name)
+        curves.plot(smoothed(own[0]["losses"]), color=color, linewidth=1, label=name)
         plain = {run["seed"]: run["validation"] for run in runs if run["precision"] == _FP32}
         values = [run["validation"] - plain[run["seed"]] for run in own]
         points.plot(values, [number] * len(values), "o", color=color, alpha=0.7)
@@ -43,5 +43,6 @@ def draw_quality(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _smoothed(losses: list[float]) -> list[float]:
+def smoothed(losses: list[float]) -> list[float]:
+    """A moving average."""
     return [sum(losses[max(0, at - _SMOOTH + 1) : at + 1]) / min(at + 1, _SMOOTH) for at in range(len(losses))]

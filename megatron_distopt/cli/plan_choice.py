@@ -114,7 +114,7 @@ class StagePlan:
         """Bytes that the rank holds, by kind."""
         total = Footprint()
         for part, shares in zip(self.parts, self.shares, strict=True):
-            blocks = part.work.blocks_nbytes
+            blocks = part.work.blocks_nbytes if part.matrices else 0
             total = total.plus(footprint_of(part.layout, self.choice.widths, shares, part.matrices, blocks))
         return total
 
@@ -149,10 +149,8 @@ class StagePlan:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that the rank sends in one step."""
-        works = [part.work for part in self.parts]
-        return sum(each.sent_nbytes for _, each in self.collectives) + sum(
-            each.sent_nbytes + each.gathered_nbytes for each in works
-        )
+        travelling = sum(part.work.sent_nbytes + part.work.gathered_nbytes for part in self.with_matrices)
+        return sum(each.sent_nbytes for _, each in self.collectives) + travelling
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class _Trial:
             raise ConfigError(f"optimizer {self._name}: {error}") from error
         except Exception as error:
             got = f"{self._name} ({type(error).__name__}: {error})"
-            rule = "update each param by itself, from dense gradients and without a closure"
+            rule = "update each param by itself, from dense gradients or none, and without a closure"
             raise ConfigError(refusal("optimizer", got, rule, _REMEDY)) from error
         if not all(is_close(*each, _NUM_STEPS) for each in zip(start, together, apart, strict=True)):
             got = f"{self._name}, which updates a param differently where it has others beside it"

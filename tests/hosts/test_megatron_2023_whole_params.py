@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import pytorch_optimizer
 import torch
 
 from megatron_distopt.checkpoint import load_checkpoint
 from tests.support.fork_worlds import ForkInWorlds, distance, mains, raised
 from tests.support.spawn import run_ranks
+from tests.support.whole_classes import Adafactor, Soap
 
 RANKS = 4
 OURS = "--use-distributed-optimizer"
@@ -28,20 +28,6 @@ NAMED = (OURS, "--distopt-optimizer", "torch.optim:Adafactor")
 EXACT = ("--grid-grads", "--clip-grad", "1e9", "--lr", "0.02", "--train-iters", "5")
 LEARNS = ("--bf16", "--lr", "0.1", "--train-iters", "20", "--micro-batch-size", "8")
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-
-
-class Adafactor(torch.optim.Adafactor):
-    """What the fork builds in place of its Adam."""
-
-    def __init__(self, groups: Any, lr: float, weight_decay: float, **adams: Any) -> None:
-        super().__init__(groups, lr=lr, weight_decay=weight_decay)
-
-
-class Soap(pytorch_optimizer.SOAP):
-    """The same; it has two preconditioners for a matrix, and turns them every other step."""
-
-    def __init__(self, groups: Any, lr: float, weight_decay: float, **adams: Any) -> None:
-        super().__init__(groups, lr=lr, weight_decay=weight_decay, precondition_frequency=2)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,17 @@ from megatron_distopt.checkpoint.source import open_checkpoint
 from megatron_distopt.layout import Box
 from tests.support.cases import Case, Curve
 from tests.support.core_version import core_mentions
-from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, TIED, distance, exact_training, train_exactly
+from tests.support.exact_core import (
+    BF16,
+    EXACT,
+    OVERLAPPED,
+    PLAIN,
+    TIED,
+    distance,
+    exact_training,
+    refusals,
+    train_exactly,
+)
 from tests.support.spawn import run_ranks
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam
 
@@ -172,7 +182,7 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
             whole, ours = _whole(both), _ours(both)
             found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
     if size == 2:
-        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": _refused()}
+        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": refusals(REFUSED)}
     return found
 
 
@@ -229,20 +239,6 @@ if HAS_MUON:
             lambda: _training(BY_HOST.of(decoupled_weight_decay=False)),
         ),
     }
-
-
-def _refused() -> dict[str, str]:
-    """Collective: the message of each."""
-    from megatron_distopt.errors import DistOptError
-
-    found = {}
-    for name, (_, start) in REFUSED.items():
-        try:
-            with start():
-                found[name] = "accepted"
-        except DistOptError as error:
-            found[name] = str(error)
-    return found
 
 
 @pytest.fixture(scope="module")

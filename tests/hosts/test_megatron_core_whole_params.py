@@ -14,29 +14,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import pytorch_optimizer
 import torch
 
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
-from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, TIED, distance, exact_training, train_exactly
+from tests.support.exact_core import (
+    BF16,
+    EXACT,
+    OVERLAPPED,
+    PLAIN,
+    TIED,
+    distance,
+    exact_training,
+    refusals,
+    train_exactly,
+)
 from tests.support.spawn import run_ranks
+from tests.support.whole_classes import Adafactor, Soap
 
 NAMED = {"OPTIMIZER": "torch.optim:Adafactor"}
-
-
-class Adafactor(torch.optim.Adafactor):
-    """What the host builds in place of its Adam."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, **adams: Any) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
-
-
-class Soap(pytorch_optimizer.SOAP):
-    """The same; it has two preconditioners for a matrix, and turns them every other step."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, **adams: Any) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, precondition_frequency=2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
                 ours = train_exactly(both.case, **both.options)
             found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
     if size == 2:
-        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": _refused()}
+        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": refusals(REFUSED)}
     return found
 
 
@@ -154,20 +150,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "between phases": ("offload_to_cpu", _call(lambda optimizer: optimizer.offload_to_cpu())),
     "dist_checkpointing": ("--ckpt-format torch", _call(lambda optimizer: optimizer.sharded_state_dict({}))),
 }
-
-
-def _refused() -> dict[str, str]:
-    """Collective: the message of each."""
-    from megatron_distopt.errors import DistOptError
-
-    found = {}
-    for name, (_, start) in REFUSED.items():
-        try:
-            with start():
-                found[name] = "accepted"
-        except DistOptError as error:
-            found[name] = str(error)
-    return found
 
 
 @pytest.fixture(scope="module")

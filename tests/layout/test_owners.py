@@ -363,5 +363,5 @@ def test_plan_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: pytes
 
 def test_balance_when_nothing_is_a_matrix_then_even() -> None:
     layout = lay_out([ParamSpec("a", 4)], num_shards=1, alignment_numel=1)
-    assert balance_of(plan_owners(layout, {})) == Balance(0.0, 0, 0, 0.0, 0.0, 0, 1.0, 1.0, 1.0)
+    assert balance_of(plan_owners(layout, {})) == Balance(0.0, 0, 0, 0.0, 0.0, 0, 1.0, 0, 1.0, 1.0)
     assert balance_of(plan_owners(layout, {})).extra_wire == 0.0

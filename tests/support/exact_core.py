@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -70,3 +70,19 @@ def exact_training(case: Case, **options: str) -> Iterator[Any]:
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest difference of any element."""
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
+
+
+def refusals(
+    trainings: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]],
+) -> dict[str, str]:
+    """Collective: the message with which each begins, by name; what it should have in it is not looked at."""
+    from megatron_distopt.errors import DistOptError
+
+    found = {}
+    for name, (_, start) in trainings.items():
+        try:
+            with start():
+                found[name] = "accepted"
+        except DistOptError as error:
+            found[name] = str(error)
+    return found
