@@ -234,7 +234,7 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser = parser_of(__doc__, "2 layers of 256, 2 ranks, two rounds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2, help="timed steps in a round")
     Drawing.add_arguments(parser)

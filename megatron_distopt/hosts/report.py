@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,15 @@ from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.optimizer import ConstantLossScale, Precision, ShardedOptimizer, find_accelerator, measure_memory
+from megatron_distopt.layout.balance import MatrixWidths, balance_of
+from megatron_distopt.optimizer import (
+    ConstantLossScale,
+    InParts,
+    Precision,
+    ShardedOptimizer,
+    find_accelerator,
+    measure_memory,
+)
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.version import VERSION
 
@@ -66,6 +74,7 @@ def describe(
                 * Precision.of(optimizer.config).nbytes_of_moments
             )
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
+        lines += [f"  owners     {line}" for line in _describe_owners(optimizer)]
         lines += [f"  host state {line}" for line in _describe_host_state(optimizer)]
     return "\n".join(lines)
 
@@ -80,6 +89,22 @@ def _describe_host_state(optimizer: ShardedOptimizer) -> list[str]:
     total = sum(flat.main.numel() for flat in optimizer.flat_params)
     staged = measure_memory(optimizer).staging_nbytes
     return [f"of {sum(moved):,} of {total:,} elements of this rank, with {_with_unit(staged)} of pinned memory"]
+
+
+def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
+    """What goes to another rank to be updated, because it is larger than a shard or cut by the border of one."""
+    inner = optimizer.inner
+    if not isinstance(inner, InParts):
+        return
+    for buffer, plan in zip(optimizer.buffers, inner.owners, strict=True):
+        if not plan.owners or plan.layout.num_shards == 1:
+            continue
+        width = buffer.param.dtype.itemsize + buffer.grad.dtype.itemsize
+        found = balance_of(plan, MatrixWidths(bucket=width, travel=inner.travel_width))
+        what = "params" if optimizer.plan.choice.updates_whole_params else "matrices"
+        cut = f"{found.num_travelling:,} of {found.num_blocks:,} {what} are cut by shards and go to one rank each"
+        more = f"{100 * found.extra_wire:.1f}% more on the wire"
+        yield f"{cut}: {more}; the busiest rank has {found.cost_imbalance:.2f} times the average to compute"
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:

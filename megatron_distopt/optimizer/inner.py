@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.config import ADAM_NAMES, DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.layout import Span
+from megatron_distopt.layout import OwnerPlan, Span
 from megatron_distopt.optimizer.coded import Coded, kept_of, part_of
 from megatron_distopt.optimizer.kept import Remainder
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
@@ -116,6 +116,16 @@ class InParts(Optimizer):
             flat_params: of this rank.
             groups: with the names of all params that are updated.
         """
+        raise NotImplementedError
+
+    @property
+    def owners(self) -> Sequence[OwnerPlan]:
+        """Who updates what, by buffer; the same on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def travel_width(self) -> int:
+        """Bytes of an element on its way to an owner or back, on average of both ways."""
         raise NotImplementedError
 
     def leave_out(self, names: Collection[str]) -> None:

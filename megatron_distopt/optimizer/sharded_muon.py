@@ -25,7 +25,7 @@ from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.muon import Muon
-from megatron_distopt.optimizer.muon_options import TorchMuonOptions, is_muons_group, options_of
+from megatron_distopt.optimizer.muon_options import TorchMuonOptions, formula_of, is_muons_group, options_of
 
 __all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "matrices_in", "shape_of_matrix"]
 
@@ -190,6 +190,17 @@ class MuonAndAdam(InParts):
         of_muon = [flat for flat in flat_params if flat.plan.shards[0].name in group_of]
         pairs = [(buffer, plan) for buffer, plan in zip(buffers, self._plans, strict=True) if plan.owners]
         self._muon.bind([self._matrices_of(buffer, plan, of_muon) for buffer, plan in pairs], group_of)
+
+    @property
+    def owners(self) -> Sequence[OwnerPlan]:
+        """See `InParts`."""
+        return self._plans
+
+    @property
+    def travel_width(self) -> int:
+        """See `InParts`."""
+        groups = filter(is_muons_group, self._muon.param_groups)
+        return max((formula_of(group).travel_dtype.itemsize for group in groups), default=0)
 
     def _specs_in(self, buffer: ShardedBuffer, names: Collection[str]) -> dict[str, MatrixSpec]:
         held = (slot.name for slot in buffer.layout.slots if slot.name in names and buffer.holds(slot.name))

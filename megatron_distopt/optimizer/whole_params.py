@@ -109,6 +109,16 @@ class WholeParams(InParts):
         """See `InParts`."""
         self._left_out = frozenset(names)
 
+    @property
+    def owners(self) -> Sequence[OwnerPlan]:
+        """See `InParts`."""
+        return self._plans
+
+    @property
+    def travel_width(self) -> int:
+        """See `InParts`."""
+        return (2 + 1) * torch.float32.itemsize // 2  # main param and gradient, and the main param back
+
     def options_of(self, name: str) -> dict[str, Any]:
         """The param group of a param, whether this rank has a piece of it or not."""
         return self.param_groups[self._group_of[name]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import kind_of, name_of
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, RanksDisagreeError
 from megatron_distopt.formats.convert import TARGETS, convert
+from megatron_distopt.hosts.report import describe
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import clip_divisor
 from tests.support.spawn import run_ranks
@@ -263,8 +265,12 @@ def resume_all(rank: int, size: int) -> dict[str, Any]:
     dist.broadcast_object_list(full)
     weights = [whole if rank == 0 else None]
     dist.broadcast_object_list(weights)
+    said = {}
     for each in (each for each in SIZES if rank < each):
         run = Run(RESUMED, groups[each])
+        sharded = run.optimizer.sharded
+        block = describe("", (), [sharded], sharded.device).splitlines()
+        said[each] = [line.strip() for line in block if line.startswith("  owners ")]
         run.optimizer.load(folder / "two")
         found["folder", each] = _continued(run)
         run = Run(RESUMED, groups[each])
@@ -277,7 +283,7 @@ def resume_all(rank: int, size: int) -> dict[str, Any]:
         kinds.setdefault(name_of(key), []).append(kind_of(key))
     refused = _foreign(folder)
     converted = {to: _raised(partial(convert, folder / "Muon", folder / f"{to}_{rank}", to)) for to in TARGETS}
-    return {"found": found, "kinds": kinds, "refused": refused, "converted": converted}
+    return {"found": found, "kinds": kinds, "refused": refused, "converted": converted, "said": said}
 
 
 def _continued(run: Run) -> dict[str, Tensor]:
@@ -350,6 +356,19 @@ def _built(case: Case, build: Callable[[Any], Optimizer]) -> tuple[TorchDistribu
 @pytest.fixture(scope="module")
 def resumed() -> list[dict[str, Any]]:
     return run_ranks(resume_all, max(SIZES))
+
+
+def test_start_when_shards_cut_matrices_then_it_says_how_many_and_what_that_costs(
+    resumed: list[dict[str, Any]],
+) -> None:
+    said = resumed[0]["said"]
+    assert said[1] == []
+    # tall is fp32 in a buffer of its own, which the border between two shards cuts; wide and square are in the other.
+    assert [line.split(":")[0] for line in said[2]] == [
+        "owners     1 of 2 matrices are cut by shards and go to one rank each",
+        "owners     1 of 1 matrices are cut by shards and go to one rank each",
+    ]
+    assert all(re.search(r" \d+\.\d% more on the wire; the busiest rank has \d\.\d\d times", line) for line in said[2])
 
 
 @pytest.mark.parametrize(
