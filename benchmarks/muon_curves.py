@@ -27,6 +27,7 @@ from peers.script import table, write
 #: By name: what asks for it.
 OPTIMIZERS: Mapping[str, Mapping[str, str]] = {"AdamW": {}, "Muon and AdamW": {"OPTIMIZER": "muon"}}
 _RANKS = 2
+_TICKS = (1.5, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def _by_seed(runs: Sequence[Run]) -> str:
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """A curve a training, those of an optimizer in one color."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -91,6 +93,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             label = f"{name}: {mean:.3f} bits a byte in validation" if not index else None
             axes.plot(smoothed(run["losses"]), color=f"C{number}", linewidth=1, alpha=0.85, label=label)
     axes.set(xlabel="iteration", ylabel="loss, nats a byte, mean of 10 iterations", yscale="log")
+    axes.set_yticks(_TICKS, map(str, _TICKS))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title("The quickstart's model, a curve a seed", fontsize=10)
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

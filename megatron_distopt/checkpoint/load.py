@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.load_plan import GroupMatch, LoadPlan, Read, SavedState, check_names, plan_load
+from megatron_distopt.checkpoint.load_groups import GroupMatch
+from megatron_distopt.checkpoint.load_plan import LoadPlan, Read, plan_load
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, no_collection, some_of
 from megatron_distopt.checkpoint.owned_state import owned_by_name, take_owned
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, Scalar
+from megatron_distopt.checkpoint.saved_by_name import SavedState, check_names
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
     WholeModel,
@@ -195,7 +197,7 @@ def _fill_owned(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 
 
 def _say_anew(names: Sequence[str], where: str) -> None:
-    """See [Note: another kind of optimizer] in load_plan.py."""
+    """See [Note: another kind of optimizer] in saved_by_name.py."""
     if names:
         text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"
         _log.warning(text, some_of(names), where)

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.dcp import ShardedValue
 from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
-from megatron_distopt.checkpoint.load_plan import (
-    GroupMatch,
-    Read,
-    SavedState,
-    check_steps,
-    find_targets,
-    needed_moments,
-)
+from megatron_distopt.checkpoint.load_groups import GroupMatch, check_steps, needed_moments
+from megatron_distopt.checkpoint.load_plan import Read, find_targets
 from megatron_distopt.checkpoint.manifest import Chunk, key_of
 from megatron_distopt.checkpoint.param_groups import (
     NOT_OPTIONS,
@@ -30,6 +24,7 @@ from megatron_distopt.checkpoint.param_groups import (
     check_types,
     plain_option,
 )
+from megatron_distopt.checkpoint.saved_by_name import SavedState
 from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, TorchParams, is_adam
 from megatron_distopt.checkpoint.whole_model import flat_params_of
 from megatron_distopt.comm import exchange_together

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.checkpoint.dcp import ShardedValue
-from megatron_distopt.checkpoint.load_plan import needed_moments
+from megatron_distopt.checkpoint.load_groups import needed_moments
 from megatron_distopt.checkpoint.param_groups import step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
