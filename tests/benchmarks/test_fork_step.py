@@ -66,7 +66,7 @@ def _train(model: Module, rank: int, scale: float, *, zero: Callable[[], None], 
     return seen
 
 
-def _with_the_fork(rank: int, size: int, loss_scale: float | None) -> list[Any]:
+def _re_implemented(rank: int, size: int, loss_scale: float | None) -> list[Any]:
     model = _model()
     adam = torch_adam(foreach=False)
     fork = ForkStep(model, adam, rank=rank, size=size, clip_grad=CLIP_GRAD, loss_scale=loss_scale)
@@ -116,12 +116,12 @@ def both(rank: int, size: int) -> dict[float | None, tuple[list[Any], list[Any]]
     from megatron.core import mpu
 
     mpu.initialize_model_parallel(use_distributed_optimizer=True)
-    return {scale: (_with_the_fork(rank, size, scale), _with_the_fork(rank, scale)) for scale in LOSS_SCALES}
+    return {scale: (_re_implemented(rank, size, scale), _with_the_fork(rank, scale)) for scale in LOSS_SCALES}
 
 
 @pytest.mark.skipif(bool(_UNSET), reason=f"needs the real fork: {', '.join(_UNSET)} unset")
 @pytest.mark.parametrize("size", (1, 3))
-def test_the_fork_when_beside_the_fork_then_params_and_norms_are_bit_for_bit_equal(size: int) -> None:
+def test_fork_step_when_beside_the_fork_then_params_and_norms_are_bit_for_bit_equal(size: int) -> None:
     for found in run_ranks(both, size):
         for loss_scale in LOSS_SCALES:
             ours, theirs = found[loss_scale]
