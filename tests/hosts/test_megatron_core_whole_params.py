@@ -97,6 +97,8 @@ AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=4)}
 
 def _resumed(folder: str) -> dict[str, Any]:
     """Collective: losses of a run that was saved and of what went on from it, and which params began anew there."""
+    from tests.support.gpt import parts_of
+
     found: dict[str, Any] = {}
     with _in_place_of_adam(Soap):
         with exact_training(SAVED) as training:
@@ -107,7 +109,7 @@ def _resumed(folder: str) -> dict[str, Any]:
         for name, case in AGAIN.items():
             with exact_training(case) as training:
                 training.optimizer.load(f"{folder}/saved")
-                inners = [each.sharded.inner for each in training.optimizer.chained_optimizers]
+                inners = [each.sharded.inner for each in parts_of(training.optimizer)]
                 new = {each for inner in inners for each, owned in inner.owned.items() if not owned.has_state}
                 training.steps_taken = 2
                 found[name] = [training.step().loss for _ in range(2)], new
