@@ -19,7 +19,7 @@ import torch
 from megatron_distopt.checkpoint import load_checkpoint
 from tests.support.fork_worlds import ForkInWorlds, distance, mains, raised
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Soap
+from tests.support.whole_classes import Adafactor, Soap, tried_once
 
 RANKS = 4
 OURS = "--use-distributed-optimizer"
@@ -77,6 +77,7 @@ def _with(optimizer: type[torch.optim.Optimizer], *, repaired: bool = False) -> 
         yield
 
 
+@tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: every case with the reference and with ours; the cases of a world one after the other."""
     fork, found = ForkInWorlds("gathered", rank, folder, ranks=size), dict[str, Any]()

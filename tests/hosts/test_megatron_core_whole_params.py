@@ -30,7 +30,7 @@ from tests.support.exact_core import (
     train_exactly,
 )
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Soap
+from tests.support.whole_classes import Adafactor, Soap, tried_once
 
 NAMED = {"OPTIMIZER": "torch.optim:Adafactor"}
 
@@ -75,6 +75,7 @@ def _in_place_of_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
         yield
 
 
+@tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: every case of this many ranks with the reference and with ours."""
     found: dict[str, Any] = {}

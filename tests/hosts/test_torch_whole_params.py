@@ -23,6 +23,7 @@ from megatron_distopt.formats.convert import convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import WholeParams, clip_divisor
 from tests.support.spawn import run_ranks
+from tests.support.whole_classes import tried_once
 
 SIZES, STEPS = (1, 2, 3), 5
 SHAPES = {
@@ -163,6 +164,7 @@ class Run:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
 
 
+@tried_once()
 def train_all(rank: int, size: int) -> dict[tuple[str, int], dict[str, Tensor]]:
     groups = {each: dist.new_group(range(each)) for each in SIZES}
     found = {}
@@ -209,6 +211,7 @@ def _raised(call: Callable[[], object]) -> str:
 RESUMED = ("Adafactor", "SOAP")
 
 
+@tried_once()
 def resume_all(rank: int, size: int) -> dict[str, Any]:
     """Trained by two ranks for three steps, then by one, two and three ranks for two more."""
     groups = {each: dist.new_group(range(each)) for each in SIZES}

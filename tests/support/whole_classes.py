@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytorch_optimizer
 import torch
 
-__all__ = ["Adafactor", "Soap"]
+__all__ = ["Adafactor", "Soap", "tried_once"]
+
+
+@contextlib.contextmanager
+def tried_once() -> Iterator[None]:
+    """In the block a class is tried when it is built for the first time: a trial takes longer than the trainings here.
+
+    Trials themselves are tested in tests/hosts/test_torch_whole_params.py.
+    """
+    from megatron_distopt.optimizer import whole_params
+
+    check, tried = whole_params.check_each_param, set[str]()
+
+    def once(build: Any, name: str, *args: Any) -> None:
+        if name not in tried:
+            check(build, name, *args)
+            tried.add(name)
+
+    with mock.patch.object(whole_params, "check_each_param", once):
+        yield
 
 
 class Adafactor(torch.optim.Adafactor):
