@@ -138,7 +138,8 @@ def check_new(instance: Optimizer) -> None:
     steps = [state.get("step") for state in instance.state.values()]
     if any(step is None or float(step) != 0 for step in steps):
         remedy = "Build the distributed optimizer before the first step or load_state_dict"
-        raise ConfigError(refusal("optimizer", "one that has state", "be new", remedy))
+        rule = "be new, and of a class that fills its state in a step"
+        raise ConfigError(refusal("optimizer", "one that has state", rule, remedy))
 
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
