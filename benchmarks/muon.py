@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,8 +164,6 @@ def _row(
 
 def planned_shares() -> Iterator[dict[str, Any]]:
     """n times the cost of the busiest rank over that of all, by `megatron-distopt plan`; runs nothing."""
-    import json
-
     from megatron_distopt.cli.plan_arguments import sizes_in_mapping
     from megatron_distopt.cli.plan_choice import plan_stage
     from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes

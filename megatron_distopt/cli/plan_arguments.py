@@ -226,15 +226,10 @@ def choices_of(parsed: argparse.Namespace) -> list[Choice]:
     ]
     others = (parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
     forms = (parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype)
-    updates = [
-        (name, mode) for name in parsed.optimizer for mode in (parsed.muon_tp_mode if name == "muon" else TP_MODES[:1])
-    ]
-    states = [
-        (*state, *update)
-        for *state, update in itertools.product(
-            *(each or ["float32"] for each in forms), parsed.offload_fraction or [0.0], updates
-        )
-    ]
+    modes_of = {"adam": TP_MODES[:1], "muon": parsed.muon_tp_mode}
+    updates = [(name, mode) for name in parsed.optimizer for mode in modes_of[name]]
+    kept = itertools.product(*(each or ["float32"] for each in forms), parsed.offload_fraction or [0.0])
+    states = [(*state, *update) for state, update in itertools.product(kept, updates)]
     return [
         Choice(
             cut, dtype, grads == "fp32" or dtype == "fp32", bucket, None if reduce == _AS_THEY_ARE else reduce, *state

@@ -38,7 +38,7 @@ _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Candidate:
     """A class of the user that is to be tried, see elementwise.py and whole_trial.py.
 
     Args:
@@ -104,7 +104,7 @@ def adopt_instance(
     build = partial(_retarget, instance, rebuild)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     device = next((param.device for group in instance.param_groups for param in group["params"]), None)
-    trial = Trial(rebuild, name, type(instance) in _FUSED, instance.param_groups, device)
+    trial = _Candidate(rebuild, name, type(instance) in _FUSED, instance.param_groups, device)
     chosen = _by_trial(trial, config or DistOptConfig(), params)
     if params is not None and chosen.updates_whole_params:
         whole = partial(WholeParams, build=build, params=params)
@@ -114,7 +114,7 @@ def adopt_instance(
     return InnerChoice(name, build, ("an instance was given",), defaults, on_host)
 
 
-def _by_trial(trial: Trial, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
+def _by_trial(trial: _Candidate, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
     """Of each element where the class updates each by itself, or else of whole params."""
     not_flat = _check_build(trial)
     try:
@@ -240,7 +240,7 @@ def _holds_params(value: object, instance: Optimizer) -> bool:
     return isinstance(value, (list, tuple, set)) and any(_holds_params(each, instance) for each in value)
 
 
-def _check_build(trial: Trial) -> ConfigError | None:
+def _check_build(trial: _Candidate) -> ConfigError | None:
     """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved.
 
     Returns:
@@ -271,7 +271,7 @@ def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams |
     chosen = _import_optimizer(config.optimizer)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
     build, device = partial(chosen, **_with_own_pairs(chosen, options)), usable_device(device_type)
-    trial = Trial(build, repr(config.optimizer), chosen in _FUSED, device=device)
+    trial = _Candidate(build, repr(config.optimizer), chosen in _FUSED, device=device)
     return replace(_by_trial(trial, config, params), name=config.optimizer)
 
 

@@ -5,8 +5,7 @@ See [Note: matrix owners] in layout/owners.py.
 [Note: rounds of travel] In round k every rank receives what it lacks of the k-th travelling block that it owns, updates
 it, and sends the result back. The pieces of the next round are under way meanwhile, and those of the first while blocks
 are updated that lie whole in a shard. The one before it is still being sent back, so that three blocks at a time are in
-memory. Pieces are sent from and received into the
-memory where they are used.
+memory. Pieces are sent from and received into the memory where they are used.
 """
 
 from __future__ import annotations

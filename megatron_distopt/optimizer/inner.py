@@ -100,7 +100,12 @@ class InParts(Optimizer):
 
     It may have several parts, each of which updates some of the param groups. They share its state and its param
     groups, and count updates where torch's classes do.
+
+    Attributes:
+        owners: who updates what, by buffer; the same on all ranks.
     """
+
+    owners: list[OwnerPlan]
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
         """The part that updates a param group."""
@@ -116,11 +121,6 @@ class InParts(Optimizer):
             flat_params: of this rank.
             groups: with the names of all params that are updated.
         """
-        raise NotImplementedError
-
-    @property
-    def owners(self) -> Sequence[OwnerPlan]:
-        """Who updates what, by buffer; the same on all ranks."""
         raise NotImplementedError
 
     @property

@@ -164,7 +164,7 @@ class MuonAndAdam(InParts):
 
     def __init__(self, groups: Groups, *, rest: Build | None, matrices: Matrices) -> None:
         super().__init__([{"params": []}], {})
-        self._matrices, self._plans = matrices, list[OwnerPlan]()
+        self._matrices, self.owners = matrices, list[OwnerPlan]()
         others = [group for group in groups if not is_muons_group(group)]
         # A rank may have no params for one of them, and torch refuses an empty list of groups.
         self._muon = FlatMuon([group for group in groups if is_muons_group(group)] or [{"params": []}])
@@ -185,16 +185,11 @@ class MuonAndAdam(InParts):
         """See `InParts`."""
         members = [group.names for group in groups if is_muons_group(group.options)]
         group_of = {name: number for number, names in enumerate(members) for name in names}
-        for buffer in buffers[len(self._plans) :]:
-            self._plans.append(plan_owners(buffer.layout, self._specs_in(buffer, group_of)))
+        for buffer in buffers[len(self.owners) :]:
+            self.owners.append(plan_owners(buffer.layout, self._specs_in(buffer, group_of)))
         of_muon = [flat for flat in flat_params if flat.plan.shards[0].name in group_of]
-        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self._plans, strict=True) if plan.owners]
+        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self.owners, strict=True) if plan.owners]
         self._muon.bind([self._matrices_of(buffer, plan, of_muon) for buffer, plan in pairs], group_of)
-
-    @property
-    def owners(self) -> Sequence[OwnerPlan]:
-        """See `InParts`."""
-        return self._plans
 
     @property
     def travel_width(self) -> int:

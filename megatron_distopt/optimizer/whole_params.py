@@ -96,7 +96,7 @@ class WholeParams(InParts):
         super().__init__(groups, usual)
         self.owned: dict[str, OwnedParam] = {}
         self._build, self._params = build, params
-        self._plans: list[OwnerPlan] = []
+        self.owners: list[OwnerPlan] = []
         self._held: tuple[_Held, ...] = ()
         self._group_of: Mapping[str, int] = {}
         self._left_out: frozenset[str] = frozenset()
@@ -108,11 +108,6 @@ class WholeParams(InParts):
     def leave_out(self, names: Collection[str]) -> None:
         """See `InParts`."""
         self._left_out = frozenset(names)
-
-    @property
-    def owners(self) -> Sequence[OwnerPlan]:
-        """See `InParts`."""
-        return self._plans
 
     @property
     def travel_width(self) -> int:
@@ -133,9 +128,9 @@ class WholeParams(InParts):
     ) -> None:
         """See `InParts`."""
         self._group_of = {name: number for number, group in enumerate(groups) for name in group.names}
-        for buffer in buffers[len(self._plans) :]:
-            self._plans.append(_plan_of(buffer, self._group_of))
-        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self._plans, strict=True) if plan.owners]
+        for buffer in buffers[len(self.owners) :]:
+            self.owners.append(_plan_of(buffer, self._group_of))
+        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self.owners, strict=True) if plan.owners]
         self._held = tuple(self._held_of(buffer, plan, flat_params) for buffer, plan in pairs)
         for held in self._held:
             for owner in held.place.plan.owned_by(held.place.group.rank):
