@@ -1,11 +1,12 @@
 """The update: which kernel, which scale, which norm, and the sharded step that ties them together (step.py)."""
 
 from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.choice import adopt_instance, check_new, choose_inner, fused_instance
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
 from megatron_distopt.optimizer.coded import plain, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.flat_muon import FlatMuon
+from megatron_distopt.optimizer.given import check_new, let_go
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.graph import CapturedStep
 from megatron_distopt.optimizer.inner import (
@@ -112,6 +113,7 @@ __all__ = [
     "is_muon",
     "is_muons_group",
     "is_torchs",
+    "let_go",
     "make_loss_scale",
     "make_step",
     "matrices_in",

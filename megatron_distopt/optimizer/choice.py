@@ -20,11 +20,12 @@ from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, u
 from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
 from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.elementwise import check_elementwise
+from megatron_distopt.optimizer.given import build_alike, check_new
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.whole_params import TrainedParams, WholeParams, choose_whole
 
-__all__ = ["WITH_MUON", "adopt_instance", "check_new", "choose_inner", "fused_instance"]
+__all__ = ["WITH_MUON", "adopt_instance", "choose_inner", "fused_instance"]
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
@@ -101,13 +102,13 @@ def adopt_instance(
     """
     check_new(instance)
     name, rebuild = type(instance).__name__, partial(type(instance), **_accepted(type(instance), instance.defaults))
-    build = partial(_retarget, instance, rebuild)
+    build = build_alike(instance, rebuild)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     device = next((param.device for group in instance.param_groups for param in group["params"]), None)
     trial = _Candidate(rebuild, name, type(instance) in _FUSED, instance.param_groups, device)
     chosen = _by_trial(trial, config or DistOptConfig(), params)
     if params is not None and chosen.updates_whole_params:
-        whole = partial(WholeParams, build=build, params=params)
+        whole = partial(WholeParams, build=build, params=params, needs_all_grads=chosen.needs_all_grads)
         return replace(chosen, build=whole, defaults=defaults, why=("an instance was given", *chosen.why))
     # torch's own keep nothing in their param groups, so that two of them can share a state.
     on_host = build if type(instance).__module__.startswith("torch.optim.") else None
@@ -127,19 +128,6 @@ def _by_trial(trial: _Candidate, config: DistOptConfig, params: TrainedParams | 
             raise
         return choose_whole(trial.build, trial.name, params, config, trial.groups, trial.device)
     return InnerChoice(trial.name, trial.build)
-
-
-def check_new(instance: Optimizer) -> None:
-    """Checks that an optimizer has no state, which would be lost.
-
-    Raises:
-        ConfigError
-    """
-    steps = [state.get("step") for state in instance.state.values()]
-    if any(step is None or float(step) != 0 for step in steps):
-        remedy = "Build the distributed optimizer before the first step or load_state_dict"
-        rule = "be new, and of a class that fills its state in a step"
-        raise ConfigError(refusal("optimizer", "one that has state", rule, remedy))
 
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
@@ -213,31 +201,6 @@ def _keeps_fp32(name: str) -> ConfigError:
 def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:
     plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in groups]
     return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
-
-
-_REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-
-
-def _retarget(instance: Optimizer, rebuild: Build, groups: Groups) -> Optimizer:
-    """A copy with every attribute of the user's object. Some classes fill their state only in the constructor."""
-    fresh = rebuild(groups)
-    kept: Optimizer = object.__new__(type(instance))
-    # Not hooks, which the outer optimizer calls, and not the methods that a scheduler or we have replaced.
-    own = {key: value for key, value in vars(instance).items() if not key.startswith("_optimizer_")}
-    # Nor what holds params of the model: the class has put main params there for the copy.
-    own = {key: value for key, value in own.items() if key not in _REPLACED and not _holds_params(value, instance)}
-    vars(kept).update({**vars(fresh), **own})
-    kept.param_groups, kept.state = fresh.param_groups, fresh.state
-    return kept
-
-
-def _holds_params(value: object, instance: Optimizer) -> bool:
-    """Whether an attribute of an optimizer is one of its params, or a collection with some."""
-    if torch.is_tensor(value):
-        return any(value is param for group in instance.param_groups for param in group["params"])
-    if isinstance(value, Mapping):
-        return any(_holds_params(each, instance) for pair in value.items() for each in pair)
-    return isinstance(value, (list, tuple, set)) and any(_holds_params(each, instance) for each in value)
 
 
 def _check_build(trial: _Candidate) -> ConfigError | None:

@@ -187,6 +187,8 @@ class InnerChoice:
         defaults: of an optimizer that brings its own, for comparison between ranks.
         on_host: builds the same for params on the host, with the same form of state; None where there is no such.
         updates_whole_params: whether each param is updated whole, by one rank.
+        needs_all_grads: whether in a step all params of a group must have a gradient, or none; see [Note: counts of a
+            group] in whole_trial.py.
     """
 
     name: str
@@ -195,6 +197,7 @@ class InnerChoice:
     defaults: tuple[str, ...] = ()
     on_host: Build | None = None
     updates_whole_params: bool = False
+    needs_all_grads: bool = False
 
     @property
     def is_adam(self) -> bool:

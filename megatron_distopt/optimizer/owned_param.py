@@ -4,6 +4,10 @@
 other param. So also a class that counts in its param group counts right, and one that looks across params is found out
 by the trial in whole_trial.py. Main param and gradient are there while it steps: the param has memory of its own no
 longer than that.
+
+[Note: state from the constructor] A class that fills its state in the constructor, as Distributed Shampoo does, may
+keep views of param and state elsewhere. So for such a class the param is always the same memory, which is resized to
+nothing between steps, and a loaded state is written into the one that is there.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ class OwnedParam:
         self._given = _without_params(options)
         self._param = Parameter(torch.zeros(self._shape, dtype=torch.float32, device=self._device))
         self.optimizer = self._build([{**self._given, "params": [self._param]}])
+        self._is_filled = bool(self.optimizer.state)
+        self._grad = torch.zeros_like(self._param) if self._is_filled else torch.zeros(0)
         self._let_go()
 
     @property
@@ -60,11 +66,10 @@ class OwnedParam:
             options: of the param group, as they are now.
         """
         self._take_options(options)
-        self._param.data = main.view(self._shape)
-        self._param.grad = None if grad is None else grad.view(self._shape)
+        self._lend(main.view(self._shape), None if grad is None else grad.view(self._shape))
         try:
             self.optimizer.step()
-            if self._param.data_ptr() != main.data_ptr():  # the class has put another tensor there
+            if self._param.data_ptr() != main.data_ptr():  # memory of its own, or another tensor of the class
                 main.copy_(self._param.detach().reshape(-1))
         finally:
             self._let_go()
@@ -76,10 +81,27 @@ class OwnedParam:
         self.optimizer.param_groups[0].update(changed)
         self._given = now
 
+    def _lend(self, main: Tensor, grad: Tensor | None) -> None:
+        """Values for a step, see [Note: state from the constructor]."""
+        if self._is_filled:
+            self._resize(self._param.nbytes)
+            self._param.copy_(main)
+            grad = None if grad is None else self._grad.copy_(grad)
+        else:
+            self._param.data = main
+        self._param.grad = grad
+
     def _let_go(self) -> None:
         """A shape without memory takes the place of the values."""
         self._param.grad = None
-        self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(self._shape)
+        self._resize(0)
+        if not self._is_filled:
+            self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(self._shape)
+
+    def _resize(self, nbytes: int) -> None:
+        """Of the memory of the param, which a class may have views of, and of its gradient."""
+        for tensor in (self._param, self._grad) if self._is_filled else ():
+            tensor.untyped_storage().resize_(nbytes)
 
     @property
     def has_state(self) -> bool:
@@ -107,8 +129,9 @@ class OwnedParam:
             description, tensors: see `join_state`.
             options: of the param group.
         """
-        kept = join_state(description, tensors, self._device)
         self.begin(options)
+        present = {_STATE: self.optimizer.state.get(self._param)}
+        kept = join_state(description, tensors, self._device, present)
         if kept[_STATE]:
             self.optimizer.state[self._param] = kept[_STATE]
         self.optimizer.param_groups[0].update(kept[_GROUP])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,13 +15,26 @@ __all__ = ["join_state", "split_state"]
 
 #: Keys of the JSON. Every value is an object with one of them.
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
+_OBJECT = "object"
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """An object that says itself what a file has to hold of it, as torch.distributed.checkpoint knows them too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers, in dicts and lists."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse."""
 
 
 def split_state(state: object) -> tuple[Any, dict[str, Tensor]]:
     """Takes a state apart.
 
     Args:
-        state: tensors, numbers, texts and None, in dicts, lists and tuples.
+        state: tensors, numbers, texts and None, in dicts, lists and tuples; and objects with `state_dict` and
+            `load_state_dict`, of which a file has what `state_dict` returns.
 
     Returns:
         JSON that says how it is built, and its tensors by their place in it, such as "GG.0". A tensor without
@@ -48,6 +61,8 @@ def _split(value: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
         return {_TUPLE if isinstance(value, tuple) else _LIST: parts}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {_PLAIN: value}
+    if isinstance(value, _Stateful):
+        return {_OBJECT: _split(value.state_dict(), path, tensors)}
     got, rule = f"a {type(value).__name__}", "consist of tensors, numbers and texts, in dicts and lists"
     raise CheckpointError(refusal(f"state {path!r} of the inner optimizer", got, rule, "Use another class"))
 
@@ -70,28 +85,55 @@ def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def join_state(description: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+def join_state(description: Any, tensors: Mapping[str, Tensor], device: torch.device, into: Any = None) -> Any:
     """The inverse of `split_state`.
 
     Args:
         description: the JSON.
-        tensors: taken over, not copied, where they are on the right device.
+        tensors: taken over, not copied, where they are on the right device and `into` has none in their place.
         device: of the param; what was on the CPU stays there.
+        into: a state that is filled as far as it has the same parts, because other objects may refer to them; only
+            there can objects be.
 
     Raises:
         KeyError, TypeError, ValueError, RuntimeError: they do not belong together.
     """
     ((kind, value),) = description.items()
     if kind == _TENSOR:
-        return _take(value, tensors, device)
+        return _fill(into, _take(value, tensors, device))
     if kind == _ENTRIES:
-        return {key: join_state(each, tensors, device) for key, each in value}
+        present = into if isinstance(into, MutableMapping) else {}
+        entries = {key: join_state(each, tensors, device, present.get(key)) for key, each in value}
+        present.clear()
+        present.update(entries)
+        return present
     if kind in (_LIST, _TUPLE):
-        parts = [join_state(each, tensors, device) for each in value]
-        return tuple(parts) if kind == _TUPLE else parts
+        old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        parts = [join_state(each, tensors, device, beside) for each, beside in zip(value, old, strict=True)]
+        return tuple(parts) if kind == _TUPLE else _replaced(into, parts)
     if kind == _PLAIN:
         return value
+    if kind == _OBJECT and isinstance(into, _Stateful):
+        into.load_state_dict(join_state(value, tensors, device))
+        return into
     raise ValueError(f"{kind!r} is no part of a state")
+
+
+def _fill(into: Any, tensor: Tensor) -> Tensor:
+    if not torch.is_tensor(into):
+        return tensor
+    if into.shape != tensor.shape or into.dtype != tensor.dtype:
+        raise ValueError(f"{tensor.dtype} {tuple(tensor.shape)} is not {into.dtype} {tuple(into.shape)}")
+    with torch.no_grad():
+        return into.copy_(tensor)
+
+
+def _replaced(into: Any, parts: list[Any]) -> list[Any]:
+    """The list itself where there is one."""
+    if not isinstance(into, list):
+        return parts
+    into[:] = parts
+    return into
 
 
 def _take(about: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, plan_owners
 from megatron_distopt.optimizer.exchange import Lane, Place, exchange
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
@@ -64,9 +65,11 @@ def choose_whole(
         ConfigError: the class does not update each param by itself, or options of the config are not served with it.
     """
     check_served(config, name)
-    check_each_param(build, name, groups, {len(shape) for shape in params.shapes.values()} or {1, 2}, device)
+    dims = {len(shape) for shape in params.shapes.values()} or {1, 2}
+    needs_all = not check_each_param(build, name, groups, dims, device)
+    chosen = partial(WholeParams, build=build, params=params, needs_all_grads=needs_all)
     why = ("it updates whole params, each on one rank",)
-    return InnerChoice(name, partial(WholeParams, build=build, params=params), why, updates_whole_params=True)
+    return InnerChoice(name, chosen, why, updates_whole_params=True, needs_all_grads=needs_all)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,16 +89,17 @@ class WholeParams(InParts):
         groups: of main params.
         build: makes an optimizer of the class.
         params: see `TrainedParams`.
+        needs_all_grads: see `InnerChoice`.
 
     Attributes:
         owned: what this rank updates, by the name of the param.
     """
 
-    def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
+    def __init__(self, groups: Groups, *, build: Build, params: TrainedParams, needs_all_grads: bool = False) -> None:
         usual = build([{"params": [torch.zeros(_shape_to_try(params))]}]).defaults
         super().__init__(groups, usual)
         self.owned: dict[str, OwnedParam] = {}
-        self._build, self._params = build, params
+        self._build, self._params, self._needs_all_grads = build, params, needs_all_grads
         self.owners: list[OwnerPlan] = []
         self._held: tuple[_Held, ...] = ()
         self._group_of: Mapping[str, int] = {}
@@ -106,7 +110,14 @@ class WholeParams(InParts):
         return self
 
     def leave_out(self, names: Collection[str]) -> None:
-        """See `InParts`."""
+        """See `InParts`.
+
+        Raises:
+            ConfigError: a class that counts once for a group would count differently for these.
+        """
+        if self._needs_all_grads:
+            for number in sorted({self._group_of[name] for name in names}):
+                _check_all_left_out(number, {name for name, group in self._group_of.items() if group == number}, names)
         self._left_out = frozenset(names)
 
     @property
@@ -171,6 +182,16 @@ class WholeParams(InParts):
 def _grad_of(main: Tensor) -> Tensor:
     """Zeros where it has none: a param without a gradient comes to its owner as well, who is told so by its name."""
     return torch.zeros_like(main) if main.grad is None else main.grad
+
+
+def _check_all_left_out(number: int, members: Collection[str], names: Collection[str]) -> None:
+    """Refuses a step in which some params of a group have a gradient and some have none."""
+    absent = sorted(name for name in members if name in names)
+    if len(absent) < len(members):
+        got = f"no gradient for {absent[0]!r} and gradients for others"
+        rule = "have a gradient for all params or for none, because the class counts updates once for a group"
+        remedy = "Put params that lack gradients in some steps into a group of their own, one for each"
+        raise ConfigError(refusal(f"param group {number}", got, rule, remedy))
 
 
 def _plan_of(buffer: ShardedBuffer, names: Collection[str]) -> OwnerPlan:

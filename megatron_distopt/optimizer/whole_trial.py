@@ -3,26 +3,37 @@
 [Note: the trial of whole params] Small params are stepped together by one optimizer, as torch would, and each by one of
 its own, as ranks would (owned_param.py). A class that looks across params, such as one that clips the norm of all
 gradients, computes other values then: gradients differ ten thousandfold; or an operator is seen in which params meet
-([Note: operators of a trial] in trial_ops.py). In one step a param has no gradient. In the
-middle of a second run of the latter kind everything is written down and read back, which shows whether a checkpoint can
-hold what the class keeps; it has to go on to the bit.
+([Note: operators of a trial] in trial_ops.py). In two steps a param has no gradient. In the middle of a second run of
+the latter kind everything is written down and read back, which shows whether a checkpoint can hold what the class
+keeps; it has to go on to the bit, and its attributes have to become what they are without that.
+
+[Note: counts of a group] A class may count updates once for a param group, as Distributed Shampoo does. An optimizer
+for each param counts the same as long as all params of a group have a gradient in a step, or none has. So where the
+runs differ, they are repeated without the steps in which a param has no gradient. If they agree then, such steps are
+refused while training.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.optimizer.elementwise import is_close, kinds_of, undisturbed, watched_steps, with_usable_lr
 from megatron_distopt.optimizer.inner import Build
 from megatron_distopt.optimizer.owned_param import OwnedParam
+from megatron_distopt.optimizer.reachable import other_attribute
 
 __all__ = ["check_each_param"]
+
+#: By step and param.
+_Grads = Sequence[Sequence[Tensor | None]]
 
 #: Two for each number of dimensions; small, as some classes decompose a square matrix for each dimension.
 _SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -33,10 +44,11 @@ _SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     4: ((8, 4, 3, 3), (5, 6, 2, 2)),
 }
 _NUM_STEPS, _SEED = 12, 0
-#: In this step the first param has no gradient; after that one all is written down.
-_STEP_WITHOUT, _STEP_OF_SAVE = 5, 7
+#: In these steps one param has no gradient, by step; after that one all is written down.
+_WITHOUT, _STEP_OF_SAVE = {4: 1, 5: 0}, 7
 #: Of gradients, by param.
 _GRAD_SCALES = (1e-3, 10.0)
+_BY_ITSELF, _ALL_IN_STATE = "update each param by itself", "keep everything in its state"
 _REMEDY = "Use one that does, such as torch.optim.Adafactor, or torch.optim.AdamW"
 
 
@@ -46,7 +58,7 @@ def check_each_param(
     groups: Iterable[Mapping[str, Any]] = ({},),
     dims: Collection[int] = (1, 2),
     device: torch.device | None = None,
-) -> None:
+) -> bool:
     """Checks that an optimizer updates each param by itself, see [Note: the trial of whole params].
 
     It changes nothing outside, as `check_elementwise`.
@@ -58,18 +70,38 @@ def check_each_param(
         dims: numbers of dimensions of the params that it is for.
         device: on which it runs; None for the CPU.
 
+    Returns:
+        Whether some params of a group may be without a gradient in a step, see [Note: counts of a group].
+
     Raises:
         ConfigError: the optimizer does not, it cannot be stepped, or it keeps what no file holds.
     """
     shapes = [shape for dim in sorted({min(dim, max(_SHAPES)) for dim in dims}) for shape in _SHAPES[dim]]
     place = device or torch.device("cpu")
     with undisturbed(place):
-        for options in kinds_of(groups):
-            _Trial(build, name, options, shapes, place).run(_SEED)
+        served = [_Trial(build, name, options, shapes, place).run(_SEED) for options in kinds_of(groups)]
+    return all(served)
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Params after a run, the same ones thrice.
+
+    Args:
+        together: all of them in one optimizer.
+        apart: each in one of its own.
+        resumed: so too, with a state that was written down and read back.
+        other: the attribute in which an optimizer is not what it is without that; None where all are.
+    """
+
+    together: Sequence[Tensor]
+    apart: Sequence[Tensor]
+    resumed: Sequence[Tensor]
+    other: str | None
 
 
 class _Trial:
-    """One run of the trial."""
+    """See the file."""
 
     def __init__(
         self,
@@ -82,30 +114,46 @@ class _Trial:
         self._build, self._name, self._shapes, self._device = build, name, shapes, device
         self._options: Mapping[str, Any] = options
 
-    def run(self, seed: int) -> None:
+    def run(self, seed: int) -> bool:
+        """Returns what `check_each_param` returns."""
         start, grads = self._values(seed)
+        runs = self._runs(start, grads)
+        serves_absent = _is_by_itself(start, runs)
+        if not serves_absent:
+            grads = [of_step for of_step in grads if all(grad is not None for grad in of_step)]
+            runs = self._runs(start, grads)
+        self._check(start, grads, runs)
+        return serves_absent
+
+    def _runs(self, start: Sequence[Tensor], grads: _Grads) -> _Runs:
         try:
             param = torch.zeros(max(self._shapes, key=len), device=self._device)
             self._options = with_usable_lr(self._build, self._options, param)
             together = self._together(start, grads)
-            apart = self._apart(start, grads, is_saved=False)
-            resumed = self._apart(start, grads, is_saved=True)
+            apart, owned = self._apart(start, grads, is_saved=False)
+            resumed, again = self._apart(start, grads, is_saved=True)
         except (ConfigError, CheckpointError) as error:
             raise ConfigError(f"optimizer {self._name}: {error}") from error
         except Exception as error:
             got = f"{self._name} ({type(error).__name__}: {error})"
             rule = "update each param by itself, from dense gradients or none, and without a closure"
             raise ConfigError(refusal("optimizer", got, rule, _REMEDY)) from error
-        if not all(is_close(*each, _NUM_STEPS) for each in zip(start, together, apart, strict=True)):
-            got = f"{self._name}, which updates a param differently where it has others beside it"
-            raise ConfigError(refusal("optimizer", got, "update each param by itself", _REMEDY))
+        others = (other_attribute(*pair) for pair in zip(owned, again, strict=True))
+        return _Runs(together, apart, resumed, next((other for other in others if other is not None), None))
+
+    def _check(self, start: Sequence[Tensor], grads: _Grads, runs: _Runs) -> None:
+        if not _is_by_itself(start, runs):
+            self._refuse("which updates a param differently where it has others beside it", _BY_ITSELF)
         watch = watched_steps(self._build, [each.clone() for each in start], grads, self._new_options())
         if watch is not None and watch.mixing:
-            got = f"{self._name}, in whose {watch.mixing} params meet"
-            raise ConfigError(refusal("optimizer", got, "update each param by itself", _REMEDY))
-        if not all(torch.equal(*pair) for pair in zip(apart, resumed, strict=True)):
-            got = f"{self._name}, which goes on differently after its state was saved and loaded"
-            raise ConfigError(refusal("optimizer", got, "keep everything in its state", _REMEDY))
+            self._refuse(f"in whose {watch.mixing} params meet", _BY_ITSELF)
+        if runs.other is not None:
+            self._refuse(f"which changes its attribute {runs.other!r}", _ALL_IN_STATE)
+        if not all(torch.equal(*pair) for pair in zip(runs.apart, runs.resumed, strict=True)):
+            self._refuse("which goes on differently after its state was saved and loaded", _ALL_IN_STATE)
+
+    def _refuse(self, what: str, rule: str) -> NoReturn:
+        raise ConfigError(refusal("optimizer", f"{self._name}, {what}", rule, _REMEDY))
 
     def _values(self, seed: int) -> tuple[list[Tensor], list[list[Tensor | None]]]:
         """Params, and their gradients by step, which keep a direction."""
@@ -119,7 +167,8 @@ class _Trial:
             ]
             for _ in range(_NUM_STEPS)
         ]
-        grads[_STEP_WITHOUT][0] = None
+        for step, number in _WITHOUT.items():
+            grads[step][number] = None
         return start, grads
 
     def _random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -128,24 +177,21 @@ class _Trial:
     def _new_options(self) -> dict[str, Any]:
         return copy.deepcopy(dict(self._options))
 
-    def _together(self, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+    def _together(self, start: Sequence[Tensor], grads: _Grads) -> list[Tensor]:
         params = [each.clone().requires_grad_() for each in start]
         optimizer = self._build([{**self._new_options(), "params": params}])
-        before = _what_is_outside(optimizer)
+        before = _options_of(optimizer)
         for of_step in grads:
             for param, grad in zip(params, of_step, strict=True):
                 param.grad = None if grad is None else grad.clone()
             optimizer.step()
-        after = _what_is_outside(optimizer)
+        after = _options_of(optimizer)
         changed = sorted(key for key in before if before[key] != after.get(key))
         if changed:
-            got, rule = f"{self._name}, which changes its {changed[0]}", "keep everything in its state"
-            raise ConfigError(refusal("optimizer", got, rule, _REMEDY))
+            self._refuse(f"which changes its option {changed[0]!r}", _ALL_IN_STATE)
         return [param.detach() for param in params]
 
-    def _apart(
-        self, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor | None]], *, is_saved: bool
-    ) -> list[Tensor]:
+    def _apart(self, start: Sequence[Tensor], grads: _Grads, *, is_saved: bool) -> tuple[list[Tensor], list[Optimizer]]:
         options = self._new_options()
         mains = [each.clone().view(-1) for each in start]
         owned = [OwnedParam(each.shape, self._device, self._build, options) for each in start]
@@ -155,15 +201,14 @@ class _Trial:
                 if is_saved and step == _STEP_OF_SAVE:
                     description, tensors = each.split()
                     each.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
-        return [main.view(each.shape) for main, each in zip(mains, start, strict=True)]
+        params = [main.view(each.shape) for main, each in zip(mains, start, strict=True)]
+        return params, [each.optimizer for each in owned]
 
 
-def _what_is_outside(optimizer: Any) -> dict[str, str]:
-    """Attributes and options of an optimizer, which no checkpoint has, and a user may read."""
-    attributes = {f"attribute {key!r}": value for key, value in vars(optimizer).items() if key not in _ATTRIBUTES}
-    options = {f"option {key!r}": value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    return {key: repr(value) for key, value in {**attributes, **options}.items()}
+def _is_by_itself(start: Sequence[Tensor], runs: _Runs) -> bool:
+    return all(is_close(*each, _NUM_STEPS) for each in zip(start, runs.together, runs.apart, strict=True))
 
 
-#: What torch's class has, and changes itself.
-_ATTRIBUTES = ("state", "param_groups", "defaults")
+def _options_of(optimizer: Optimizer) -> dict[str, str]:
+    """What a user may read and no checkpoint has once the class itself changes it."""
+    return {key: repr(value) for key, value in optimizer.param_groups[0].items() if key != "params"}

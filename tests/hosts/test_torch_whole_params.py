@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.cli.main import main as run_command
-from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
+from megatron_distopt.errors import AccessError, ConfigError, DistOptError, LayoutError
 from megatron_distopt.formats.convert import convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer import WholeParams, clip_divisor
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import tried_once
+from tests.support.whole_classes import Preconditioned, tried_once
 
 SIZES, STEPS = (1, 2, 3), 5
 SHAPES = {
@@ -38,14 +39,29 @@ BF16, FP16 = torch.bfloat16, torch.float16
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
 
 Params = Any
-#: By name; each as published.
+#: By name; each as published, and one of ours.
 CLASSES: dict[str, Callable[[Params], Optimizer]] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.125),
     "Lamb": lambda params: pytorch_optimizer.Lamb(params, lr=0.125, weight_decay=0.1),
     "SOAP": lambda params: pytorch_optimizer.SOAP(params, lr=0.125, precondition_frequency=2),
     "Shampoo": lambda params: pytorch_optimizer.Shampoo(params, lr=0.125, preconditioning_compute_steps=2),
     "AdamP": lambda params: pytorch_optimizer.AdamP(params, lr=0.125),
+    "Preconditioned": Preconditioned,
 }
+if importlib.util.find_spec("distributed_shampoo"):  # Meta's, which is on no package index
+    shampoo = importlib.import_module("distributed_shampoo")
+    adam = getattr(shampoo, "AdamGraftingConfig", None) or shampoo.AdamPreconditionerConfig
+    CLASSES["Distributed Shampoo"] = lambda params: shampoo.DistributedShampoo(
+        params,
+        lr=0.0625,
+        betas=(0.9, 0.99),
+        epsilon=1e-8,
+        weight_decay=0.1,
+        max_preconditioner_dim=16,
+        precondition_frequency=2,
+        start_preconditioning_step=2,
+        grafting_config=adam(beta2=0.99, epsilon=1e-8),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,8 @@ CASES = {
     "inf skipped": Case("Lamb", {"nonfinite": "skip"}, bad=2),
     "one begins to train": Case("Adafactor", OVERLAP, BF16, frozen="tall"),
     "scheduled": Case("Lamb", scheduled=True),
+    "from the constructor, scheduled": Case("Preconditioned", scheduled=True),
+    "from the constructor, none with a gradient": Case("Preconditioned", OVERLAP, BF16, absent={2: tuple(SHAPES)}),
 }
 
 
@@ -207,8 +225,8 @@ def _raised(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-#: Rows and columns; lists of matrices, and a count in the param group.
-RESUMED = ("Adafactor", "SOAP")
+#: Rows and columns; lists of matrices, and a count in the param group; objects that the constructor makes.
+RESUMED = ("Adafactor", "SOAP", *(name for name in CLASSES if name in ("Preconditioned", "Distributed Shampoo")))
 
 
 @tried_once()
@@ -237,7 +255,20 @@ def resume_all(rank: int, size: int) -> dict[str, Any]:
     converted = {
         to: _raised(lambda t=to: convert(folder / "SOAP", folder / f"{t}{rank}", t)) for to in ("torch", "distopt")
     }  # type: ignore[misc]
-    return {"found": found, "verified": verified, "converted": converted, "others": _others(folder, groups[3])}
+    others, absent = _others(folder, groups[3]), _without_some(groups[3])
+    return {"found": found, "verified": verified, "converted": converted, "others": others, "absent": absent}
+
+
+def _without_some(group: Any) -> tuple[str, bool]:
+    """What a class says that counts once for a group, and whether the params are as before."""
+    run = Run(Case("Preconditioned", absent={1: ("tall", "norm")}), group)
+    run.step(0)
+    before = run.params()
+    said = _raised(lambda: run.step(1))
+    after = run.params()
+    run.step(2)
+    run.optimizer.release()
+    return said, all(torch.equal(after[name], before[name]) for name in before)
 
 
 def _continued(run: Run) -> dict[str, Tensor]:
@@ -322,6 +353,15 @@ def test_whole_params_when_the_state_is_of_another_class_then_it_begins_anew(res
     assert set(found) == {"SOAP to AdamW", "SOAP to Adafactor", "AdamW to Adafactor", "AdamW to SOAP"}
 
 
+def test_whole_params_when_some_of_a_counted_group_lack_a_gradient_then_refused_on_all_ranks(
+    resumed: list[dict[str, Any]],
+) -> None:
+    for each in resumed:
+        said, is_unchanged = each["absent"]
+        assert "no gradient for 'norm'" in said
+        assert is_unchanged
+
+
 # --- what is refused, and what it says
 
 
@@ -374,6 +414,36 @@ def test_whole_params_when_a_class_looks_beyond_a_param_then_refused(name: str, 
     model = Held(torch.float32)
     with pytest.raises(ConfigError, match=said):
         distribute(model, build(model.parameters()), accelerator="torch")
+
+
+class Helper:
+    """An argument of a constructor that the options do not tell."""
+
+
+def test_whole_params_when_the_constructor_fills_the_state_then_only_a_new_one_that_is_all_in_its_options(
+    one_rank: None,
+) -> None:
+    model = Held(torch.float32)
+    stepped = Preconditioned(model.parameters())
+    model({"wide": torch.ones(SHAPES["wide"])}).backward()
+    stepped.step()
+    with pytest.raises(ConfigError, match="count of zero steps"):
+        distribute(model, stepped, accelerator="torch")
+    with pytest.raises(ConfigError, match="a Helper in '_lists'"):
+        distribute(model, Preconditioned(model.parameters(), helper=Helper()), accelerator="torch")
+    model.tall.requires_grad_(False)
+    with pytest.raises(ConfigError, match="some that are frozen"):
+        distribute(model, Preconditioned(model.parameters()), accelerator="torch")
+
+
+def test_whole_params_when_an_object_was_given_then_it_keeps_no_state_of_its_own(one_rank: None) -> None:
+    model = Held(torch.float32)
+    given = Preconditioned(model.parameters())
+    optimizer = distribute(model, given, accelerator="torch")
+    assert not hasattr(given, "_lists")
+    with pytest.raises(AccessError, match="after it was given to distribute"):
+        given.state[model.tall]
+    optimizer.release()
 
 
 @pytest.mark.parametrize("options", [{"log_digests": 1}, {"exp_avg_dtype": "bfloat16"}], ids=str)

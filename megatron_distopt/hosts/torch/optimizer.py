@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_distopt.buffers import GradSlot
 from megatron_distopt.checkpoint.digest_log import DigestLog
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saver import Saver
@@ -29,6 +29,7 @@ from megatron_distopt.optimizer import (
     ShardedOptimizer,
     StepDecision,
     clip_divisor,
+    let_go,
     measure_memory,
     measure_now,
 )
@@ -80,6 +81,8 @@ class TorchDistributedOptimizer(StateCalls):
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
         for each in given:
+            let_go(each)
+            each.state = _StateElsewhere()  # type: ignore[assignment]
             _lead_here(each, self) if len(given) == 1 else _refuse_calls(each)
 
     def _own(self) -> None:
@@ -325,13 +328,24 @@ def _refuse_calls(given: Optimizer) -> None:
     """Makes the methods of one of several optimizers errors: its groups are still live, for schedulers."""
     hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
     for name in (*_CALLS, *hooks):
-        setattr(given, name, _refused_call(type(given).__name__, name))
-
-
-def _refused_call(optimizer: str, name: str) -> Callable[..., NoReturn]:
-    def refused(*_: Any, **__: Any) -> NoReturn:
         rule, remedy = "be called for all params together", f"Call {name} of what distribute(...) returned"
-        raise ConfigError(refusal(f"{name} of {optimizer}", "called on one of several optimizers", rule, remedy))
+        error = refusal(f"{name} of {type(given).__name__}", "called on one of several optimizers", rule, remedy)
+        setattr(given, name, _refused_call(error))
+
+
+def _refused_call(error: str) -> Callable[..., NoReturn]:
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(error)
 
     refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
     return refused
+
+
+class _StateElsewhere(MutableMapping[Any, Any]):
+    """In the place of the state of an optimizer that was given: a method of its class that uses it would do nothing."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        rule, remedy = "be that of what distribute(...) returned", "Use the optimizer that distribute(...) returned"
+        raise AccessError(refusal("state of an optimizer", "used after it was given to distribute", rule, remedy))
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
