@@ -49,10 +49,9 @@ def build_alike(instance: Optimizer, rebuild: Build) -> Build:
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.
     """
-    own = {key: value for key, value in attributes_of(instance).items() if key not in _REPLACED}
-    bound = _bound(instance)
+    own, bound = _own(instance), _bound(instance)
     _check_rebuilt(instance, bound, rebuild)
-    return partial(_build, rebuild, {key: own[key] for key in own.keys() - bound.keys()}, instance.defaults)
+    return partial(_build, rebuild, {key: own[key] for key in own if key not in bound}, instance.defaults)
 
 
 def _build(rebuild: Build, attributes: Mapping[str, Any], defaults: dict[str, Any], groups: Groups) -> Optimizer:
@@ -63,11 +62,15 @@ def _build(rebuild: Build, attributes: Mapping[str, Any], defaults: dict[str, An
     return built
 
 
+def _own(instance: Optimizer) -> dict[str, Any]:
+    """Attributes that the class has given it."""
+    return {key: value for key, value in attributes_of(instance).items() if key not in _REPLACED}
+
+
 def _bound(instance: Optimizer) -> dict[str, Any]:
-    """Attributes of an optimizer that lead to it or to one of its params."""
+    """Those that lead to it or to one of its params."""
     targets = [instance, *(param for group in instance.param_groups for param in group["params"])]
-    own = {key: value for key, value in attributes_of(instance).items() if key not in _REPLACED}
-    return {key: value for key, value in own.items() if refers_to(value, targets)}
+    return {key: value for key, value in _own(instance).items() if refers_to(value, targets)}
 
 
 def _check_rebuilt(instance: Optimizer, bound: Mapping[str, Any], rebuild: Build) -> None:

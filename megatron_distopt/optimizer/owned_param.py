@@ -94,13 +94,14 @@ class OwnedParam:
     def _let_go(self) -> None:
         """A shape without memory takes the place of the values."""
         self._param.grad = None
-        self._resize(0)
-        if not self._is_filled:
+        if self._is_filled:
+            self._resize(0)
+        else:
             self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(self._shape)
 
     def _resize(self, nbytes: int) -> None:
         """Of the memory of the param, which a class may have views of, and of its gradient."""
-        for tensor in (self._param, self._grad) if self._is_filled else ():
+        for tensor in (self._param, self._grad):
             tensor.untyped_storage().resize_(nbytes)
 
     @property
@@ -129,12 +130,13 @@ class OwnedParam:
             description, tensors: see `join_state`.
             options: of the param group.
         """
-        self.begin(options)
-        present = {_STATE: self.optimizer.state.get(self._param)}
+        fresh = OwnedParam(self._shape, self._device, self._build, options)
+        present = {_STATE: fresh.optimizer.state.get(fresh._param)}
         kept = join_state(description, tensors, self._device, present)
         if kept[_STATE]:
-            self.optimizer.state[self._param] = kept[_STATE]
-        self.optimizer.param_groups[0].update(kept[_GROUP])
+            fresh.optimizer.state[fresh._param] = kept[_STATE]
+        fresh.optimizer.param_groups[0].update(kept[_GROUP])
+        vars(self).update(vars(fresh))  # only now: nothing is lost where they do not belong together
 
     @property
     def state_nbytes(self) -> int:

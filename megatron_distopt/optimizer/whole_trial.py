@@ -16,7 +16,8 @@ refused while training.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -85,19 +86,21 @@ def check_each_param(
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """Params after a run, the same ones thrice.
+    """What two runs came to.
 
     Args:
-        together: all of them in one optimizer.
-        apart: each in one of its own.
-        resumed: so too, with a state that was written down and read back.
-        other: the attribute in which an optimizer is not what it is without that; None where all are.
+        together: params, all of them in one optimizer.
+        apart: params, each in one of its own.
+        optimizers: the latter.
     """
 
     together: Sequence[Tensor]
     apart: Sequence[Tensor]
-    resumed: Sequence[Tensor]
-    other: str | None
+    optimizers: Sequence[Optimizer]
+
+    def is_by_itself(self, start: Sequence[Tensor]) -> bool:
+        """Whether both came to the same."""
+        return all(is_close(*each, _NUM_STEPS) for each in zip(start, self.together, self.apart, strict=True))
 
 
 class _Trial:
@@ -117,39 +120,47 @@ class _Trial:
     def run(self, seed: int) -> bool:
         """Returns what `check_each_param` returns."""
         start, grads = self._values(seed)
-        runs = self._runs(start, grads)
-        serves_absent = _is_by_itself(start, runs)
-        if not serves_absent:
-            grads = [of_step for of_step in grads if all(grad is not None for grad in of_step)]
-            runs = self._runs(start, grads)
-        self._check(start, grads, runs)
-        return serves_absent
-
-    def _runs(self, start: Sequence[Tensor], grads: _Grads) -> _Runs:
-        try:
+        with self._explained():
             param = torch.zeros(max(self._shapes, key=len), device=self._device)
             self._options = with_usable_lr(self._build, self._options, param)
-            together = self._together(start, grads)
-            apart, owned = self._apart(start, grads, is_saved=False)
-            resumed, again = self._apart(start, grads, is_saved=True)
+            runs = self._runs(start, grads)
+            serves_absent = runs.is_by_itself(start)
+            if not serves_absent:
+                grads = [of_step for of_step in grads if all(grad is not None for grad in of_step)]
+                runs = self._runs(start, grads)
+        self._check_by_itself(start, grads, runs)
+        self._check_resumed(start, grads, runs)
+        return serves_absent
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except (ConfigError, CheckpointError) as error:
             raise ConfigError(f"optimizer {self._name}: {error}") from error
         except Exception as error:
             got = f"{self._name} ({type(error).__name__}: {error})"
             rule = "update each param by itself, from dense gradients or none, and without a closure"
             raise ConfigError(refusal("optimizer", got, rule, _REMEDY)) from error
-        others = (other_attribute(*pair) for pair in zip(owned, again, strict=True))
-        return _Runs(together, apart, resumed, next((other for other in others if other is not None), None))
 
-    def _check(self, start: Sequence[Tensor], grads: _Grads, runs: _Runs) -> None:
-        if not _is_by_itself(start, runs):
+    def _runs(self, start: Sequence[Tensor], grads: _Grads) -> _Runs:
+        return _Runs(self._together(start, grads), *self._apart(start, grads, is_saved=False))
+
+    def _check_by_itself(self, start: Sequence[Tensor], grads: _Grads, runs: _Runs) -> None:
+        if not runs.is_by_itself(start):
             self._refuse("which updates a param differently where it has others beside it", _BY_ITSELF)
         watch = watched_steps(self._build, [each.clone() for each in start], grads, self._new_options())
         if watch is not None and watch.mixing:
             self._refuse(f"in whose {watch.mixing} params meet", _BY_ITSELF)
-        if runs.other is not None:
-            self._refuse(f"which changes its attribute {runs.other!r}", _ALL_IN_STATE)
-        if not all(torch.equal(*pair) for pair in zip(runs.apart, runs.resumed, strict=True)):
+
+    def _check_resumed(self, start: Sequence[Tensor], grads: _Grads, runs: _Runs) -> None:
+        with self._explained():
+            resumed, optimizers = self._apart(start, grads, is_saved=True)
+        for pair in zip(runs.optimizers, optimizers, strict=True):
+            other = other_attribute(*pair)
+            if other is not None:
+                self._refuse(f"which changes its attribute {other!r}", _ALL_IN_STATE)
+        if not all(torch.equal(*pair) for pair in zip(runs.apart, resumed, strict=True)):
             self._refuse("which goes on differently after its state was saved and loaded", _ALL_IN_STATE)
 
     def _refuse(self, what: str, rule: str) -> NoReturn:
@@ -203,10 +214,6 @@ class _Trial:
                     each.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
         params = [main.view(each.shape) for main, each in zip(mains, start, strict=True)]
         return params, [each.optimizer for each in owned]
-
-
-def _is_by_itself(start: Sequence[Tensor], runs: _Runs) -> bool:
-    return all(is_close(*each, _NUM_STEPS) for each in zip(start, runs.together, runs.apart, strict=True))
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, str]:

@@ -226,7 +226,7 @@ def _raised(call: Callable[[], object]) -> str:
 
 
 #: Rows and columns; lists of matrices, and a count in the param group; objects that the constructor makes.
-RESUMED = ("Adafactor", "SOAP", *(name for name in CLASSES if name in ("Preconditioned", "Distributed Shampoo")))
+RESUMED = ("Adafactor", "SOAP", "Preconditioned", *CLASSES.keys() & {"Distributed Shampoo"})
 
 
 @tried_once()

@@ -31,6 +31,10 @@ class Slotted:
         self.value = value
 
 
+class Bare:
+    """Has no attributes."""
+
+
 class Plain(Optimizer):
     """Has an attribute of any kind."""
 
@@ -101,7 +105,7 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
     "closures": (_adder(1), _adder(1), True),
     "other closures": (_adder(1), _adder(2), False),
     "without a form": (iter([]), iter([]), False),
-    "of no attributes": (object, object, True),
+    "of no attributes": (Bare(), Bare(), True),
     "by tensors": ({PARAM: 1}, {nn.Parameter(torch.ones(3)): 1}, True),
     "by other tensors": ({PARAM: 1}, {nn.Parameter(torch.zeros(3)): 1}, False),
     "arrays": (np.ones(2), np.ones(2), False),

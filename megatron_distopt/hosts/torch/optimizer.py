@@ -328,14 +328,13 @@ def _refuse_calls(given: Optimizer) -> None:
     """Makes the methods of one of several optimizers errors: its groups are still live, for schedulers."""
     hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
     for name in (*_CALLS, *hooks):
-        rule, remedy = "be called for all params together", f"Call {name} of what distribute(...) returned"
-        error = refusal(f"{name} of {type(given).__name__}", "called on one of several optimizers", rule, remedy)
-        setattr(given, name, _refused_call(error))
+        setattr(given, name, _refused_call(type(given).__name__, name))
 
 
-def _refused_call(error: str) -> Callable[..., NoReturn]:
+def _refused_call(optimizer: str, name: str) -> Callable[..., NoReturn]:
     def refused(*_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(error)
+        rule, remedy = "be called for all params together", f"Call {name} of what distribute(...) returned"
+        raise ConfigError(refusal(f"{name} of {optimizer}", "called on one of several optimizers", rule, remedy))
 
     refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
     return refused
