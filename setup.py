@@ -1,5 +1,6 @@
 """Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. For torch
-the oldest release is named that has all functions that the package calls; rich is pure Python."""
+the oldest release is named that has all functions that the package calls. torch does not bring numpy, without which its
+gloo cannot exchange objects; rich is pure Python."""
 
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ VERSION: dict[str, str] = {}
 exec((ROOT / "megatron_distopt" / "version.py").read_text(encoding="utf-8"), VERSION)
 
 #: From 0.17 on it asks for Python 3.12, and from 0.18 on it imports triton on every machine.
-MEGATRON_CORE = [VERSION["MEGATRON_CORE"], "einops", "numpy", "triton; python_version >= '3.12'"]
+MEGATRON_CORE = [VERSION["MEGATRON_CORE"], "einops", "triton; python_version >= '3.12'"]
 DEEPSPEED = ["deepspeed"]
 #: What examples/recipes train with.
 RECIPES = ["accelerate", "lightning", "transformers"]
@@ -56,7 +57,7 @@ setup(
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
     package_data={"megatron_distopt": ["py.typed", "optimizer/*.c"]},
     python_requires=">=3.10",
-    install_requires=["rich>=13", "torch>=2.1"],
+    install_requires=["numpy", "rich>=13", "torch>=2.1"],
     entry_points={
         "console_scripts": ["megatron-distopt = megatron_distopt.cli.main:main"],
         "megatron.optimizer_factories": ["distopt = megatron_distopt.plugin.entry_point:distopt"],

@@ -2,7 +2,5 @@
 
 from megatron_distopt.plugin.runner import main
 
-__all__ = ()
-
 if __name__ == "__main__":
     main()

@@ -34,25 +34,6 @@ from megatron_distopt.options import (
     variable_of,
 )
 
-__all__ = [
-    "ADAM_NAMES",
-    "ADAM_SOURCES",
-    "FIXES_VARIABLE",
-    "FREE_OPTIONS",
-    "LARGEST_SCALE",
-    "LOW_PRECISION",
-    "OPTIONS",
-    "SMALLEST_SCALE",
-    "DistOptConfig",
-    "NonFinitePolicy",
-    "Switch",
-    "config_from_arguments",
-    "config_from_environment",
-    "fixes_from",
-    "switch_from",
-    "with_options",
-]
-
 #: Names that `adam` accepts, apart from "auto"; optimizer/adam.py says which of them "auto" is.
 ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
 

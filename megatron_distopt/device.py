@@ -14,23 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CPU",
-    "can_record",
-    "current",
-    "current_stream",
-    "empty_cache",
-    "fence",
-    "is_recording",
-    "keep_for_current_stream",
-    "mark",
-    "new_stream",
-    "on_stream",
-    "pinned",
-    "record",
-    "wait_for_streams",
-]
-
 T = TypeVar("T")
 
 CPU = "cpu"

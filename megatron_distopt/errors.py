@@ -21,21 +21,6 @@ Every message has one form, made by `refusal`::
 
 from __future__ import annotations
 
-__all__ = [
-    "AccessError",
-    "CheckpointError",
-    "ConfigError",
-    "DistOptError",
-    "HostError",
-    "HostMismatchError",
-    "InvariantError",
-    "LayoutError",
-    "NonFiniteGradError",
-    "RanksDisagreeError",
-    "UnknownHostError",
-    "refusal",
-]
-
 
 class DistOptError(Exception):
     """Base of everything that the package raises on purpose."""

@@ -22,27 +22,6 @@ from typing import Any, TypeVar
 
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = [
-    "FRACTION",
-    "NOT_NEGATIVE",
-    "VARIABLE_PREFIX",
-    "YES_OR_NO",
-    "Option",
-    "Rule",
-    "SetBy",
-    "Write",
-    "as_flag",
-    "as_variable",
-    "at_least",
-    "flag_of",
-    "in_code",
-    "nearest",
-    "one_of",
-    "option",
-    "options_of",
-    "variable_of",
-]
-
 VARIABLE_PREFIX = "MEGATRON_DISTOPT_"
 #: What people write for a switch.
 YES_OR_NO = {

@@ -1,7 +1,5 @@
 """The package's version, and the releases of megatron-core that it serves; setup.py reads both from here."""
 
-__all__ = ["MEGATRON_CORE", "VERSION"]
-
 VERSION = "0.1.0"
 #: As pip writes it. pip takes the newest of them that is made for the machine's Python.
 MEGATRON_CORE = "megatron-core>=0.9,<0.20"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.optimizer import moments_of, restore
+from megatron_distopt.optimizer.inner import moments_of, restore
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import KINDS, Setting, Weights, fill, groups_of, untouched_zeros
 

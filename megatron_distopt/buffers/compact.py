@@ -23,8 +23,6 @@ from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 
-__all__ = ["CompactBuffer", "pack_params"]
-
 #: Elements of 16 bits that a device loads or stores at a time.
 _VECTOR_NUMEL = 8
 

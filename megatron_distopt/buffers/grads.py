@@ -22,8 +22,6 @@ from megatron_distopt.buffers.sharded_buffer import dtype_name, view_of
 from megatron_distopt.errors import AccessError, ConfigError, refusal
 from megatron_distopt.layout import BufferLayout
 
-__all__ = ["GradSlot", "LocalGrad", "allocate_grads", "check_grad_dtype", "getters"]
-
 
 def getters(*names: str) -> set[Any]:
     """The getters of tensor properties, as `__torch_function__` receives them; those that this release of torch has."""

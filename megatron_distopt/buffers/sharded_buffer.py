@@ -17,8 +17,6 @@ from torch.utils.dlpack import from_dlpack
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, Span
 
-__all__ = ["SUPPORTED_DTYPES", "ShardedBuffer", "dtype_name", "move_into_buffer", "view_of"]
-
 #: Dtypes that model params may have; any other is refused.
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

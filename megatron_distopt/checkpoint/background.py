@@ -35,8 +35,6 @@ from megatron_distopt.device import CPU, mark, pinned
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = ["BackgroundSaver", "Staging", "room_for", "split"]
-
 #: Tensors of every dtype may start at multiples of this.
 _ALIGNMENT_NBYTES = 64
 _log = logging.getLogger("megatron_distopt")

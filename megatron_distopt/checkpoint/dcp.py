@@ -20,8 +20,6 @@ from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = ["ShardedValue", "metadata_of"]
-
 _REMEDY = (
     "Call optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, optimizer.full_state_dict() on all "
     "ranks for whole tensors on rank 0, or optimizer.local_state_dict() for this rank's part alone"

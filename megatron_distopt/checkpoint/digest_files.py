@@ -20,8 +20,6 @@ from typing import Any
 from megatron_distopt.checkpoint.digests import DigestKey
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["DigestWriter", "LoggedRun", "LoggedStep", "Start", "differing", "is_digests", "next_start", "read_run"]
-
 _FORMAT, _VERSION = "megatron-distopt digests", 1
 _START, _RANK = "start-{:04d}", "rank-{:05d}.jsonl"
 _START_PATTERN, _RANK_PATTERN = re.compile(r"start-(\d{4,})"), re.compile(r"rank-(\d{5,})\.jsonl")

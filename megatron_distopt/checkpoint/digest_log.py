@@ -26,10 +26,10 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange_together, profiled, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import mark, pinned
-from megatron_distopt.optimizer import FlatParam, StepDecision, count_updates
+from megatron_distopt.optimizer.inner import count_updates
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.step import StepDecision
 from megatron_distopt.version import VERSION
-
-__all__ = ["DigestLog"]
 
 _log = logging.getLogger("megatron_distopt")
 

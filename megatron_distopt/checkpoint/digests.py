@@ -26,9 +26,9 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, shards_of
 from megatron_distopt.device import CPU
 from megatron_distopt.layout import ParamShard, Span
-from megatron_distopt.optimizer import FlatParam, moments_of, plain
-
-__all__ = ["GRADS", "DigestKey", "LocalDigests", "OwnedPieces", "digest_of"]
+from megatron_distopt.optimizer.coded import plain
+from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
 
 #: The kind of the reduced gradient; main params are of the kind `MAIN`, moments of the inner optimizer's name for them.
 GRADS = "grad"

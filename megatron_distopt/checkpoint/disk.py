@@ -11,20 +11,6 @@ from typing import BinaryIO
 
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = [
-    "begin_sync",
-    "create",
-    "lock",
-    "make_folder",
-    "remove",
-    "replace",
-    "sync",
-    "sync_folder",
-    "unlock",
-    "write",
-    "written",
-]
-
 try:
     import fcntl
 except ImportError:  # not a POSIX system: two runs can save to the same place

@@ -41,23 +41,6 @@ from megatron_distopt.checkpoint.manifest import (
 )
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = [
-    "MANIFEST",
-    "commit",
-    "data_file",
-    "is_checkpoint",
-    "lock_file",
-    "new_save_id",
-    "read_failure",
-    "read_manifest",
-    "read_part",
-    "remove_checkpoint",
-    "saves_in",
-    "withdraw",
-    "write_failure",
-    "write_part",
-]
-
 MANIFEST = "manifest.json"
 _METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
 _DATA, _PART, _FAILED = ".distcp", ".part", ".failed"

@@ -15,8 +15,6 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = ["LoadPlan", "Read", "ReadTarget", "find_targets", "plan_load"]
-
 
 @dataclass(frozen=True, eq=False)
 class ReadTarget:

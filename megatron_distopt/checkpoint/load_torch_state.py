@@ -30,9 +30,7 @@ from megatron_distopt.checkpoint.whole_model import flat_params_of
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import is_torchs, moments_of
-
-__all__ = ["load_torch_state_dict", "names_with_state"]
+from megatron_distopt.optimizer.inner import is_torchs, moments_of
 
 #: What all ranks must be given alike for a param, in the order of `_told`.
 _WHATS = ("step", "kinds", "options")

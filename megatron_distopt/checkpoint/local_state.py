@@ -18,16 +18,10 @@ from megatron_distopt.checkpoint.whole_model import shards_of
 from megatron_distopt.config import LOW_PRECISION
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import (
-    IMPLEMENTATION,
-    FlatParam,
-    ShardedOptimizer,
-    bring_into_form,
-    moments_of,
-    plain,
-)
-
-__all__ = ["check_local_state_dict", "load_local_state_dict", "local_state_dict"]
+from megatron_distopt.optimizer.coded import plain
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, bring_into_form, moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _FORMAT = 1
 #: The run that loads chooses the kernel that updates, not the run that saved.

@@ -28,25 +28,6 @@ from megatron_distopt.checkpoint.param_groups import (
 from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = [
-    "MAIN",
-    "Chunk",
-    "FileRecord",
-    "Manifest",
-    "TensorRecord",
-    "check_counts",
-    "check_written",
-    "from_text",
-    "join",
-    "key_of",
-    "kind_of",
-    "name_of",
-    "no_collection",
-    "overlap",
-    "some_of",
-    "to_text",
-]
-
 _FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
 #: File names; a path would let a manifest name files elsewhere.

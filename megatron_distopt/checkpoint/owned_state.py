@@ -19,18 +19,9 @@ from megatron_distopt.checkpoint.manifest import key_of, kind_of
 from megatron_distopt.checkpoint.whole_model import Share
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import OwnedParam, ShardedOptimizer, owned_params
-
-__all__ = [
-    "check_local_owned",
-    "is_owned",
-    "is_owned_part",
-    "local_owned",
-    "owned_by_name",
-    "owned_tensors",
-    "take_local_owned",
-    "take_owned",
-]
+from megatron_distopt.optimizer.owned_param import OwnedParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.whole_params import owned_params
 
 _OWNED = "owned:"
 #: The part of the param, and the place in its state.

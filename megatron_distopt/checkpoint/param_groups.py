@@ -13,24 +13,10 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.optimizer import IMPLEMENTATION, FlatParam, ShardedOptimizer, is_muons_group, moments_of
-
-__all__ = [
-    "NOT_OPTIONS",
-    "GroupRecord",
-    "Scalar",
-    "check_groups",
-    "check_not_across_muon",
-    "check_types",
-    "group_from_json",
-    "group_to_json",
-    "join_groups",
-    "known_dtype",
-    "options_of",
-    "plain_option",
-    "scalars_of",
-    "step_of",
-]
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
 #: spread over ranks, and the count has a field of its own.

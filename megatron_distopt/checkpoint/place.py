@@ -18,8 +18,6 @@ from megatron_distopt.checkpoint.folder import (
 )
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["disown", "drop_older", "finished_beside", "folder_beside", "not_found"]
-
 _SUFFIX = ".distopt"
 #: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one checkpoint.
 _OF_A_RANK = re.compile(r"mp_rank_\d+(_\d+)*")

@@ -51,17 +51,6 @@ from megatron_distopt.errors import CheckpointError, DistOptError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.version import VERSION
 
-__all__ = [
-    "Contribution",
-    "Saving",
-    "Written",
-    "begin",
-    "contribution_of",
-    "save_checkpoint",
-    "should_have_appeared",
-    "write_contribution",
-]
-
 #: Network file systems show the files of other machines with a delay.
 _SECONDS_TO_APPEAR = 120.0
 

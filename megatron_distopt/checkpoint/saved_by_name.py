@@ -22,9 +22,8 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import ShardedOptimizer, is_muons_group
-
-__all__ = ["SavedByName", "SavedState", "check_names", "class_of"]
+from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
-__all__ = ["Source", "TensorInfo", "open_checkpoint", "write_checkpoint"]
-
 #: A checkpoint that one process writes begins a new file where one has reached this size.
 _FILE_NBYTES = 4 << 30
 

@@ -33,9 +33,7 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import plain
-
-__all__ = ["TensorReader", "TensorWriter", "crc_of_file", "joined"]
+from megatron_distopt.optimizer.coded import plain
 
 #: After so many bytes the disk is told to begin writing.
 _PIECE_NBYTES = 8 << 20

@@ -28,17 +28,10 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, is_muons_group, moments_of
-
-__all__ = [
-    "MAIN_PARAM",
-    "STEP",
-    "StateByParam",
-    "TorchParams",
-    "full_state_dict",
-    "is_adam",
-    "torch_state_dict",
-]
+from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"

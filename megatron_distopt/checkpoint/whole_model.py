@@ -18,22 +18,10 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of
 from megatron_distopt.layout import ParamShard, Piece, Placement
-from megatron_distopt.optimizer import FlatParam, LossScale, ShardedOptimizer, moments_of
-
-__all__ = [
-    "OwnedPiece",
-    "Share",
-    "WholeModel",
-    "earlier_saves",
-    "flat_params_of",
-    "load_loss_scale",
-    "owned_pieces",
-    "remember_loaded",
-    "remember_saved",
-    "saved_loss_scale",
-    "shards_of",
-    "without_wrappers",
-]
+from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.loss_scale import LossScale
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that they wrap.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

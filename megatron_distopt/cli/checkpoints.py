@@ -18,8 +18,6 @@ from megatron_distopt.checkpoint.place import finished_beside
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["CheckpointPath", "find", "in_order", "kinds_by_name", "nbytes_of", "settings_of"]
-
 _TRACKER, _IN_ITERATION = "latest_checkpointed_iteration.txt", "distrib_optim.distopt"
 _DATA = ".distcp"
 _RULE = f"be a folder with {MANIFEST}, an iteration, or the --save folder of a run"

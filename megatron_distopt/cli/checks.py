@@ -35,19 +35,6 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.torch.dcp_reader import METADATA, open_dcp
 from megatron_distopt.layout import Box
 
-__all__ = [
-    "METADATA_AREA",
-    "Problem",
-    "StoredChunk",
-    "box_text",
-    "check_chunks",
-    "check_file",
-    "check_groups",
-    "check_kinds",
-    "check_metadata",
-    "stored_in",
-]
-
 
 @dataclass(frozen=True)
 class Problem:

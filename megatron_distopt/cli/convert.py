@@ -8,8 +8,6 @@ from megatron_distopt.cli.checkpoints import find, nbytes_of
 from megatron_distopt.cli.show import Answer, progress_of, rows, titled
 from megatron_distopt.formats import Converted, convert, open_any
 
-__all__ = ["answer"]
-
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Reads one checkpoint and writes another.

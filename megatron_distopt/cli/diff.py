@@ -21,8 +21,6 @@ from megatron_distopt.cli.show import Answer, counted, listed, more, number_text
 from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
 
-__all__ = ["Difference", "answer", "compare"]
-
 #: More tensors of a kind than this are only counted; --json has all.
 _LISTED = 20
 #: Params that one text is about, before they are only counted.

@@ -22,8 +22,6 @@ from megatron_distopt.cli.show import Answer, counted, listed, number_text, rows
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.naming import canonical
 
-__all__ = ["answer_about_runs", "are_runs"]
-
 #: Params of a kind that are named before they are only counted; --json has all.
 _NAMED = 8
 _WORDS = {GRADS: "gradients", MAIN: "params"}

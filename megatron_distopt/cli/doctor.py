@@ -41,8 +41,6 @@ from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS, survey
 from megatron_distopt.hosts.source.tree import SourceTree, fork_at, importable_host
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 
-__all__ = ["answer", "check_launch_flags", "describe_fork", "diagnose"]
-
 #: Sections of the report.
 _FORK, _ENVIRONMENT, _LAUNCH = "fork", "environment", "launch"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"

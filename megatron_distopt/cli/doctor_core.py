@@ -17,8 +17,6 @@ from megatron_distopt.hosts.source.found import Survey
 from megatron_distopt.hosts.source.tree import SourceTree, UnreadableSourceError, classes_of, methods_of
 from megatron_distopt.version import MEGATRON_CORE
 
-__all__ = ["describe_core"]
-
 _SECTION = "fork"
 #: The configs whose fields are judged, as `Refused.where` names them: module and class.
 _CONFIGS = {

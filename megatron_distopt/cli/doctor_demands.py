@@ -27,8 +27,6 @@ from megatron_distopt.hosts.source.demands import (
 from megatron_distopt.hosts.source.found import ParserOption, Survey
 from megatron_distopt.hosts.source.tree import SourceTree
 
-__all__ = ["describe_demands", "read_flags"]
-
 _SECTION = "start"
 _BACKEND = "distributed_backend"
 

@@ -22,10 +22,8 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.source.found import Need, Survey
-from megatron_distopt.optimizer import Accelerator, choose_inner, find_accelerator
-from megatron_distopt.optimizer.accelerator import CUDA
-
-__all__ = ["describe_machine"]
+from megatron_distopt.optimizer.accelerator import CUDA, Accelerator, find_accelerator
+from megatron_distopt.optimizer.choice import choose_inner
 
 _SECTION = "machine"
 #: The module that a fork imports from a package, and how to install it.

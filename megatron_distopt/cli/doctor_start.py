@@ -25,8 +25,6 @@ from megatron_distopt.hosts.source.found import Survey
 from megatron_distopt.hosts.source.imports import FailedImport, Followed, follow_imports
 from megatron_distopt.hosts.source.tree import SourceTree
 
-__all__ = ["NO_SCRIPT", "describe_start"]
-
 _SECTION = "start"
 _SCRIPT = "pretrain_gpt.py"
 #: Subject of the finding that no training script was followed.

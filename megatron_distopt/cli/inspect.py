@@ -27,8 +27,6 @@ from megatron_distopt.cli.checkpoints import (
 from megatron_distopt.cli.show import Answer, counted, listed, options_text, ranges, rows, size_text, titled
 from megatron_distopt.formats import open_any
 
-__all__ = ["Param", "answer", "tree_of"]
-
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Says what a checkpoint holds, without reading a tensor.

@@ -23,8 +23,6 @@ from megatron_distopt.hosts.source.block import BLOCK
 from megatron_distopt.hosts.tried import TRIED
 from megatron_distopt.version import VERSION
 
-__all__ = ["FORMATS", "main"]
-
 _PROGRAM = "megatron-distopt"
 #: What a shell makes of a command that Ctrl-C ended.
 _INTERRUPTED = 130

@@ -24,8 +24,6 @@ from megatron_distopt.hosts.source.found import PatchPointFound
 from megatron_distopt.hosts.source.survey import find_patch_point
 from megatron_distopt.hosts.source.tree import SourceTree, fork_at
 
-__all__ = ["Edit", "answer", "as_diff", "is_patched", "plan_apply", "plan_undo", "write"]
-
 
 @dataclass(frozen=True)
 class Edit:

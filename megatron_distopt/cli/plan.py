@@ -29,8 +29,6 @@ from megatron_distopt.layout.estimate import Footprint, Kind
 if TYPE_CHECKING:
     from megatron_distopt.cli.plan_build import Built
 
-__all__ = ["answer"]
-
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Plans every choice; needs torch only where a rank is to be built.

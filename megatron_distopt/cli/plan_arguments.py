@@ -27,8 +27,6 @@ from megatron_distopt.cli.plan_times import Assumed, Machine
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES
 
-__all__ = ["DESCRIPTION", "add_arguments", "assumed_of", "choices_of", "sizes_in_mapping", "sizes_of", "tried_of"]
-
 DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
 and buckets costs: bytes a rank by kind, buckets, what a step's collectives
 send, how long they take, and how much of that backward and the next forward

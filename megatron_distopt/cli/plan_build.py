@@ -25,22 +25,14 @@ from megatron_distopt.cli.show import counted, rows, size_text, time_text, title
 from megatron_distopt.comm import Group, fake_group, fake_world
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import BufferLayout
-from megatron_distopt.optimizer import (
-    InParts,
-    Matrices,
-    ParamGroup,
-    ShardedOptimizer,
-    StepPlan,
-    TorchMuonOptions,
-    advance,
-    choose_inner,
-    choose_muon,
-    make_loss_scale,
-    measure_memory,
-    write_model,
-)
-
-__all__ = ["Built", "Seconds", "build", "described"]
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.muon_options import TorchMuonOptions
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
+from megatron_distopt.optimizer.sharded_muon import Matrices, choose_muon
+from megatron_distopt.optimizer.step import advance, write_model
 
 _META = torch.device("meta")
 #: Other sources of Adam have kernels for real devices alone; it holds what the fused one holds.

@@ -30,8 +30,6 @@ from megatron_distopt.layout.estimate import (
 )
 from megatron_distopt.layout.matrix_work import MatrixWork, matrix_work_of
 
-__all__ = ["ChoicePlan", "PlannedBuffer", "StagePlan", "layout_of", "plan_choice", "plan_stage"]
-
 
 @dataclass(frozen=True)
 class PlannedBuffer:

@@ -19,8 +19,6 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import greatest_fraction, least_fraction
 from megatron_distopt.layout.estimate import MOMENT_NBYTES
 
-__all__ = ["Candidates", "Change", "Fit", "check_host_memory", "fits_of"]
-
 #: By dtype of the params, the forms of main params that are tried: the first two have the bits of fp32 for bf16 params.
 _MAINS = {"bf16": ("float32", "remainder", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32",)}
 #: Forms of moments that are tried: one of each number of bytes, both moments alike.

@@ -12,20 +12,6 @@ from megatron_distopt.layout import MatrixCut, MatrixSpec, ParamSpec
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, PART_OF_MODEL, WITH_SCALES, Widths
 from megatron_distopt.options import FRACTION
 
-__all__ = [
-    "AUTO",
-    "DTYPES",
-    "OPTIMIZERS",
-    "REDUCE_NBYTES",
-    "TP_MODES",
-    "Choice",
-    "GptSizes",
-    "ParallelSizes",
-    "StageParam",
-    "check_cut",
-    "stage_params",
-]
-
 #: By name on the command line: torch's name, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 #: Bytes an element of each `DistOptConfig.reduce_dtype`.

@@ -11,8 +11,6 @@ from typing import Any
 from megatron_distopt.cli.plan_times import Interval, Timeline, TimelineLane, Times
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["check_drawable", "draw"]
-
 #: By the beginning of an interval's label. The colors differ in brightness, for prints without color.
 _COLORS = {
     "backward": "#1f5f99",

@@ -14,8 +14,6 @@ from megatron_distopt.cli.plan_model import TP_MODES, Choice
 from megatron_distopt.cli.plan_times import Times
 from megatron_distopt.cli.show import Column, ColumnTable, counted, ranges, rows, size_text, time_text
 
-__all__ = ["PlanRow", "bucket_text", "described_fits", "table_of_choices"]
-
 Row = TypeVar("Row")
 
 

@@ -17,18 +17,6 @@ from megatron_distopt.cli.plan_choice import PlannedBuffer, StagePlan
 from megatron_distopt.cli.plan_model import StageParam
 from megatron_distopt.layout.estimate import Collective, Kind
 
-__all__ = [
-    "Assumed",
-    "Interval",
-    "Machine",
-    "Timeline",
-    "TimelineLane",
-    "Times",
-    "UpdateTimes",
-    "times_of",
-    "update_times_of",
-]
-
 
 @dataclass(frozen=True)
 class Machine:

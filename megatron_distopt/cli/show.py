@@ -17,28 +17,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "Answer",
-    "Column",
-    "ColumnTable",
-    "Finding",
-    "Status",
-    "counted",
-    "listed",
-    "more",
-    "noted",
-    "number_text",
-    "ok",
-    "options_text",
-    "problem",
-    "progress_of",
-    "ranges",
-    "rows",
-    "size_text",
-    "time_text",
-    "titled",
-]
-
 Row = TypeVar("Row")
 
 #: Columns of a file or a pipe, which have no width: more than any line needs.

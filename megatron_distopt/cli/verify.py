@@ -36,8 +36,6 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.layout import Box
 
-__all__ = ["NonFinite", "answer", "non_finite"]
-
 #: More problems than this, and more params lost by one, are only counted.
 _LISTED, _LOST_LISTED = 20, 8
 

@@ -1,5 +1,7 @@
 """Communication. The only folder, besides checkpoint/, that imports torch.distributed."""
 
+from torch.distributed import ProcessGroup
+
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, raise_together
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
@@ -16,7 +18,6 @@ from megatron_distopt.comm.collectives import (
 from megatron_distopt.comm.communicator import Communicator, gather_params, reduce_grads
 from megatron_distopt.comm.groups import (
     Group,
-    ProcessGroup,
     available_backends,
     default_backend,
     fake_group,

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from megatron_distopt.comm.groups import Group, named_losses
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
-__all__ = ["Field", "compare", "exchange", "exchange_together", "raise_together"]
-
 T = TypeVar("T")
 
 #: Sent with every value, so that a rank which is in some other exchange is recognised.

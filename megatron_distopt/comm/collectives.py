@@ -30,26 +30,6 @@ from megatron_distopt.errors import ConfigError, refusal
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-__all__ = [
-    "AS_THEY_ARE",
-    "Pending",
-    "Reduction",
-    "all_gather",
-    "begin_all_gather",
-    "begin_reduce_scatter",
-    "carrier_of",
-    "coalesced",
-    "described",
-    "gather_to_first",
-    "reduce_scatter",
-    "scatter_from_first",
-    "share_initial",
-    "shares_memory",
-    "sum_over",
-    "try_collectives",
-]
-
-
 #: The same on all ranks, see [Note: carrier of a collective].
 _PAIRWISE_OVER = "gloo"
 #: Backends on which each launch costs the CPU and the device something.

@@ -15,10 +15,11 @@ from time import perf_counter
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch.distributed import ProcessGroup
+
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
-    Pending,
     Reduction,
     all_gather,
     begin_all_gather,
@@ -26,13 +27,12 @@ from megatron_distopt.comm.collectives import (
     coalesced,
     reduce_scatter,
 )
-from megatron_distopt.comm.groups import Group, ProcessGroup
+from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
+from megatron_distopt.comm.pending import Pending
 from megatron_distopt.comm.timing import CommTime, profiled, waited_since
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError, refusal
-
-__all__ = ["Communicator", "gather_params", "reduce_grads"]
 
 #: By group, the communicator that launched the last overlapped bucket of grads in it.
 _last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = WeakKeyDictionary()

@@ -15,24 +15,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError, refusal
 
-__all__ = [
-    "Group",
-    "Message",
-    "ProcessGroup",
-    "available_backends",
-    "default_backend",
-    "fake_group",
-    "fake_world",
-    "is_initialized",
-    "named_losses",
-    "others",
-    "receive",
-    "send",
-    "swap",
-    "wait",
-    "were_used",
-]
-
 _PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 #: Registers torch's fake backend when it is imported.
 _FAKE_MODULE = "torch.testing._internal.distributed.fake_pg"

@@ -25,8 +25,6 @@ from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.pending import Pending
 from megatron_distopt.comm.timing import CommTime, profiled, waited
 
-__all__ = ["Arrivals", "Launches", "Transfer", "transfers_of_grads", "transfers_of_params"]
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:

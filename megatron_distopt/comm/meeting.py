@@ -23,8 +23,6 @@ from megatron_distopt.errors import RanksDisagreeError, refusal
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["meet", "show_presence"]
-
 #: How long a rank that has loaded the package is waited for: as long as a collective over NCCL waits by default.
 SECONDS_TO_MEET = 600.0
 #: How long a rank is waited for that has shown nothing of the package.

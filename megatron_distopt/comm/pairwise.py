@@ -27,18 +27,6 @@ from megatron_distopt.comm.groups import Group, Message, others, receive, send, 
 from megatron_distopt.comm.shared_memory import GATHER, SUM, lane_of
 from megatron_distopt.device import keep_for_current_stream
 
-__all__ = [
-    "SCRATCH_NBYTES",
-    "RoundedSum",
-    "all_gather",
-    "begin_rounded_sum",
-    "gather_by_messages",
-    "reduce_scatter",
-    "shares_memory",
-    "sum_by_messages",
-    "sum_rounded",
-]
-
 #: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
 SCRATCH_NBYTES = 16 << 20
 _NUM_HALVES = 2

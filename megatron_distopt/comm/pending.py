@@ -37,10 +37,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_distopt.comm.groups import Group, ProcessGroup, is_initialized, were_used
-
-__all__ = ["BetweenPairs", "Done", "Pending", "begin_in_thread", "in_turn", "is_ending", "settle"]
+from megatron_distopt.comm.groups import Group, is_initialized, were_used
 
 _log = logging.getLogger("megatron_distopt")
 

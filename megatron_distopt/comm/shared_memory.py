@@ -30,12 +30,11 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_distopt.comm.groups import Group, ProcessGroup, swap
+from megatron_distopt.comm.groups import Group, swap
 from megatron_distopt.comm.pending import is_ending, settle
 from megatron_distopt.errors import RanksDisagreeError, refusal
-
-__all__ = ["GATHER", "SHARED_NBYTES", "SUM", "Lane", "allow_shared_memory", "lane_of", "may_share_memory"]
 
 #: Memory that a rank shares for each of the two collectives, in two halves; kept as long as the group is there.
 SHARED_NBYTES = 4 << 20

@@ -14,8 +14,6 @@ from torch.profiler import record_function
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.pending import Pending
 
-__all__ = ["CommLog", "CommTime", "Marker", "mark_with", "profiled", "waited", "waited_since"]
-
 _log = logging.getLogger("megatron_distopt")
 #: Begins the name of every range, so that a timeline can be searched for them.
 _PREFIX = "megatron_distopt::"

@@ -11,8 +11,6 @@ from torch import Tensor
 from megatron_distopt.comm.collectives import carrier_of
 from megatron_distopt.comm.groups import Group, Message, receive, send, wait
 
-__all__ = ["Parcel", "UnderWay", "begin_travel"]
-
 #: Where a message is matched by its tag and names the rank that was lost.
 _MESSAGES_OVER = "gloo"
 #: Differs from the tags of other messages in the same group by more than there are rounds.

@@ -10,8 +10,6 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.pickles import as_number
 
-__all__ = ["check_step", "inner_name", "loss_scale_of", "the_step", "with_step"]
-
 _ADAM, _MOMENTS_OF_ADAM = "adam", frozenset(("exp_avg", "exp_avg_sq"))
 #: From the keys of a Megatron's grad scaler to those of a manifest.
 _SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}

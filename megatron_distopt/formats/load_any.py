@@ -21,8 +21,6 @@ from megatron_distopt.formats.head import check_step
 from megatron_distopt.formats.recognise import open_any
 from megatron_distopt.layout import Box
 
-__all__ = ["load_any"]
-
 
 def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int | None = None) -> None:
     """Collective: reads this rank's shards from what is at a path; the params are not gathered yet.

@@ -15,8 +15,6 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
-__all__ = ["Flat", "Located", "count_unlike", "cut", "fill", "gather", "source_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Flat:

@@ -28,18 +28,6 @@ import torch
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = [
-    "Inert",
-    "as_number",
-    "attribute",
-    "load_bytes",
-    "load_file",
-    "load_kept",
-    "load_metadata",
-    "save_whole",
-    "understood",
-]
-
 #: How Python 3.11.0 to 3.11.3 pickles a member of an enum, by its name; other versions call the class with the value.
 _BY_NAME = "builtins.getattr"
 #: Modules that torch refuses, whatever is allowed.

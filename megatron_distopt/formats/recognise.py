@@ -21,8 +21,6 @@ from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
 from megatron_distopt.formats.pickles import understood
 from megatron_distopt.formats.torch.single_file import open_torch_file
 
-__all__ = ["BESIDE_MODEL", "Opened", "open_any", "open_with_files"]
-
 #: The checkpoint of ours in an iteration folder of a fork.
 BESIDE_MODEL = "distrib_optim.distopt"
 _TRACKER = "latest_checkpointed_iteration.txt"

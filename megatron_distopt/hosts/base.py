@@ -22,27 +22,11 @@ from megatron_distopt.comm import Field, Group, compare, exchange, profiled, rai
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
-from megatron_distopt.optimizer import ConstantLossScale, LossScale, ParamGroup, StepPlan, check_precision
+from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
+from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.precision import check_precision
+from megatron_distopt.optimizer.sharded import StepPlan
 from megatron_distopt.version import VERSION
-
-__all__ = [
-    "StartUp",
-    "as_torch_groups",
-    "check_bucket_size",
-    "check_dtypes",
-    "check_groups_are_used",
-    "compare_ranks",
-    "loss_scale_of",
-    "muon_options_in",
-    "named_params",
-    "named_trainable",
-    "names_by_param",
-    "plan_groups",
-    "reduce_dtype_of",
-    "spec_of",
-    "timed",
-    "with_hosts_own",
-]
 
 
 def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:

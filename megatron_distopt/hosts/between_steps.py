@@ -19,18 +19,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import AccessError, LayoutError, refusal
 from megatron_distopt.hosts.watch import addresses_of, in_one_memory, sharing_memory
-from megatron_distopt.optimizer import Notice
-
-__all__ = [
-    "GroupMembers",
-    "PlacedParam",
-    "check_own_memory",
-    "not_copied",
-    "notice_for",
-    "params_that_left",
-    "raising",
-    "torch_data",
-]
+from megatron_distopt.optimizer.deferred import Notice
 
 #: torch's own `param.data`: written.py replaces it with a property that notes every tensor it returns.
 torch_data: Any = torch._C.TensorBase.data

@@ -20,18 +20,6 @@ from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
 from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
-__all__ = [
-    "GENERATIONS",
-    "MEGATRON_2023",
-    "MEGATRON_CORE",
-    "Generation",
-    "Host",
-    "adapter_files",
-    "find_host",
-    "get_megatron_optimizer",
-    "recognise",
-]
-
 
 @dataclass(frozen=True)
 class Generation:

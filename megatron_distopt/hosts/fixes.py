@@ -31,17 +31,6 @@ from megatron_distopt.hosts.source.tree import (
     parameters_of,
 )
 
-__all__ = [
-    "ArgumentDefault",
-    "ContiguousArguments",
-    "Fix",
-    "StandIn",
-    "Substitute",
-    "applied_fixes",
-    "apply_fixes",
-    "needed_fixes",
-]
-
 Undo = Callable[[], None]
 
 

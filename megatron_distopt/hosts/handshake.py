@@ -9,8 +9,6 @@ from megatron_distopt.config import Switch, switch_from
 from megatron_distopt.hosts.patch_points import is_wanted
 from megatron_distopt.hosts.report import announce
 
-__all__ = ["SWITCHED_OFF", "is_used"]
-
 SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
 

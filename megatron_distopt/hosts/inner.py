@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["groups_of", "is_adam", "is_sgd", "unserved_options"]
-
 #: Classes that can be replaced by another implementation of the same formula, by package; a user's own class of the
 #: same name is not meant.
 _ADAMS = {

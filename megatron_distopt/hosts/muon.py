@@ -19,22 +19,10 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
-from megatron_distopt.optimizer import InnerChoice, Matrices, MuonOptions, TorchMuonOptions, choose_muon, is_muons_group
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
+from megatron_distopt.optimizer.sharded_muon import Matrices, choose_muon
 from megatron_distopt.options import as_flag
-
-__all__ = [
-    "MUON",
-    "check_is_adam",
-    "config_for_adam",
-    "cut_of",
-    "is_matrix_of_layer",
-    "matrices_of",
-    "muon_and_adam",
-    "muon_params",
-    "options_from",
-    "unsupported_base",
-    "with_muon_groups",
-]
 
 #: What the option `optimizer` calls it.
 MUON = "muon"

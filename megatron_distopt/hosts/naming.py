@@ -16,8 +16,6 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.layout import Placement
 
-__all__ = ["FROM_WEIGHTS", "ModelRanks", "canonical", "global_names", "placement_of"]
-
 #: How a user of a Megatron starts from the model's weights without a checkpoint of the optimizer.
 FROM_WEIGHTS = "start from its weights with --no-load-optim"
 #: Modules whose children are experts, numbered on each rank by itself.

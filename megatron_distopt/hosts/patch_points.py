@@ -17,8 +17,6 @@ from typing import Any
 from megatron_distopt.config import Switch, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError, refusal
 
-__all__ = ["PatchPoint", "Replacement", "is_wanted", "substituted"]
-
 
 @dataclass(frozen=True, eq=False)
 class Replacement:

@@ -13,18 +13,12 @@ from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.layout.balance import MatrixWidths, balance_of
-from megatron_distopt.optimizer import (
-    ConstantLossScale,
-    InParts,
-    Precision,
-    ShardedOptimizer,
-    find_accelerator,
-    measure_memory,
-)
-from megatron_distopt.optimizer.accelerator import stats_dtype
+from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
+from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.loss_scale import ConstantLossScale
+from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, measure_memory
 from megatron_distopt.version import VERSION
-
-__all__ = ["announce", "describe", "sharded_over"]
 
 _log = logging.getLogger("megatron_distopt")
 

@@ -9,9 +9,7 @@ from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.place import drop_older
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.optimizer import finish_deferred_check
-
-__all__ = ["Saver"]
+from megatron_distopt.optimizer.step import finish_deferred_check
 
 
 class Saver:

@@ -24,8 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_distopt.comm import Communicator
 from megatron_distopt.errors import AccessError, refusal
 
-__all__ = ["AccessWatch", "Watch", "addresses_of", "in_one_memory", "sharing_memory", "tell_of_grads"]
-
 #: The namespace of operators that write to all tensors that they are given, whatever their schema says.
 _COLLECTIVES = "c10d"
 #: Folders whose frames are not the user's code.

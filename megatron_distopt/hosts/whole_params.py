@@ -20,9 +20,9 @@ from megatron_distopt.checkpoint.saved_by_name import class_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.naming import FROM_WEIGHTS
-from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, TrainedParams
-
-__all__ = ["check_own_entry", "head_entry", "is_of_other_class", "own_entry", "take_own_entry", "trained_params"]
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.whole_params import TrainedParams
 
 _CLASS = "updates_whole_params"
 #: In a rank's own state.

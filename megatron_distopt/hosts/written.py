@@ -16,9 +16,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.between_steps import torch_data
-from megatron_distopt.optimizer import ShardedOptimizer
-
-__all__ = ["RemainderWatch", "WatchedParam", "data_watch"]
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 class WatchedParam(Protocol):

@@ -10,8 +10,6 @@ from itertools import accumulate
 
 from megatron_distopt.layout.owners import EqualPieces, OwnerPlan, pieces_of
 
-__all__ = ["Balance", "MatrixWidths", "balance_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class MatrixWidths:

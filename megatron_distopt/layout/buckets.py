@@ -15,8 +15,6 @@ from itertools import pairwise
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.spans import Span
 
-__all__ = ["Bucket", "BufferLayout", "ParamSlot", "ParamSpec", "adopt", "default_bucket_size", "lay_out"]
-
 #: Number of buckets of a buffer, unless one of the bounds below says otherwise.
 _USUAL_BUCKETS = 8
 #: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.

@@ -17,23 +17,6 @@ from megatron_distopt.layout.matrix_work import DIRECTION_NBYTES
 from megatron_distopt.layout.on_host import pinned_nbytes
 from megatron_distopt.layout.shards import FlatParamPlan, owned_shards, plan_flat_params
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "MAIN_NBYTES",
-    "MOMENT_NBYTES",
-    "PART_OF_MODEL",
-    "WITH_SCALES",
-    "BucketShare",
-    "Collective",
-    "Footprint",
-    "Kind",
-    "Widths",
-    "collectives_of",
-    "footprint_of",
-    "shares_of",
-    "stats_collective",
-]
-
 #: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
 MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
 MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}

@@ -15,8 +15,6 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.buckets import ParamSpec
 from megatron_distopt.layout.spans import Box, Span, boxes
 
-__all__ = ["MatrixBlock", "MatrixCut", "MatrixPiece", "MatrixSpec", "newton_schulz_flops"]
-
 
 @dataclass(frozen=True, slots=True)
 class MatrixCut:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megatron_distopt.layout.matrices import MatrixSpec
 from megatron_distopt.layout.owners import MatrixOwner, OwnerPlan, Travel
 
-__all__ = ["DIRECTION_NBYTES", "MatrixWork", "matrix_work_of"]
-
 #: Of an element of a direction and of an update, with torch's formula.
 DIRECTION_NBYTES = 2
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 from megatron_distopt.layout.buckets import BufferLayout
 
-__all__ = ["choose_buckets", "greatest_fraction", "least_fraction", "pinned_nbytes"]
-
 #: Fractions are searched for, and written in messages, in hundredths.
 _STEPS = 100
 

@@ -27,8 +27,6 @@ from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, newton_sch
 from megatron_distopt.layout.shards import owned_shards
 from megatron_distopt.layout.spans import Span
 
-__all__ = ["EqualPieces", "MatrixOwner", "OwnerPlan", "Travel", "pieces_of", "plan_owners"]
-
 #: How far above the bound the cost of a rank may come before a matrix goes to a rank that has less of it.
 _TOLERANCE = 1.03
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.spans import Box, Span, boxes
 
-__all__ = ["Piece", "Placement"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -21,8 +21,6 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout.buckets import Bucket, BufferLayout
 from megatron_distopt.layout.spans import Span
 
-__all__ = ["FlatParamPlan", "ParamShard", "owned_shards", "plan_flat_params"]
-
 Key = TypeVar("Key", bound=Hashable)
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from megatron_distopt.errors import LayoutError, refusal
 
-__all__ = ["Box", "Span", "boxes"]
-
 
 @dataclass(frozen=True, order=True, slots=True)
 class Span:

@@ -19,21 +19,6 @@ from megatron_distopt.comm import Marker, mark_with
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "Accelerator",
-    "Setting",
-    "check_devices",
-    "find_accelerator",
-    "has_torch_fused",
-    "mark_ranges",
-    "refusing_synchronisation",
-    "repeatable_settings",
-    "stats_dtype",
-    "usable_device",
-]
-
 CUDA = "cuda"
 
 #: Devices whose collectives have no float64, whether or not their kernels have it.

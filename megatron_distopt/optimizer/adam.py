@@ -32,9 +32,6 @@ from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_low_precision import Wanted
 
-__all__ = ["adam_options", "best_adam", "low_precision_adam", "named_adam"]
-
-
 #: By source, the one that updates what is on the host. They keep the same state; those of other packages do not.
 _ON_HOST = {**dict.fromkeys(("torch_fused", "triton"), "torch_fused"), "torch_foreach": "torch_foreach"}
 #: By value of `adam`, what updates state in low precision; others keep fp32 state only.

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from megatron_distopt.optimizer.inner import RoundsItself
 
-__all__ = ["Adam", "AdamW"]
-
 #: Elements of a block for each thread: a smaller one costs more in calls than it saves, a larger one leaves the cache.
 _BLOCK_NUMEL = 1 << 19
 

@@ -25,8 +25,6 @@ from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, Inne
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.whole_params import TrainedParams, WholeParams, choose_whole
 
-__all__ = ["WITH_MUON", "adopt_instance", "choose_inner", "fused_instance"]
-
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
 #: torch's own that update each element by itself: the name of the source, and the class that rounds into the model

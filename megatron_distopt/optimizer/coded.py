@@ -18,8 +18,6 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
 from megatron_distopt.optimizer.kept import Kept, Plain
 
-__all__ = ["Coded", "kept_of", "part_of", "plain", "storages_of"]
-
 _aten = torch.ops.aten
 #: An operator on a view, with its arguments behind the tensor.
 _Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]

@@ -26,9 +26,6 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.device import CPU
-from megatron_distopt.layout.estimate import BLOCK_NUMEL
-
-__all__ = ["BLOCK_NUMEL", "CODES", "Code", "decode", "encode", "random_bits", "root_of", "round_to_bf16"]
 
 #: Bits of fp32: of its mantissa, of the smaller half of a word, and where its exponent counts from.
 _MANTISSA, _HALF, _BIAS = 23, 16, 127

@@ -19,8 +19,6 @@ from megatron_distopt.layout import MatrixCut
 from megatron_distopt.optimizer.muon import newton_schulz, orthogonalize
 from megatron_distopt.optimizer.muon_options import MuonOptions
 
-__all__ = ["orthogonalize_cut"]
-
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
     """Collective over `group`: `orthogonalize` for a matrix that its ranks have equal parts of.

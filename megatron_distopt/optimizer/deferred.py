@@ -35,8 +35,6 @@ from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from megatron_distopt.optimizer.sync_check import arrived
 
-__all__ = ["DeferredCheck", "HostCopy", "Notice", "deferred_divisor", "deferred_norm", "found_inf_of"]
-
 _log = logging.getLogger("megatron_distopt")
 
 

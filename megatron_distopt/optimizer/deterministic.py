@@ -13,10 +13,9 @@ import torch
 
 from megatron_distopt.comm import Group, carrier_of
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import CPU, CUDA, repeatable_settings
-
-__all__ = ["check_deterministic"]
+from megatron_distopt.optimizer.accelerator import CUDA, repeatable_settings
 
 #: Backends that add up in an order that does not depend on timing. Of the others it is not known.
 _IN_ORDER = ("gloo", "nccl")

@@ -26,8 +26,6 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Build
 from megatron_distopt.optimizer.trial_ops import OperatorWatch
 
-__all__ = ["check_elementwise", "is_close", "kinds_of", "undisturbed", "watched_steps", "with_usable_lr"]
-
 #: One of them a matrix, so that a class that treats matrices differently shows it.
 _SHAPES = ((90, 110), (1400,))
 _NUMELS = [torch.Size(shape).numel() for shape in _SHAPES]

@@ -22,8 +22,6 @@ from megatron_distopt.comm.travel import Parcel, UnderWay, begin_travel
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import MatrixOwner, OwnerPlan, Span, Travel
 
-__all__ = ["Lane", "Place", "Update", "exchange"]
-
 #: Updates a block; called with its owner and one tensor for each lane, 1-D, in the dtype of the lane. What it leaves in
 #: the first one goes back.
 Update = Callable[[MatrixOwner, Sequence[Tensor]], None]

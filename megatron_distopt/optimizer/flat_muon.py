@@ -21,8 +21,6 @@ from megatron_distopt.optimizer.exchange import Lane, Place, exchange
 from megatron_distopt.optimizer.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
 from megatron_distopt.optimizer.muon_options import MuonOptions, formula_of, options_of
 
-__all__ = ["FlatMuon", "MatrixBuffer"]
-
 
 @dataclass(frozen=True, eq=False)
 class MatrixBuffer:

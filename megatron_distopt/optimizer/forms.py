@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_distopt.optimizer.kept import Blocks, Kept, Remainder
 from megatron_distopt.optimizer.native import Out, memory, random_bits
 
-__all__ = ["Forms"]
-
 
 @dataclass(frozen=True, eq=False)
 class Forms:

@@ -19,8 +19,6 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Build, Groups
 from megatron_distopt.optimizer.reachable import attributes_of, foreign_kinds, refers_to
 
-__all__ = ["build_alike", "check_new", "let_go"]
-
 #: Methods that a scheduler or we have replaced.
 _REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 

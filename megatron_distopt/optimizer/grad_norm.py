@@ -30,16 +30,6 @@ from megatron_distopt.optimizer import triton_stats
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 
-__all__ = [
-    "GradStats",
-    "local_numbers",
-    "local_stats",
-    "nonfinite_params",
-    "reduce_stats",
-    "report_nonfinite",
-    "sum_with",
-]
-
 _log = logging.getLogger("megatron_distopt")
 
 #: Elements that are added up in fp32 at a time. `dot` adds them one after the other in a few lanes, so its error grows

@@ -38,8 +38,6 @@ from megatron_distopt.optimizer.step import (
     write_model,
 )
 
-__all__ = ["CapturedStep", "Record"]
-
 #: On the device: see `measure_on_device` and `divide_on_device`.
 Output = tuple[Tensor, float | Tensor, Tensor | None]
 Record = Callable[[Callable[[], Output]], tuple[Callable[[], None], Output]]

@@ -20,31 +20,6 @@ from megatron_distopt.optimizer.kept import Remainder
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = [
-    "IMPLEMENTATION",
-    "LEAVES_GRADS",
-    "READS_TENSORS",
-    "Build",
-    "Groups",
-    "InParts",
-    "InnerChoice",
-    "KeepsMoments",
-    "RoundsItself",
-    "bring_into_form",
-    "check_served",
-    "count_updates",
-    "divides_in_place",
-    "is_torchs",
-    "moment_to_fill",
-    "moments_of",
-    "part_for",
-    "restore",
-    "restore_group",
-    "skips_by_itself",
-    "split_state",
-    "step_divided",
-]
-
 #: What a class keeps for every element. Of a class that a user names it is known after its first step only.
 _MOMENTS = {
     **dict.fromkeys(ADAM_NAMES, frozenset(("exp_avg", "exp_avg_sq"))),

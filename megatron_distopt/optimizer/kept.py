@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code, decode, encode, root_of, round_to_bf16
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.optimizer.codes import CODES, Code, decode, encode, root_of, round_to_bf16
 from megatron_distopt.optimizer.native import Native, Out, library, memory
-
-__all__ = ["IN_PHASE", "Blocks", "Kept", "Plain", "Remainder", "phase_of", "zeros_in_phase", "zeros_kept"]
 
 _LOWER = 1 << 16
 #: Elements of a vector of 16-bit params; see [Note: in phase] in main_params.py.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from megatron_distopt.config import LARGEST_SCALE, DistOptConfig
 
-__all__ = ["ConstantLossScale", "DynamicLossScale", "LossScale", "make_loss_scale"]
-
 
 class LossScale(Protocol):
     """What the sharded step needs of a loss scale; hosts wrap their own."""

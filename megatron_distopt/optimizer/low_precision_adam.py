@@ -29,8 +29,6 @@ from megatron_distopt.optimizer.native import Scratch
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_low_precision import OnePass, Wanted
 
-__all__ = ["LowPrecisionAdam"]
-
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"

@@ -27,18 +27,6 @@ from megatron_distopt.optimizer.coded import Coded, part_of
 from megatron_distopt.optimizer.kept import IN_PHASE, Remainder, phase_of, zeros_in_phase
 from megatron_distopt.optimizer.precision import FULL, Precision
 
-__all__ = [
-    "FlatParam",
-    "FlatParamKey",
-    "OnHost",
-    "ParamGroup",
-    "attach_grads",
-    "beside",
-    "build_flat_params",
-    "split_flat_param",
-    "zeros_beside",
-]
-
 
 @dataclass(frozen=True)
 class ParamGroup:

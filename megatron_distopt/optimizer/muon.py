@@ -27,15 +27,6 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
 from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions, options_of
 
-__all__ = [
-    "Muon",
-    "apply_update",
-    "direction_of",
-    "newton_schulz",
-    "orthogonalize",
-    "orthogonalize_block",
-]
-
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
     """The first part, element by element: moves the momentum, and returns what is orthogonalized.

@@ -23,16 +23,6 @@ from torch import Tensor
 
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = [
-    "MegatronMuonOptions",
-    "MuonOptions",
-    "TorchMuonOptions",
-    "formula_of",
-    "is_muons_group",
-    "lr_ratio",
-    "options_of",
-]
-
 #: a, b and c of the polynomial a X + b X X'X + c X X'X X'X.
 Coefficients = tuple[float, float, float]
 

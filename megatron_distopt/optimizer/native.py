@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megatron_distopt.device import CPU
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer import codes as torch_codes
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES, Code
+from megatron_distopt.optimizer.codes import CODES, Code
 from megatron_distopt.optimizer.native_build import CannotBuild, load
-
-__all__ = ["Form", "Native", "Out", "Scratch", "form_of", "library", "memory", "random_bits", "seed_of"]
 
 _log = logging.getLogger("megatron_distopt")
 

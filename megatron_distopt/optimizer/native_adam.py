@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder
 from megatron_distopt.optimizer.native import Form, Native, form_of, library, seed_of
-
-__all__ = ["choose", "update"]
 
 _log = logging.getLogger("megatron_distopt")
 

@@ -19,8 +19,6 @@ from ctypes import CDLL
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CannotBuild", "cache_folder", "load"]
-
 #: The first includes the second.
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("native_adam.c", "native_codes.c"))
 _COMPILERS = ("cc", "gcc", "clang")

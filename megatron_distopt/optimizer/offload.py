@@ -50,8 +50,6 @@ from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.main_params import FlatParam, OnHost
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["Descent", "HostUpdates", "buckets_on_host", "check_offload", "host_nbytes"]
-
 
 def buckets_on_host(
     layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device

@@ -22,8 +22,6 @@ from torch.nn import Parameter
 from megatron_distopt.optimizer.inner import Build
 from megatron_distopt.optimizer.owned_state import join_state, split_state
 
-__all__ = ["OwnedParam"]
-
 #: Parts of what is kept: of the param, and what the class has written into its param group.
 _STATE, _GROUP = "state", "group"
 

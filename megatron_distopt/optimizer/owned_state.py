@@ -11,8 +11,6 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, refusal
 
-__all__ = ["join_state", "split_state"]
-
 #: Keys of the JSON. Every value is an object with one of them.
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
 _OBJECT = "object"

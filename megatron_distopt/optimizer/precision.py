@@ -19,8 +19,6 @@ from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NB
 from megatron_distopt.optimizer.coded import Coded, kept_of
 from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, phase_of, zeros_in_phase, zeros_kept
 
-__all__ = ["FULL", "Precision", "check_precision"]
-
 _FP32 = "float32"
 #: By form of the main params, the dtypes of params that can have it.
 _PARAMS_OF = {"remainder": (torch.bfloat16,), "bfloat16": (torch.bfloat16,), "float16": (torch.bfloat16, torch.float16)}

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["attributes_of", "foreign_kinds", "other_attribute", "refers_to"]
-
 #: What torch's class has, and changes itself.
 _OF_TORCH = ("state", "param_groups", "defaults")
 #: Of these there is one in the process; what they refer to does not belong to an optimizer.

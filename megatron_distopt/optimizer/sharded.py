@@ -63,8 +63,6 @@ from megatron_distopt.optimizer.main_params import (
 from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
 from megatron_distopt.optimizer.precision import Precision
 
-__all__ = ["Memory", "ShardedOptimizer", "StepPlan", "measure_memory"]
-
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -27,8 +27,6 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.muon import Muon
 from megatron_distopt.optimizer.muon_options import TorchMuonOptions, formula_of, is_muons_group, options_of
 
-__all__ = ["Matrices", "adopt_muon", "check_muon", "choose_muon", "is_muon", "matrices_in", "shape_of_matrix"]
-
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
 
 

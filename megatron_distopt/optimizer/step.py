@@ -33,24 +33,6 @@ from megatron_distopt.optimizer.inner import RoundsItself, step_divided
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-__all__ = [
-    "StepAction",
-    "StepDecision",
-    "act_on_deferred_notice",
-    "advance",
-    "clip_divisor",
-    "decide",
-    "divide_on_device",
-    "finish_deferred_check",
-    "keep_check",
-    "make_step",
-    "measure",
-    "measure_now",
-    "measure_on_device",
-    "update",
-    "write_model",
-]
-
 
 class StepAction(Enum):
     """What is done with a step after the gradients were checked, the same on all ranks."""

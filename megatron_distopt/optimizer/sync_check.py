@@ -28,8 +28,6 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.optimizer.accelerator import refusing_synchronisation
 
-__all__ = ["arrived", "find_synchronisations", "forbid_synchronisations"]
-
 #: Operations whose value, or the shape of whose result, the CPU has to know.
 _WAIT = (
     "_local_scalar_dense",

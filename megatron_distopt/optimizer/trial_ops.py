@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorWatch"]
-
 #: Operators that move or make elements, or give them another shape: by name, without "_" at the end.
 _MOVES = frozenset(
     """

@@ -39,8 +39,6 @@ from megatron_distopt.optimizer.triton_table import (
     place_grads,
 )
 
-__all__ = ["TritonAdamW"]
-
 #: What the kernel rounds into, by dtype of the model param; see triton_kernels.py.
 _KINDS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Flat params of one program of `prepare`.

@@ -24,8 +24,6 @@ from megatron_distopt.optimizer import triton_kernels
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
-__all__ = ["update_coded"]
-
 _adam, _source = triton_kernels._adam, triton_kernels._source
 _nearest_bf16, _SCALARS = triton_kernels._nearest_bf16, triton_kernels._SCALARS
 

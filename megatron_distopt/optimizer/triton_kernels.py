@@ -19,8 +19,6 @@ from typing import Any
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
-__all__ = ["prepare", "statistics", "sweep"]
-
 #: Columns of the table of `sweep`; addresses are in bytes, BODY in units of 8 elements.
 _MAIN, _FIRST_MOMENT, _SECOND_MOMENT, _MODEL, _GRAD = (tl.constexpr(column) for column in range(5))
 _SOURCE, _KIND, _HEAD, _BODY, _NUMEL = (tl.constexpr(column) for column in range(5, 10))

@@ -21,8 +21,9 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.device import current, is_recording
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer.accelerator import CUDA
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES
+from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, phase_of, zeros_in_phase, zeros_kept
 from megatron_distopt.optimizer.triton_table import (
@@ -37,8 +38,6 @@ from megatron_distopt.optimizer.triton_table import (
     starts_of,
     upload,
 )
-
-__all__ = ["BLOCKS", "FORMS", "MODELS", "MOST_REGISTERS", "Kinds", "OnePass", "Wanted", "form_of"]
 
 _log = logging.getLogger("megatron_distopt")
 

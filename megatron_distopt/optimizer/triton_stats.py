@@ -21,8 +21,6 @@ from megatron_distopt.optimizer.accelerator import CUDA, stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.triton_table import STATS_BLOCK, StatsRow, StatsTable, Tables, launch, place_grads
 
-__all__ = ["has_kernel", "measure"]
-
 _log = logging.getLogger("megatron_distopt")
 
 #: Of all models of this process. Models that are alike share one, with its scratch memory: their steps run one after

@@ -18,28 +18,6 @@ from torch import Tensor
 
 from megatron_distopt.device import is_recording, pinned
 
-__all__ = [
-    "REST_BLOCK",
-    "STATS_BLOCK",
-    "SWEEP_BLOCK",
-    "SWEEP_WARPS",
-    "Cut",
-    "GradPlace",
-    "GroupNumbers",
-    "StatsRow",
-    "StatsTable",
-    "SweepRow",
-    "SweepTable",
-    "Tables",
-    "Uploaded",
-    "cut",
-    "launch",
-    "owners_of",
-    "place_grads",
-    "starts_of",
-    "upload",
-]
-
 #: Elements of one program of `sweep`, in a body and in what lies around it, and of one block of `statistics`.
 SWEEP_BLOCK, REST_BLOCK, STATS_BLOCK = 1024, 256, 2048
 #: Warps of one program of `sweep`: each lane has 8 elements, 128 bits of a 16-bit model param.

@@ -27,8 +27,6 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owned_param import OwnedParam
 from megatron_distopt.optimizer.whole_trial import check_each_param
 
-__all__ = ["TrainedParams", "WholeParams", "choose_whole", "owned_params"]
-
 
 @dataclass(frozen=True)
 class TrainedParams:

@@ -31,8 +31,6 @@ from megatron_distopt.optimizer.inner import Build
 from megatron_distopt.optimizer.owned_param import OwnedParam
 from megatron_distopt.optimizer.reachable import other_attribute
 
-__all__ = ["check_each_param"]
-
 #: By step and param.
 _Grads = Sequence[Sequence[Tensor | None]]
 

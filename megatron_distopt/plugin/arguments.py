@@ -20,8 +20,6 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.options import flag_of
 
-__all__ = ["add_arguments", "check_spelling", "parser_with_ours"]
-
 _PREFIX = "--distopt-"
 #: The host's flag, in the spelling of most forks.
 _FLAG = "--use-distributed-optimizer"

@@ -17,8 +17,6 @@ from megatron_distopt.hosts.handshake import SWITCHED_OFF
 from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.plugin.install import apply, fix_host, flags_of
 
-__all__ = ["distopt"]
-
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what the fork uses in place of its own factory.

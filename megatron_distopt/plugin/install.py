@@ -25,8 +25,6 @@ from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
 
-__all__ = ["Installation", "Patch", "Undo", "apply", "fix_host", "flags_of", "install"]
-
 Undo = Callable[[], None]
 
 

@@ -24,8 +24,6 @@ from types import ModuleType, TracebackType
 from megatron_distopt.errors import ConfigError, DistOptError, refusal
 from megatron_distopt.plugin.install import install
 
-__all__ = ["TrainingScript", "main", "parse_target"]
-
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -27,7 +27,11 @@ from megatron_distopt.layout import (
     owned_shards,
     plan_flat_params,
 )
-from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, choose_inner, make_loss_scale, make_step
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.step import make_step
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 

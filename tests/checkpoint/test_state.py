@@ -20,14 +20,11 @@ from megatron_distopt.checkpoint import local_state_dict
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import ParamSpec, lay_out
-from megatron_distopt.optimizer import (
-    ParamGroup,
-    ShardedOptimizer,
-    StepPlan,
-    choose_inner,
-    make_loss_scale,
-    make_step,
-)
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.step import make_step
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 

@@ -19,7 +19,8 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
 from megatron_distopt.formats.load_any import load_any
-from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of
+from megatron_distopt.optimizer.inner import InnerChoice, moments_of
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.models import Params, exact_grads
 from tests.support.simulated import KINDS, World, element_numbers, small_model
 from tests.support.spawn import run_ranks

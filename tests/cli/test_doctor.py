@@ -25,8 +25,7 @@ from megatron_distopt.hosts.source.block import GROUP
 from megatron_distopt.hosts.source.found import Need, SourceLine, Survey
 from megatron_distopt.hosts.source.survey import survey
 from megatron_distopt.hosts.source.tree import fork_at
-from megatron_distopt.optimizer import Accelerator
-from megatron_distopt.optimizer.accelerator import CUDA
+from megatron_distopt.optimizer.accelerator import CUDA, Accelerator
 from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
 from tests.support.refusals import Said
 

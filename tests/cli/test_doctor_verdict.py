@@ -13,7 +13,7 @@ import pytest
 from megatron_distopt.cli import doctor, doctor_machine
 from megatron_distopt.cli.show import Status
 from megatron_distopt.device import CPU
-from megatron_distopt.optimizer import Accelerator
+from megatron_distopt.optimizer.accelerator import Accelerator
 from tests.support.fork_trees import FACTORY_OF_2023, gathered_2023, write_tree
 
 SCRIPT = "from megatron.initialize import initialize_megatron\nfrom megatron.training import train\n\n"

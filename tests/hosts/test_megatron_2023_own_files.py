@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import pairwise
-from megatron_distopt.optimizer import count_updates
+from megatron_distopt.optimizer.inner import count_updates
 from tests.hosts.test_megatron_2023_overlap import (
     AFTER,
     BOTH,

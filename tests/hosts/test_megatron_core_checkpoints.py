@@ -458,7 +458,7 @@ def _params_that_differ(training: Any, source: Source) -> list[str]:
 
 
 def _head(training: Any) -> Head:
-    from megatron_distopt.optimizer import count_updates
+    from megatron_distopt.optimizer.inner import count_updates
 
     heads = {
         Head(group["lr"], count_updates(each.sharded.inner), float(each.get_loss_scale()), each.sharded.num_skipped)

@@ -25,7 +25,7 @@ from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, Rank
 from megatron_distopt.formats.convert import TARGETS, convert
 from megatron_distopt.hosts.report import describe
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import clip_divisor
+from megatron_distopt.optimizer.step import clip_divisor
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

@@ -14,8 +14,14 @@ import torch
 
 from megatron_distopt.device import can_record, mark, record
 from megatron_distopt.errors import ConfigError, LayoutError
-from megatron_distopt.optimizer import Accelerator, check_devices, find_accelerator
-from megatron_distopt.optimizer.accelerator import has_torch_fused, refusing_synchronisation, stats_dtype
+from megatron_distopt.optimizer.accelerator import (
+    Accelerator,
+    check_devices,
+    find_accelerator,
+    has_torch_fused,
+    refusing_synchronisation,
+    stats_dtype,
+)
 from tests.support.refusals import assert_says
 
 NOT_INSTALLED = (

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from megatron_distopt import DistOptConfig
-from megatron_distopt.optimizer import blocked_adam, choose_inner
+from megatron_distopt.optimizer import blocked_adam
+from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import RoundsItself, skips_by_itself, step_divided
 
 #: Several blocks and a rest that fills no vector, several params in a block, exactly two blocks, one element.

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import InnerChoice, adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import step_divided
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
+from megatron_distopt.optimizer.inner import InnerChoice, step_divided
 from tests.support.refusals import assert_says
 
 #: amp_C is where apex has its CUDA kernels.

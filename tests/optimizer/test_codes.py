@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer.codes import (
-    BLOCK_NUMEL,
     CODES,
     Code,
     decode,

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
-from megatron_distopt.optimizer import clip_divisor, finish_deferred_check, make_step
 from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
+from megatron_distopt.optimizer.step import clip_divisor, finish_deferred_check, make_step
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks

@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import ConfigError, NonFiniteGradError
-from megatron_distopt.optimizer import CapturedStep, ShardedOptimizer, find_synchronisations, make_step
-from megatron_distopt.optimizer.graph import Output
+from megatron_distopt.optimizer.graph import CapturedStep, Output
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import make_step
+from megatron_distopt.optimizer.sync_check import find_synchronisations
 from tests.support.models import Params, exact_grads
 from tests.support.refusals import assert_says
 

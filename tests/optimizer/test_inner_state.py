@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.optimizer import count_updates, is_torchs, moments_of, restore, restore_group
+from megatron_distopt.optimizer.inner import count_updates, is_torchs, moments_of, restore, restore_group
 
 NUMELS = (7, 1, 12)
 Build = Callable[[list[dict[str, Any]]], Optimizer]

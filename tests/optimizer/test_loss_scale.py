@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_distopt.config import LARGEST_SCALE, SMALLEST_SCALE, DistOptConfig
-from megatron_distopt.optimizer import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
+from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 
 CPU = torch.device("cpu")
 

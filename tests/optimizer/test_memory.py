@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Linear, Sequential
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.optimizer import Memory
+from megatron_distopt.optimizer.sharded import Memory
 from tests.support.spawn import run_ranks
 
 WIDTH = 384

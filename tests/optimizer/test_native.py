@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer import kept as kept_module
 from megatron_distopt.optimizer import native, native_build
-from megatron_distopt.optimizer.codes import BLOCK_NUMEL, CODES
+from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.codes import random_bits as torch_random_bits
 from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder
 from megatron_distopt.optimizer.native_build import CannotBuild, cache_folder, load

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.optimizer import native, native_adam, storages_of
+from megatron_distopt.optimizer import native, native_adam
+from megatron_distopt.optimizer.coded import storages_of
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.precision import Precision
 

@@ -9,7 +9,11 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, lay_out
-from megatron_distopt.optimizer import ParamGroup, ShardedOptimizer, StepPlan, choose_inner, make_loss_scale, make_step
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.step import make_step
 
 NUMEL = 3
 

@@ -13,8 +13,8 @@ from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.layout import BufferLayout, ParamSpec, lay_out
-from megatron_distopt.optimizer import check_offload, choose_inner, host_nbytes
-from megatron_distopt.optimizer.offload import buckets_on_host
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.offload import buckets_on_host, check_offload, host_nbytes
 
 _CUDA, _CPU = torch.device("cuda"), torch.device("cpu")
 

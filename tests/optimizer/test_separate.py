@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group
-from megatron_distopt.optimizer import ShardedOptimizer, make_step
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import make_step
 from tests.support.models import Params, exact_grads
 
 pytestmark = pytest.mark.usefixtures("one_rank")

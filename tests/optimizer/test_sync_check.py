@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import InvariantError
-from megatron_distopt.optimizer import find_synchronisations, forbid_synchronisations
-from megatron_distopt.optimizer.sync_check import arrived
+from megatron_distopt.optimizer.sync_check import arrived, find_synchronisations, forbid_synchronisations
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks

@@ -23,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import (
-    choose_inner,
+from megatron_distopt.optimizer import triton_adam, triton_stats, triton_table
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.inner import (
+    RoundsItself,
     count_updates,
     moments_of,
     restore,
-    triton_adam,
-    triton_stats,
-    triton_table,
+    skips_by_itself,
+    step_divided,
 )
-from megatron_distopt.optimizer.inner import RoundsItself, skips_by_itself, step_divided
 from megatron_distopt.optimizer.triton_adam import TritonAdamW
 from megatron_distopt.optimizer.triton_table import GradPlace, SweepRow, SweepTable, launch
 from tests.optimizer.test_graph import StandIn

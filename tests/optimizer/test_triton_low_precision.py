@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer import choose_inner, triton_low_precision, triton_stats
+from megatron_distopt.optimizer import triton_low_precision, triton_stats
+from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.coded import Coded, part_of, storages_of
 from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.forms import Forms

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.optimizer import FlatParam, measure_memory, storages_of
+from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import measure_memory
 from tests.sim.trial import begin
 from tests.support.models import Params, exact_grads
 from tests.support.sim import machine

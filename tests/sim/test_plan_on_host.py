@@ -14,7 +14,10 @@ from torch.nn import Module, Parameter
 from megatron_distopt import distribute
 from megatron_distopt.cli.plan_choice import StagePlan, plan_stage
 from megatron_distopt.cli.plan_model import Choice, ParallelSizes
-from megatron_distopt.optimizer import FlatParam, measure_memory, offload, storages_of
+from megatron_distopt.optimizer import offload
+from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import measure_memory
 from tests.sim.trial import begin
 from tests.support.plan_command import BUCKET, GPT
 from tests.support.sim import machine

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.optimizer import Precision
 from megatron_distopt.optimizer import sharded as sharded_module
+from megatron_distopt.optimizer.precision import Precision
 from tests.hosts.test_state_precision import ALL, FORMS, asked_for
 from tests.sim import host_programs, programs
 from tests.sim.trial import begin

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_distopt import TorchDistributedOptimizer
-from megatron_distopt.optimizer import StepDecision
+from megatron_distopt.optimizer.step import StepDecision
 
 #: By name: larger than a shard at 4 ranks, smaller than any, cut by several shard borders, of one element.
 SHAPES = {"wide.weight": (31, 17), "wide.bias": (17,), "norm.weight": (5,), "deep.weight": (3, 7, 11), "scale": (1,)}

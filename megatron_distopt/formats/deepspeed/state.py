@@ -14,8 +14,6 @@ from megatron_distopt.formats.head import inner_name
 from megatron_distopt.formats.pickles import as_number, attribute
 from megatron_distopt.layout import Placement
 
-__all__ = ["convert_with_deepspeed", "folder_of", "head_of", "loss_scale_of", "placement_of", "step_of"]
-
 #: Patterns of params that a reader here does not put together, by their keys in the checkpoint.
 _NOT_SLICED = ("parameter_to_average_patterns", "parameter_with_sub_params")
 

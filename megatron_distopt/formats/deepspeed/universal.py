@@ -27,8 +27,6 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.deepspeed.state import folder_of, head_of, step_of
 from megatron_distopt.formats.pickles import load_file, understood
 
-__all__ = ["open_deepspeed_universal", "recognises"]
-
 _LATEST, _ZERO, _FP32, _STEP = "latest_universal", "zero", "fp32", "step"
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _REMEDY = "Run python -m deepspeed.checkpoint.ds_to_universal again"

@@ -36,8 +36,6 @@ from megatron_distopt.formats.located import Flat, Located, source_of
 from megatron_distopt.formats.pickles import as_number, attribute, load_file, understood
 from megatron_distopt.layout import Span
 
-__all__ = ["open_deepspeed_zero", "recognises"]
-
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LATEST = "latest"

@@ -22,8 +22,6 @@ from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFi
 from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, written_groups
 from megatron_distopt.layout import Box, Span
 
-__all__ = ["NUM_SKIPPED", "OURS", "FileState", "Slices", "check_all_written", "ours_in", "skipped_in", "whole_of"]
-
 #: The key of what this package puts into a fork's file, and a key in it.
 OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
 #: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own size.

@@ -36,18 +36,6 @@ from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import load_kept, save_whole
 from megatron_distopt.layout import BufferLayout
 
-__all__ = [
-    "GatheredFile",
-    "experts_filename",
-    "gathered_state",
-    "head_gathered",
-    "is_gathered",
-    "moments_in_file",
-    "open_gathered",
-    "read_gathered",
-    "write_gathered",
-]
-
 _GATHERED = "distrib_optim.pt"
 #: The file's key of main params. Moments have the keys of the inner optimizer.
 _MAIN_IN_FILE = "param"

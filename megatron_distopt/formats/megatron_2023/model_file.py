@@ -24,22 +24,6 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.pickles import load_kept
 from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 
-__all__ = [
-    "MODEL",
-    "MODEL_PER_RANK",
-    "FileParam",
-    "ModelCut",
-    "ModelFile",
-    "buffers_of",
-    "chunks_of",
-    "decays",
-    "grads_in_fp32",
-    "model_paths",
-    "open_model_files",
-    "placement_of",
-    "registered",
-]
-
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")

@@ -17,17 +17,6 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.head import the_step
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, decays
 
-__all__ = [
-    "FileGroup",
-    "Kept",
-    "described",
-    "group_decays",
-    "groups_by_rule",
-    "identity",
-    "kept_in",
-    "written_groups",
-]
-
 #: Entries that some forks save with the model and others with the optimizer.
 _ALSO_SAVED = ("opt_param_scheduler",)
 _IDENTITY = ("name", "wd_mult", "lr_mult")

@@ -42,8 +42,6 @@ from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
 T = TypeVar("T")
 
-__all__ = ["in_file_order", "is_per_rank", "missing_in", "rank_entry", "rank_state", "read_per_rank", "write_per_rank"]
-
 _OPTIM, _MAINS = "optim.pt", "shard_fp32_from_float16_groups"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
 

@@ -30,18 +30,6 @@ from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
 from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
 from megatron_distopt.formats.pickles import save_whole
 
-__all__ = [
-    "ExpectedParam",
-    "Origin",
-    "SavedParam",
-    "SavedState",
-    "is_plain",
-    "is_plain_file",
-    "plain_state",
-    "read_plain",
-    "write_plain",
-]
-
 _MAINS = "fp32_from_fp16_params"
 _REMEDY = "Give a model file that a fork wrote, of a model without frozen params"
 

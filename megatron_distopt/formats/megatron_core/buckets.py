@@ -20,8 +20,6 @@ from megatron_distopt.formats.pickles import attribute
 from megatron_distopt.formats.torch.dcp_reader import DcpFolder
 from megatron_distopt.layout import Box, Placement, Span
 
-__all__ = ["located_in_buckets", "objects_of"]
-
 _PLACE = r"(?P<chain>(?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _BUCKET = re.compile(
     _PLACE + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\(torch\.(?P<dtype>\w+), .*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"

@@ -24,8 +24,6 @@ from megatron_distopt.formats.megatron_core.head import head_of
 from megatron_distopt.formats.megatron_core.model_files import CoreModel, open_core_models
 from megatron_distopt.formats.pickles import load_file, understood
 
-__all__ = ["open_distrib_optim", "recognises"]
-
 _OPTIMIZER, _COALESCED = "distrib_optim.pt", "buckets_coalesced"
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

@@ -24,8 +24,6 @@ from megatron_distopt.formats.megatron_core.flat_slots import (
 )
 from megatron_distopt.layout import Span
 
-__all__ = ["FlatBucket", "coalesced", "layer_orders", "locate", "whole_of"]
-
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\..+")
 _PARAM, _COALESCED = "param", "buckets_coalesced"
 

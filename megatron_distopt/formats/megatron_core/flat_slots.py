@@ -26,8 +26,6 @@ from torch import Tensor
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
 
-__all__ = ["Candidate", "FlatMain", "Order", "Slot", "Values", "names_of", "slots_of"]
-
 _ALIGNMENT = 64
 #: Elements by which params are told apart before they are compared.
 _HEAD = 16

@@ -12,8 +12,6 @@ from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import decays
 from megatron_distopt.formats.pickles import as_number
 
-__all__ = ["head_of"]
-
 #: Options other than weight decay that tell groups apart.
 _IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
 

@@ -22,8 +22,6 @@ from megatron_distopt.formats.megatron_core.flat_slots import Candidate
 from megatron_distopt.formats.pickles import attribute, load_file
 from megatron_distopt.layout import Placement
 
-__all__ = ["CoreModel", "open_core_models"]
-
 _LAYER = re.compile(r"(?P<before>(?:encoder|decoder)\.layers\.)(?P<number>\d+)(?P<after>\..+)")
 #: Params of layers that are cut, by the ends of their names; column-parallel ones along the rows, others along columns.
 _VOCABULARY = (".word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -24,8 +24,6 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.torch.dcp_reader import DcpFolder, DcpTensor
 from megatron_distopt.layout import Box
 
-__all__ = ["NamedTensor", "named_tensors"]
-
 _STACKED = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?!\d+\.)(?P<after>.+)")
 _GATE, _UP = "_w", "_v"
 

@@ -35,8 +35,6 @@ from megatron_distopt.formats.pickles import load_file, understood
 from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box
 
-__all__ = ["open_torch_dist", "recognises"]
-
 _COMMON, _CONFIG = "common.pt", "metadata.json"
 _COMMON_OBJECT = "common_state/shard_0_1"
 _CHAIN = r"(?:chained_\d+\.)?"

@@ -20,8 +20,6 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.pickles import attribute, load_bytes, load_metadata
 from megatron_distopt.layout import Box
 
-__all__ = ["METADATA", "DcpChunk", "DcpFolder", "DcpTensor", "StoredBytes", "open_dcp"]
-
 METADATA = ".metadata"
 _REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete"
 

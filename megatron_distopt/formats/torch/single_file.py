@@ -24,8 +24,6 @@ from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.pickles import load_kept, save_whole
 
-__all__ = ["open_torch_file", "write_torch_file"]
-
 _FORMAT, _VERSION = "megatron_distopt.torch", 1
 
 

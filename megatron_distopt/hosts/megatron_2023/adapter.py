@@ -30,8 +30,6 @@ from megatron_distopt.hosts.megatron_2023.facts import (
 from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 from megatron_distopt.hosts.patch_points import Replacement, substituted
 
-__all__ = ["build", "replacement"]
-
 
 def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
     """What takes the place of the fork's function when the package is installed."""

@@ -24,8 +24,6 @@ from megatron_distopt.hosts.base import spec_of
 from megatron_distopt.hosts.megatron_2023.groups import dense_group, expert_group, is_expert
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
-__all__ = ["BufferPlan", "GradBuffer", "main_grads", "plan_grad_buffers", "take_over"]
-
 Named = Mapping[str, Parameter]
 
 

@@ -39,10 +39,9 @@ from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.hosts.written import RemainderWatch
-from megatron_distopt.optimizer import ShardedOptimizer, is_torchs
 from megatron_distopt.optimizer.accelerator import stats_dtype
-
-__all__ = ["TIMERS", "BuiltOptimizer", "phases"]
+from megatron_distopt.optimizer.inner import is_torchs
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: The fork's names of the phases of a step.
 TIMERS = StepTimers()

@@ -13,8 +13,6 @@ from megatron_distopt.hosts.megatron_2023.start import Start, num_microbatches_o
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import AccessWatch, Watch, tell_of_grads
 
-__all__ = ["Communication"]
-
 
 class Communication:
     """The reduce-scatter of grads and the all-gather of params.

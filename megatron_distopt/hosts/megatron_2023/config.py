@@ -18,16 +18,10 @@ from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
-from megatron_distopt.optimizer import (
-    InnerChoice,
-    TrainedParams,
-    adopt_instance,
-    check_devices,
-    choose_inner,
-    find_accelerator,
-)
-
-__all__ = ["Inner", "check_format", "check_model", "choose_for", "merge_config", "with_host_state"]
+from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.whole_params import TrainedParams
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TypeVar
 
-from megatron_distopt.optimizer import find_accelerator
-
-__all__ = [
-    "get_hostname",
-    "get_local_rank",
-    "get_logger",
-    "get_rank",
-    "get_torch_device",
-    "get_torch_device_type",
-    "get_world_size",
-    "synchronize",
-    "timeitlogit",
-]
+from megatron_distopt.optimizer.accelerator import find_accelerator
 
 F = TypeVar("F", bound=Callable[..., object])
 

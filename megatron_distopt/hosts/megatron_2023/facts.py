@@ -12,22 +12,6 @@ from dataclasses import dataclass
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = [
-    "CLASS",
-    "CLASS_PARAMETERS",
-    "CONFLICTS",
-    "FLAG",
-    "GATHERS_STATE",
-    "MISSING_IMPORTS",
-    "PARSER",
-    "PATCH_POINT",
-    "Conflict",
-    "HostRange",
-    "StepTimers",
-    "check_flags",
-    "has_gates",
-]
-
 #: The factory that the training module imports by value.
 PATCH_POINT = PatchPoint(
     "megatron.optimizer", "get_megatron_optimizer", ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from megatron_distopt.hosts.fixes import ArgumentDefault, ContiguousArguments, Fix, StandIn, Substitute
 
-__all__ = ["FIXES"]
-
 FIXES: tuple[Fix, ...] = (
     StandIn(
         "megatron.data.vit_dataset",

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, refusal
 
-__all__ = ["dense_group", "expert_group", "expert_place", "is_expert"]
-
 #: Getters of expert data-parallel groups, newest first.
 _EXPERT_GROUPS = ("get_expert_data_parallel_group", "get_data_modulo_expert_parallel_group")
 

@@ -22,8 +22,8 @@ from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
 from megatron_distopt.hosts.megatron_2023.facts import HostRange
 from megatron_distopt.hosts.megatron_2023.resplit import shards_of
 from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
-from megatron_distopt.optimizer import (
-    Notice,
+from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.step import (
     StepAction,
     advance,
     clip_divisor,
@@ -33,8 +33,6 @@ from megatron_distopt.optimizer import (
     measure_now,
     write_model,
 )
-
-__all__ = ["DistributedOptimizer"]
 
 #: (updated, gradient norm or None, zeros or None), as the fork's.
 StepOfHost = tuple[bool, float | None, int | None]

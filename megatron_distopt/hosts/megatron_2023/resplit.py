@@ -21,23 +21,9 @@ from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, GradBuffer
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.layout import BufferLayout, ParamShard, Span, owned_shards
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer, moments_of
-
-__all__ = [
-    "Facts",
-    "Kind",
-    "agree",
-    "from_files",
-    "joined",
-    "keys_of",
-    "kinds",
-    "owned_in",
-    "part_in_file",
-    "positions_in",
-    "shards_of",
-    "take_part",
-    "to_files",
-]
+from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Elements that travel at once, all ranks' together, so that it takes little memory.
 PIECE_NUMEL = 1 << 26

@@ -37,9 +37,10 @@ from megatron_distopt.hosts.megatron_2023.muon import choose_muon_for
 from megatron_distopt.hosts.muon import MUON
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.optimizer import InnerChoice, StepPlan, check_deterministic, check_offload
-
-__all__ = ["OverlapPlan", "Request", "Start", "num_microbatches_of", "plan_start"]
+from megatron_distopt.optimizer.deterministic import check_deterministic
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.offload import check_offload
+from megatron_distopt.optimizer.sharded import StepPlan
 
 #: Where a fork keeps the number of microbatches of a step.
 _COUNT, _COUNTED_IN = "get_num_microbatches", ("megatron", "megatron.global_vars")

@@ -36,25 +36,9 @@ from megatron_distopt.hosts.megatron_2023.resplit import (
 )
 from megatron_distopt.hosts.whole_params import check_own_entry, is_of_other_class, own_entry, take_own_entry
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer import FlatParam, count_updates, is_muons_group, restore, restore_group
-
-__all__ = [
-    "check_head",
-    "check_moments",
-    "check_plain",
-    "check_state_per_rank",
-    "check_step",
-    "group_dicts",
-    "install_state",
-    "is_of_other_kind",
-    "load_groups",
-    "load_loss_scale",
-    "load_plain",
-    "load_state_per_rank",
-    "saved_step",
-    "state_per_rank",
-    "updates_so_far",
-]
+from megatron_distopt.optimizer.inner import count_updates, restore, restore_group
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.muon_options import is_muons_group
 
 _log = logging.getLogger("megatron_distopt")
 

@@ -35,9 +35,7 @@ from megatron_distopt.hosts.megatron_2023.state import (
     install_state,
     updates_so_far,
 )
-from megatron_distopt.optimizer import FlatParam
-
-__all__ = ["load_gathered", "save_gathered"]
+from megatron_distopt.optimizer.main_params import FlatParam
 
 _REMEDY = (
     "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from its weights with "

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from megatron_distopt.errors import LayoutError, refusal
 
-__all__ = ["UsedGrads"]
-
 
 class UsedGrads:
     """See [Note: used grads].

@@ -30,10 +30,8 @@ from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
 from megatron_distopt.hosts.megatron_core.muon import as_adam, is_hosts_muon, is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together
-from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, take_over, taken_over
+from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, taken_over
 from megatron_distopt.hosts.patch_points import Replacement
-
-__all__ = ["build", "replacement", "take_over"]
 
 
 def replacement(original: Callable[..., Any], options: DistOptConfig) -> Callable[..., Any]:

@@ -15,9 +15,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
-from megatron_distopt.optimizer import FlatParam
-
-__all__ = ["adopt_buffer", "check_buffers_stay", "check_layout", "check_params_are_in", "groups_by_name"]
+from megatron_distopt.optimizer.main_params import FlatParam
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:

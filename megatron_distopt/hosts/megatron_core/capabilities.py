@@ -11,8 +11,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 from torch.nn import Parameter
 
-__all__ = ["call_with_known", "expert_tensor_group", "is_excluded_from_norm", "stats_group_of", "with_values"]
-
 
 def call_with_known(function: Callable[..., Any], *args: Any, **optional: Any) -> Any:
     """Calls `function` with those of the keyword arguments that this version of it has.

@@ -28,9 +28,7 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
 from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.whole_params import head_entry, is_of_other_class
-from megatron_distopt.optimizer import count_updates
-
-__all__ = ["CheckpointCalls", "check_head", "head_of", "load_head"]
+from megatron_distopt.optimizer.inner import count_updates
 
 
 class CheckpointCalls(DigestCalls):

@@ -29,23 +29,12 @@ from megatron_distopt.hosts.megatron_core.precision import precision_of
 from megatron_distopt.hosts.muon import MUON, config_for_adam
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import BufferLayout
-from megatron_distopt.optimizer import (
-    InnerChoice,
-    check_deterministic,
-    check_devices,
-    check_offload,
-    choose_inner,
-    find_accelerator,
-)
+from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.deterministic import check_deterministic
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.options import flag_of
-
-__all__ = [
-    "Merged",
-    "check_model",
-    "check_parallel_state",
-    "merge_config",
-    "missing_parallel_state",
-]
 
 
 @dataclass(frozen=True)

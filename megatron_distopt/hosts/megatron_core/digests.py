@@ -11,8 +11,6 @@ from megatron_distopt.checkpoint.digest_log import DigestLog
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.whole import whole_model_of
 
-__all__ = ["DigestCalls"]
-
 
 class DigestCalls(MegatronOptimizer):
     """What steps and checkpoints of a class of ours have in common."""

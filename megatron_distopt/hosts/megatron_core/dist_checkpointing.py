@@ -42,17 +42,9 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer import InnerChoice, ShardedOptimizer, moments_of, plain
-
-__all__ = [
-    "HEAD",
-    "check_has_boxes",
-    "check_script_can_save",
-    "check_takes_boxes",
-    "load_sharded_state",
-    "state_to_load",
-    "state_to_save",
-]
+from megatron_distopt.optimizer.coded import plain
+from megatron_distopt.optimizer.inner import InnerChoice, moments_of
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in the state; every other entry is one box.
 HEAD = "distopt"

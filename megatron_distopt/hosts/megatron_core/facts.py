@@ -6,19 +6,6 @@ from dataclasses import dataclass
 
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = [
-    "CHAIN",
-    "CLASS",
-    "CLASS_MAY_TAKE",
-    "CLASS_PARAMETERS",
-    "CLASS_POINT",
-    "FIRST_ORDER",
-    "LAYER_WISE",
-    "PATCH_POINT",
-    "REFUSED",
-    "Refused",
-]
-
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
 CLASS = "DistributedOptimizer"
 CLASS_PARAMETERS = (

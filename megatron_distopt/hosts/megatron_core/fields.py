@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 
-__all__ = ["judged"]
-
 #: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad scaler obey.
 SERVED_BY_CONFIG = (
     "adam_beta1",

@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 
 from megatron_distopt.errors import ConfigError, refusal
 
-__all__ = ["host_state_of", "is_hosts_offloading"]
-
 #: The host's own optimizer over copies of params on the host, and what it updates them with.
 _HYBRID, _OVER = "HybridDeviceOptimizer", (torch.optim.AdamW, torch.optim.SGD)
 

@@ -47,27 +47,11 @@ from megatron_distopt.hosts.muon import (
 )
 from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer import (
-    InnerChoice,
-    Matrices,
-    MegatronMuonOptions,
-    MuonOptions,
-    check_muon,
-    choose_inner,
-    shape_of_matrix,
-)
+from megatron_distopt.optimizer.choice import choose_inner
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.muon_options import MegatronMuonOptions, MuonOptions
+from megatron_distopt.optimizer.sharded_muon import Matrices, check_muon, shape_of_matrix
 from megatron_distopt.options import as_flag, flag_of
-
-__all__ = [
-    "MuonRequest",
-    "as_adam",
-    "check_layer_wise",
-    "check_matrices",
-    "is_hosts_muon",
-    "is_layer_wise_muon",
-    "muon_for",
-    "request_from",
-]
 
 #: Names of the host for its own.
 _HOSTS = (MUON, f"dist_{MUON}")

@@ -21,8 +21,6 @@ from megatron_distopt.hosts.megatron_core.start import OneOptimizer
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.step import clip_divisor
 
-__all__ = ["GroupStats", "divide_groups", "grads_of_group", "groups_on_all_ranks", "measure_groups", "norm_group_of"]
-
 
 @dataclass(frozen=True)
 class GroupStats:

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.optimizer import FlatParam, ShardedOptimizer
 from megatron_distopt.optimizer.coded import Coded
 from megatron_distopt.optimizer.kept import Kept
-
-__all__ = ["MainParams", "OffloadedState", "main_params_of"]
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _base_data: Any = Tensor.data
 

@@ -52,19 +52,12 @@ from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_pa
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.hosts.written import RemainderWatch
-from megatron_distopt.optimizer import (
-    InnerChoice,
-    ShardedOptimizer,
-    StepDecision,
-    StepPlan,
-    TrainedParams,
-    adopt_instance,
-    choose_inner,
-    find_accelerator,
-    measure_memory,
-)
-
-__all__ = ["ChainedOptimizer", "DistributedOptimizer"]
+from megatron_distopt.optimizer.accelerator import find_accelerator
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
+from megatron_distopt.optimizer.step import StepDecision
+from megatron_distopt.optimizer.whole_params import TrainedParams
 
 
 class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):

@@ -11,8 +11,6 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
 
-__all__ = ["in_full_precision", "precision_of"]
-
 #: What the options of the host that are torch dtypes mean; its 8-bit state is fp8.
 _DTYPES = {
     torch.float32: "float32",

@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
 from megatron_distopt.hosts.report import announce, describe
-from megatron_distopt.optimizer import ShardedOptimizer, StepDecision
-
-__all__ = ["OneOptimizer", "start_together"]
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import StepDecision
 
 
 class OneOptimizer(Protocol):

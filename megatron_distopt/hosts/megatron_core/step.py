@@ -20,9 +20,10 @@ from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron_core.digests import DigestCalls
 from megatron_distopt.hosts.megatron_core.norm_groups import GroupStats, divide_groups, measure_groups
 from megatron_distopt.hosts.megatron_core.start import OneOptimizer, start_together
-from megatron_distopt.optimizer import (
-    Notice,
-    ShardedOptimizer,
+from megatron_distopt.optimizer.accelerator import stats_dtype
+from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
     clip_divisor,
@@ -32,11 +33,8 @@ from megatron_distopt.optimizer import (
     measure_now,
     update,
 )
-from megatron_distopt.optimizer.accelerator import stats_dtype
 
 _log = logging.getLogger("megatron_distopt")
-
-__all__ = ["StepCalls", "StepOfHost"]
 
 StepOfHost = tuple[bool, float | None, int | None]
 

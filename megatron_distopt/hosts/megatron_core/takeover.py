@@ -27,8 +27,6 @@ from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, Dis
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.patch_points import is_wanted
 
-__all__ = ["check_class", "constructing", "is_taken_over", "take_over", "taken_over"]
-
 _REMEDY = "Use a megatron-core that docs/hosts.md lists"
 #: What `constructing` gives to the constructors that run inside it; the last one counts.
 _merged: list[Merged] = []

@@ -14,9 +14,7 @@ from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_grou
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.written import RemainderWatch
-from megatron_distopt.optimizer import ShardedOptimizer
-
-__all__ = ["HoldsState", "is_expert", "ranks_of", "tensor_group_of", "whole_model_of"]
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 class HoldsState(Protocol):

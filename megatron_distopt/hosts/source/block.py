@@ -6,8 +6,6 @@ function as it is where no package registers itself. `cli/patch.py` puts it in a
 
 from __future__ import annotations
 
-__all__ = ["BEGIN", "BLOCK", "END", "GROUP", "as_bytes", "has_marker", "intact_block"]
-
 GROUP = "megatron.optimizer_factories"
 BEGIN = f"# >>> {GROUP} (put in by: megatron-distopt patch --apply; taken out by: --undo)"
 END = f"# <<< {GROUP}"

@@ -12,18 +12,6 @@ from megatron_distopt.hosts.source.found import SourceLine
 from megatron_distopt.hosts.source.imports import FailedImport
 from megatron_distopt.hosts.source.tree import SourceTree, UnreadableSourceError
 
-__all__ = [
-    "DeviceAssert",
-    "KernelLoad",
-    "VariableCheck",
-    "asserted_devices",
-    "backend_lines",
-    "checked_variables",
-    "loaded_kernels",
-    "makefiles",
-    "makes",
-]
-
 #: Functions of a host that run `make` in the folder of their own file.
 _COMPILE = ("compile_helper", "compile_helpers")
 

@@ -10,16 +10,6 @@ from megatron_distopt.errors import refusal
 from megatron_distopt.hosts.detect import Generation
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-__all__ = [
-    "ClassFound",
-    "Need",
-    "ParserOption",
-    "PatchPointFound",
-    "PatchPointState",
-    "SourceLine",
-    "Survey",
-]
-
 
 @dataclass(frozen=True)
 class SourceLine:

@@ -19,8 +19,6 @@ from pathlib import Path
 from megatron_distopt.hosts.source.found import SourceLine
 from megatron_distopt.hosts.source.tree import SourceTree, UnreadableSourceError, bindings_of, resolved
 
-__all__ = ["FailedImport", "Followed", "first_missing", "follow_imports", "required_modules"]
-
 _PACKAGE = "megatron"
 #: Names of exceptions that a failed import is, or is derived from.
 _CAUGHT = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})

@@ -35,8 +35,6 @@ from megatron_distopt.hosts.source.tree import (
     values_given,
 )
 
-__all__ = ["GROUP_FUNCTIONS", "find_patch_point", "survey"]
-
 #: Process groups that the adapters ask for where a host has them.
 GROUP_FUNCTIONS = (
     "get_data_parallel_group",

@@ -16,23 +16,6 @@ from pathlib import Path
 
 from megatron_distopt.errors import HostError, UnknownHostError, refusal
 
-__all__ = [
-    "Binding",
-    "SourceTree",
-    "UnreadableSourceError",
-    "bindings_of",
-    "classes_of",
-    "flags_added",
-    "fork_at",
-    "importable_host",
-    "imports_when_loaded",
-    "methods_of",
-    "parameters_of",
-    "required_of",
-    "resolved",
-    "values_given",
-]
-
 _PACKAGE = "megatron"
 #: Folders of a checkout that hold Python of others.
 _NOT_OURS = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "dist-packages"})

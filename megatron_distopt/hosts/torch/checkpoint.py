@@ -27,10 +27,8 @@ from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
-from megatron_distopt.optimizer import IMPLEMENTATION
+from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from megatron_distopt.optimizer.step import act_on_deferred_notice
-
-__all__ = ["StateCalls"]
 
 
 class StateCalls(Optimizer):

@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
 
-__all__ = ["DDPWatch"]
-
 #: Attribute of a DistributedDataParallel: whether it prepared the averaging of the next backward.
 _PREPARES = "_distopt_prepares"
 

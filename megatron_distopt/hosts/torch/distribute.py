@@ -19,9 +19,9 @@ from megatron_distopt.hosts.torch.model import Ranks, ShardedModel, compare_mode
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, owner_of
 from megatron_distopt.hosts.torch.plan import Plan, UserRequest, decide
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import StepPlan, is_muons_group, make_loss_scale
-
-__all__ = ["distribute"]
+from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.sharded import StepPlan
 
 
 def _as_it_is(name: str, param: Parameter) -> Placement:

@@ -25,9 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_distopt.buffers import getters
 from megatron_distopt.comm import CommTime, Communicator
 
-__all__ = ["ParamGather"]
-
-
 #: Operators that read nothing of the values.
 _DESCRIBING = {
     vars(torch._C.TensorBase)["grad"].__set__,

@@ -25,8 +25,6 @@ from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refu
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 
-__all__ = ["Grads", "Phase"]
-
 
 class Phase(Enum):
     """What the grad buffers hold."""

@@ -21,9 +21,7 @@ from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.hosts.torch.plan import ParamSet, Plan, check_trained, group_names, plan_sets
 from megatron_distopt.hosts.watch import AccessWatch
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer import ShardedOptimizer, StepPlan
-
-__all__ = ["Ranks", "ShardedModel", "compare_models"]
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_distopt.comm import Field, Group, compare, exchange, share_initial
 
-__all__ = ["ModuleBuffers"]
-
 
 @dataclass(frozen=True)
 class _Seen:

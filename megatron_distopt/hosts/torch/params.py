@@ -21,8 +21,6 @@ from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.between_steps import PlacedParam, params_that_left
 from megatron_distopt.hosts.written import data_watch
 
-__all__ = ["Params", "TrainedParam"]
-
 
 class TrainedParam(PlacedParam):
     """A param of a user's module whose values lie in a param buffer.

@@ -18,27 +18,21 @@ from megatron_distopt.checkpoint.digest_log import DigestLog
 from megatron_distopt.comm import CommLog, Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.torch.model import Ranks, ShardedModel
-from megatron_distopt.optimizer import (
-    IMPLEMENTATION,
-    CapturedStep,
-    DeferredCheck,
-    GradStats,
-    Notice,
+from megatron_distopt.optimizer.accelerator import stats_dtype
+from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
+from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
+from megatron_distopt.optimizer.graph import CapturedStep, Record
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, divides_in_place
+from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
+    act_on_deferred_notice,
     decide,
     finish_deferred_check,
     measure,
     measure_now,
     update,
 )
-from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.grad_norm import sum_with
-from megatron_distopt.optimizer.graph import Record
-from megatron_distopt.optimizer.inner import divides_in_place
-from megatron_distopt.optimizer.step import act_on_deferred_notice
-
-__all__ = ["HEAD_NUMEL", "Stepper"]
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
 _MODULUS = 64
