@@ -9,6 +9,9 @@ import pytest
 # Importing DeepSpeed takes seconds in every spawned rank and writes a line to stdout. What follows from asking it is
 # tested where it is the subject: tests/optimizer/test_accelerator.py and tests/test_configs.py.
 os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")
+# Tests compare to the bit, and some of torch's operators (QR, products of matrices) round otherwise on several threads.
+# torch reads this when it is imported, here and in spawned ranks, so it is set before.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Collecting doctests imports a module, and these import megatron, which only spawned ranks should do.
 collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/megatron_2023/*"]

@@ -11,7 +11,6 @@ export PATH="$venv/bin:$PATH"
 echo "ruff check" && ruff check .
 echo "ruff format" && ruff format --check --quiet .
 echo "mypy" && mypy
-# Three files at a time: much of a test is waiting for the processes that it started. Of these none needs two threads.
-# Files are taken in the order of conftest.py, those that take longest first.
-export OMP_NUM_THREADS=1
+# Three files at a time: much of a test is waiting for the processes that it started. Files are taken in the order of
+# conftest.py, those that take longest first.
 python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" "$@"
