@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_distopt.hosts.torch.distribute import distribute
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
     from megatron_distopt.layout import MatrixSpec
-    from megatron_distopt.optimizer.muon import Muon
+    from megatron_distopt.optimizer.owners.muon import Muon
     from megatron_distopt.plugin import Installation, add_arguments, install
 
 __all__ = [

@@ -31,9 +31,9 @@ from megatron_distopt.checkpoint.whole_model import (
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError, InvariantError, refusal
-from megatron_distopt.optimizer.flat_muon import FlatMuon
 from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")

@@ -14,8 +14,8 @@ from megatron_distopt.checkpoint.saved_by_name import SavedByName, SavedState
 from megatron_distopt.checkpoint.whole_model import Share
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer.flat_muon import FlatMuon
 from megatron_distopt.optimizer.inner import is_torchs, part_for
+from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")

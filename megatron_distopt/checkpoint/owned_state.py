@@ -19,9 +19,9 @@ from megatron_distopt.checkpoint.manifest import key_of, kind_of
 from megatron_distopt.checkpoint.whole_model import Share
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.optimizer.whole_params import owned_params
 
 _OWNED = "owned:"
 #: The part of the param, and the place in its state.

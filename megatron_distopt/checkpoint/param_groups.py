@@ -15,7 +15,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are

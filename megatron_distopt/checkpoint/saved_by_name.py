@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 

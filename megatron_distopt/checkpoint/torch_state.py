@@ -30,7 +30,7 @@ from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.

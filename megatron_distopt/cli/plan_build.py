@@ -29,9 +29,9 @@ from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup
-from megatron_distopt.optimizer.muon_options import TorchMuonOptions
+from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
-from megatron_distopt.optimizer.sharded_muon import Matrices, choose_muon
 from megatron_distopt.optimizer.step import advance, write_model
 
 _META = torch.device("meta")

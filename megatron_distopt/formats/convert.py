@@ -30,7 +30,7 @@ from megatron_distopt.formats.megatron_2023.plain import write_plain
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
 from megatron_distopt.formats.torch.single_file import write_torch_file
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 #: Formats that can be read and written.
 TARGETS = ("distopt", "per-rank", "gathered", "plain", "torch")

@@ -20,8 +20,8 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.inner import is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
-from megatron_distopt.optimizer.sharded_muon import Matrices, choose_muon
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon
 from megatron_distopt.options import as_flag
 
 #: What the option `optimizer` calls it.

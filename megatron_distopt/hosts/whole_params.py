@@ -21,8 +21,8 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.naming import FROM_WEIGHTS
 from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.optimizer.whole_params import TrainedParams
 
 _CLASS = "updates_whole_params"
 #: In a rank's own state.

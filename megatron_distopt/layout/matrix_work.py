@@ -70,7 +70,7 @@ def _gathered_numel(owner: MatrixOwner, spec: MatrixSpec) -> int:
 
 def _blocks_numel(owned: Iterable[MatrixOwner], specs: Mapping[str, MatrixSpec]) -> int:
     """While a block is orthogonalized, the next one comes and the one before it goes back, see [Note: rounds of travel]
-    in optimizer/exchange.py."""
+    in optimizer/owners/exchange.py."""
     held, iterations = dict[int, int](), dict[int, int]()
     for owner in owned:
         number = -1 if owner.round is None else owner.round

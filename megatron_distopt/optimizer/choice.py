@@ -19,11 +19,11 @@ from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
 from megatron_distopt.optimizer.codes import CODES
-from megatron_distopt.optimizer.elementwise import check_elementwise
-from megatron_distopt.optimizer.given import build_alike, check_new
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
+from megatron_distopt.optimizer.owners.elementwise import check_elementwise
+from megatron_distopt.optimizer.owners.given import build_alike, check_new
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams, choose_whole
 from megatron_distopt.optimizer.precision import Precision
-from megatron_distopt.optimizer.whole_params import TrainedParams, WholeParams, choose_whole
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"

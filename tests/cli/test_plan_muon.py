@@ -19,8 +19,8 @@ from megatron_distopt.cli.plan_model import AUTO, TP_MODES, Choice, GptSizes, Pa
 from megatron_distopt.cli.plan_times import Assumed, Machine, update_times_of
 from megatron_distopt.comm import shared_memory
 from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer.muon import Muon
-from megatron_distopt.optimizer.muon_options import TorchMuonOptions
+from megatron_distopt.optimizer.owners.muon import Muon
+from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions
 from tests.cli.test_plan_figures import GPT, WireCounter, held_by, real_model
 from tests.support.live_bytes import LiveBytes
 from tests.support.plan_command import BUCKET, SIZES, Output, document, refused, run

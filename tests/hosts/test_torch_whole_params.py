@@ -22,8 +22,8 @@ from megatron_distopt.cli.main import main as run_command
 from megatron_distopt.errors import AccessError, ConfigError, DistOptError, LayoutError
 from megatron_distopt.formats.convert import convert
 from megatron_distopt.layout import Placement
+from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor
-from megatron_distopt.optimizer.whole_params import WholeParams
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Preconditioned, tried_once
 

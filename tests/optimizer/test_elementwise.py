@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer import elementwise
 from megatron_distopt.optimizer.choice import adopt_instance
-from megatron_distopt.optimizer.elementwise import check_elementwise
+from megatron_distopt.optimizer.owners.elementwise import check_elementwise
 
 Params = Iterable[Tensor]
 

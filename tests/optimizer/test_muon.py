@@ -23,14 +23,14 @@ from megatron_distopt.layout import (
     owned_shards,
     plan_owners,
 )
-from megatron_distopt.optimizer.muon import (
+from megatron_distopt.optimizer.owners.muon import (
     Muon,
     apply_update,
     direction_of,
     orthogonalize,
     orthogonalize_block,
 )
-from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 

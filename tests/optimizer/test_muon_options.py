@@ -10,8 +10,8 @@ import torch
 
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import MatrixSpec, Span
-from megatron_distopt.optimizer.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
-from megatron_distopt.optimizer.muon_options import MegatronMuonOptions
+from megatron_distopt.optimizer.owners.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
+from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 
 MATRIX = ((1.0, 2.0, -3.0), (0.5, -1.0, 2.0))
 #: By coefficient_type: steps, and what `newton_schulz` of emerging_optimizers (August 2026) makes of it in fp32.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.optimizer.owned_state import join_state, split_state
+from megatron_distopt.optimizer.owners.owned_state import join_state, split_state
 from tests.support.whole_classes import Factor
 
 CPU = torch.device("cpu")

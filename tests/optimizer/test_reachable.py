@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron_distopt.optimizer.reachable import foreign_kinds, other_attribute, refers_to
+from megatron_distopt.optimizer.owners.reachable import foreign_kinds, other_attribute, refers_to
 
 
 class Helper:

@@ -177,7 +177,7 @@ _KEPT: dict[str, dict[str, str]] = {
     ),
     "comm/travel.py": {"wait(self._messages)": _MESSAGES},
     "device.py": {"event = current_stream(device).record_event()": _GONE},
-    "optimizer/exchange.py": dict.fromkeys(("under_way.wait()", "returning.pop(0)[0].wait()"), _BY_NAME),
+    "optimizer/owners/exchange.py": dict.fromkeys(("under_way.wait()", "returning.pop(0)[0].wait()"), _BY_NAME),
     "hosts/megatron_2023/built.py": {"self.communication.finish_gather()": _BY_NAME},
     "hosts/megatron_2023/checkpoint.py": {
         "self._optimizer.finish_param_gather()": _SLOW,

@@ -40,7 +40,7 @@ from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, s
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.whole_params import head_entry
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
 class CheckpointCalls:

@@ -21,7 +21,7 @@ from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.whole_params import TrainedParams
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 
 
 @dataclass(frozen=True)

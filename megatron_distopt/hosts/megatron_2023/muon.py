@@ -31,7 +31,7 @@ from megatron_distopt.hosts.muon import (
 )
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer.sharded_muon import Matrices, shape_of_matrix
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, shape_of_matrix
 
 _QKV, _KV, _GATED = "query_key_value.weight", "key_value.weight", "dense_h_to_4h.weight"
 #: Names of the flags in the arguments of a fork.

@@ -38,7 +38,7 @@ from megatron_distopt.hosts.whole_params import check_own_entry, is_of_other_cla
 from megatron_distopt.layout import ParamShard
 from megatron_distopt.optimizer.inner import count_updates, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 _log = logging.getLogger("megatron_distopt")
 

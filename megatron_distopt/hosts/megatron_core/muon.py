@@ -49,8 +49,8 @@ from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.muon_options import MegatronMuonOptions, MuonOptions
-from megatron_distopt.optimizer.sharded_muon import Matrices, check_muon, shape_of_matrix
+from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions, MuonOptions
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, check_muon, shape_of_matrix
 from megatron_distopt.options import as_flag, flag_of
 
 #: Names of the host for its own.

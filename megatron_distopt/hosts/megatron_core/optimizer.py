@@ -55,9 +55,9 @@ from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 from megatron_distopt.optimizer.step import StepDecision
-from megatron_distopt.optimizer.whole_params import TrainedParams
 
 
 class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):

@@ -20,7 +20,7 @@ from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, ow
 from megatron_distopt.hosts.torch.plan import Plan, UserRequest, decide
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
-from megatron_distopt.optimizer.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import StepPlan
 
 

@@ -23,9 +23,9 @@ from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
-from megatron_distopt.optimizer.given import let_go
 from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.owners.given import let_go
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
 

@@ -32,12 +32,12 @@ from megatron_distopt.layout import BufferLayout, default_bucket_size, lay_out
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
 from megatron_distopt.optimizer.deterministic import check_deterministic
-from megatron_distopt.optimizer.given import check_new
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.offload import check_offload
-from megatron_distopt.optimizer.sharded_muon import Matrices, adopt_muon, is_muon, matrices_in
-from megatron_distopt.optimizer.whole_params import TrainedParams
+from megatron_distopt.optimizer.owners.given import check_new
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, adopt_muon, is_muon, matrices_in
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 
 
 @dataclass(frozen=True)

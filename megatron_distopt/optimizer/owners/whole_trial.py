@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
-from megatron_distopt.optimizer.elementwise import is_close, kinds_of, undisturbed, watched_steps, with_usable_lr
 from megatron_distopt.optimizer.inner import Build
-from megatron_distopt.optimizer.owned_param import OwnedParam
-from megatron_distopt.optimizer.reachable import other_attribute
+from megatron_distopt.optimizer.owners.elementwise import is_close, kinds_of, undisturbed, watched_steps, with_usable_lr
+from megatron_distopt.optimizer.owners.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.reachable import other_attribute
 
 #: By step and param.
 _Grads = Sequence[Sequence[Tensor | None]]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.optimizer.inner import Build
-from megatron_distopt.optimizer.owned_state import join_state, split_state
+from megatron_distopt.optimizer.owners.owned_state import join_state, split_state
 
 #: Parts of what is kept: of the param, and what the class has written into its param group.
 _STATE, _GROUP = "state", "group"

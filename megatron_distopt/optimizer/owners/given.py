@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Build, Groups
-from megatron_distopt.optimizer.reachable import attributes_of, foreign_kinds, refers_to
+from megatron_distopt.optimizer.owners.reachable import attributes_of, foreign_kinds, refers_to
 
 #: Methods that a scheduler or we have replaced.
 _REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")

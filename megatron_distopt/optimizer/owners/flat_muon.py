@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, MatrixOwner, MatrixSpec, OwnerPlan
-from megatron_distopt.optimizer.cut_muon import orthogonalize_cut
-from megatron_distopt.optimizer.exchange import Lane, Place, exchange
-from megatron_distopt.optimizer.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
-from megatron_distopt.optimizer.muon_options import MuonOptions, formula_of, options_of
+from megatron_distopt.optimizer.owners.cut_muon import orthogonalize_cut
+from megatron_distopt.optimizer.owners.exchange import Lane, Place, exchange
+from megatron_distopt.optimizer.owners.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions, formula_of, options_of
 
 
 @dataclass(frozen=True, eq=False)

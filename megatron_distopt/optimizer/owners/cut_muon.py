@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_distopt.comm import Group, sum_over
 from megatron_distopt.comm.collectives import all_gather
 from megatron_distopt.layout import MatrixCut
-from megatron_distopt.optimizer.muon import newton_schulz, orthogonalize
-from megatron_distopt.optimizer.muon_options import MuonOptions
+from megatron_distopt.optimizer.owners.muon import newton_schulz, orthogonalize
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions
 
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:

@@ -21,11 +21,11 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, plan_owners
-from megatron_distopt.optimizer.exchange import Lane, Place, exchange
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owned_param import OwnedParam
-from megatron_distopt.optimizer.whole_trial import check_each_param
+from megatron_distopt.optimizer.owners.exchange import Lane, Place, exchange
+from megatron_distopt.optimizer.owners.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.whole_trial import check_each_param
 
 
 @dataclass(frozen=True)

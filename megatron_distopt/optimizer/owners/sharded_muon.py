@@ -21,11 +21,11 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
-from megatron_distopt.optimizer.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.muon import Muon
-from megatron_distopt.optimizer.muon_options import TorchMuonOptions, formula_of, is_muons_group, options_of
+from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
+from megatron_distopt.optimizer.owners.muon import Muon
+from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions, formula_of, is_muons_group, options_of
 
 _WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
-from megatron_distopt.optimizer.muon_options import MuonOptions, TorchMuonOptions, options_of
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, options_of
 
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:

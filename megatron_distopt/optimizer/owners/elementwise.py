@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Build
-from megatron_distopt.optimizer.trial_ops import OperatorWatch
+from megatron_distopt.optimizer.owners.trial_ops import OperatorWatch
 
 #: One of them a matrix, so that a class that treats matrices differently shows it.
 _SHAPES = ((90, 110), (1400,))
