@@ -39,7 +39,7 @@ _LAZY = {
     "DistributedOptimizer": "megatron_distopt.hosts.megatron_2023.optimizer",
     "Installation": "megatron_distopt.plugin",
     "MatrixSpec": "megatron_distopt.layout",
-    "Muon": "megatron_distopt.optimizer",
+    "Muon": "megatron_distopt.optimizer.owners.muon",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",
     "distribute": "megatron_distopt.hosts.torch.distribute",

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import elementwise
 from megatron_distopt.optimizer.choice import adopt_instance
+from megatron_distopt.optimizer.owners import elementwise
 from megatron_distopt.optimizer.owners.elementwise import check_elementwise
 
 Params = Iterable[Tensor]

@@ -16,8 +16,8 @@ from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
 from megatron_distopt.comm import Group, gather_params, travel
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
-from megatron_distopt.optimizer import exchange
 from megatron_distopt.optimizer.main_params import FlatParamKey, attach_grads, build_flat_params
+from megatron_distopt.optimizer.owners import exchange
 from megatron_distopt.optimizer.owners.exchange import Lane
 from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
 from tests.optimizer.test_muon import matrices_in, trained, values

@@ -19,7 +19,7 @@ def tried_once() -> Iterator[None]:
 
     Trials themselves are tested in tests/hosts/test_torch_whole_params.py.
     """
-    from megatron_distopt.optimizer import whole_params
+    from megatron_distopt.optimizer.owners import whole_params
 
     check, tried = whole_params.check_each_param, dict[str, bool]()
 
