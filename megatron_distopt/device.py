@@ -1,4 +1,4 @@
-"""Streams, events, graphs and pinned memory of a device.
+"""Streams, events and pinned memory of a device.
 
 They are torch's own for any accelerator (`torch.accelerator`), or where a release of torch does not have them those of
 the device's module in torch, which have the same methods. On the CPU everything is done as soon as it is called.
@@ -6,19 +6,15 @@ the device's module in torch, which have the same methods. On the CPU everything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-
 CPU = "cpu"
-#: Other threads, such as NCCL's watchdog, may query the device during a capture.
-_CAPTURE = {"capture_error_mode": "thread_local"}
 
 
 def _module(device: torch.device) -> Any:
@@ -114,53 +110,3 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device, where torch keeps any."""
     getattr(getattr(torch, device.type, None), "empty_cache", bool)()
-
-
-def _new_graph(device: torch.device) -> Any:
-    """A graph of any accelerator, or None: not every release of torch has the class, nor every device graphs."""
-    graph = getattr(_accelerator_of(device.type), "Graph", None)
-    if graph is None:
-        return None
-    try:
-        return graph(**_CAPTURE)
-    except RuntimeError:  # torch's way to say that this device has none
-        return None
-
-
-@contextmanager
-def _on_another_stream(device: torch.device) -> Iterator[None]:
-    """The default stream records nothing."""
-    with torch.Stream(device):
-        yield
-
-
-def can_record(device: torch.device) -> bool:
-    """Whether `record` works there."""
-    return device.type != CPU and (_new_graph(device) is not None or hasattr(_module(device), "CUDAGraph"))
-
-
-def is_recording(device: torch.device) -> bool:
-    """Whether what is queued on a device goes into a graph and is not carried out now."""
-    ask: Callable[[], bool] | None = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return device.type != CPU and ask is not None and ask()
-
-
-def record(device: torch.device, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Records what `work` queues on the device as a graph; nothing of it is carried out yet.
-
-    Args:
-        device: one that `can_record`.
-        work: waits for nothing; what it returns lies at fixed addresses and is overwritten by every replay.
-
-    Returns:
-        A function that carries it out (queues it again as one launch), and what `work` returned.
-    """
-    graph = _new_graph(device)
-    if graph is not None:
-        with _on_another_stream(device), graph:
-            output = work()
-        return graph.replay, output
-    graph = _module(device).CUDAGraph()
-    with _module(device).graph(graph, **_CAPTURE):
-        output = work()
-    return graph.replay, output

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from gpu_check.checks import Check, Found, Place, SkipError, Where
+from gpu_check.checks import Check, Found, Place, Where
 from gpu_check.comparing import (
     CLIP_GRAD,
     ROUNDED,
@@ -280,41 +279,10 @@ def _trained(place: Place, options: dict[str, Any], dtype: torch.dtype = torch.b
     return values
 
 
-def captured(place: Place) -> Found:
-    """The step recorded as a graph of the device, against the ordinary one, with a rate that changes."""
-    if not _can_record(place.device):
-        raise SkipError(f"{place.device.type} records no graphs")
-    ordinary, recorded = (_with_rates(place, is_captured) for is_captured in (False, True))
-    for step, (one, other) in enumerate(zip(recorded, ordinary, strict=True)):
-        require_equal(one, other, numbered(one), f"after step {step} of a graph")
-    return Found(f"{STEPS} steps, of which one graph replayed {STEPS - 1}, equal to the bit to the ordinary ones")
-
-
-def _can_record(device: torch.device) -> bool:
-    return device.type != CPU and bool(import_module("megatron_distopt.device").can_record(device))
-
-
-def _with_rates(place: Place, is_captured: bool) -> list[list[Tensor]]:
-    model = Given(torch.bfloat16).to(place.device)
-    config = config_of(adam="torch_fused", clip_grad=CLIP_GRAD, nonfinite="skip")
-    optimizer = distribute(model, config, param_groups=groups_of(dict(model.held)))
-    if is_captured:
-        optimizer.capture_step()
-    found = []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = 2.0 ** -(7 + step % 3)  # fp32 holds it
-        train_given(optimizer, model, step, place)
-        found.append(values_of(model))
-    optimizer.release()
-    return found
-
-
 CHECKS = (
     Check("collectives", "collectives in place equal those into other tensors", in_place_collectives, least_ranks=2),
     Check("undistributed", "steps equal torch's AdamW on one rank", undistributed),
     Check("ddp", "a training agrees with DistributedDataParallel and AdamW", ddp),
     Check("overlaps", "both overlaps change no bit", overlaps, limit=90),
-    Check("captured", "a captured step equals the ordinary one", captured, limit=90),
     Check("kernels", "every Adam that is installed agrees with float64", kernels, Where.ALL, limit=150),
 )

@@ -49,14 +49,6 @@ def is_compiled(op: str) -> bool:
     return True
 
 
-class Captured(steppers.Ours):
-    """This package with its step recorded as a graph of the device."""
-
-    def __init__(self, setting: steppers.StepSetting) -> None:
-        super().__init__(setting, adam="torch_fused")
-        self._optimizer.capture_step()
-
-
 class DataParallel(Trainer):
     """DistributedDataParallel around fp32 params, under autocast to bf16, and torch's fused AdamW: nothing is sharded.
 
@@ -94,7 +86,6 @@ def step_peers(place: Place) -> list[StepEntry]:
     ours = [
         StepEntry("ours, triton", partial(steppers.Ours, adam="triton")),
         StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")),
-        StepEntry("ours, captured", Captured),
     ]
     first, *others = step_entries(may_compile=False)
     kept = [entry for entry in others if _is_wanted(entry.name, place)]

@@ -39,7 +39,7 @@ TRIED = (
     Tried(
         "plain torch; the small fork of 2023; megatron-core 0.16.1",
         "torch 2.13.0",
-        "`tests/sim/`: both overlaps, deferred checks, captured steps, background saves, 16-bit reduce dtype, fp16, "
+        "`tests/sim/`: both overlaps, deferred checks, background saves, 16-bit reduce dtype, fp16, "
         "NaN policies, streams of the user's own, TP 2 and PP 2 in the Megatrons, in orders that seeds decide",
         "simulated accelerator on a CPU, torch 2.13.0",
         "2026-11-23",

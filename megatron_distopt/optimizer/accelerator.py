@@ -6,8 +6,7 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -153,17 +152,3 @@ def repeatable_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
         Setting(workspace, environ.get(workspace, "not set"), (":4096:8", ":16:8"), remedy),
         Setting(benchmark, str(torch.backends.cudnn.benchmark), ("False",), f"Write {benchmark} = False"),
     )
-
-
-@contextmanager
-def refusing_synchronisation(device: torch.device) -> Iterator[None]:
-    """While it is open the device's own library raises where the CPU would wait for the device, if it can tell."""
-    if device.type != CUDA:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -146,10 +146,12 @@ def measure(
     """
     if not all(optimizer.defers_check for optimizer in optimizers):
         return measure_now(optimizers, group, notice)
-    numbers = measure_on_device(optimizers, group, notice)
-    return DeferredCheck(
-        numbers, _flat_params(optimizers), counts_zeros=optimizers[0].config.count_zeros, notice=notice
-    )
+    count_zeros, device = optimizers[0].config.count_zeros, optimizers[0].device
+    flat_params = _attached(optimizers)
+    with profiled("measure gradients"):
+        stats, flags = local_numbers(flat_params, device, count_zeros=count_zeros)
+        numbers = torch.cat([sum_with(stats, None if notice is None else notice.numbers, group), flags])
+    return DeferredCheck(numbers, flat_params, counts_zeros=count_zeros, notice=notice)
 
 
 def measure_now(
@@ -176,18 +178,6 @@ def measure_now(
             _release(optimizers)
             raise
     return stats
-
-
-def measure_on_device(optimizers: Sequence[ShardedOptimizer], group: Group, notice: Notice | None) -> Tensor:
-    """Collective: the first half of a deferred `measure`, which waits for nothing and can be recorded.
-
-    Returns:
-        See `DeferredCheck`.
-    """
-    with profiled("measure gradients"):
-        config, device = optimizers[0].config, optimizers[0].device
-        stats, flags = local_numbers(_attached(optimizers), device, count_zeros=config.count_zeros)
-        return torch.cat([sum_with(stats, None if notice is None else notice.numbers, group), flags])
 
 
 def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
@@ -232,7 +222,7 @@ def decide(
     clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
     divisors = divisors or [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
     if isinstance(measured, DeferredCheck):
-        keep_check(optimizers, measured)
+        _leave_to_next_step(optimizers, measured)
         return tuple(_decide_on_device(optimizers[0], measured, divisor, clip_grad) for divisor in divisors)
     action = _action_for(optimizers, measured)
     _take(action, optimizers, measured, group)
@@ -327,24 +317,12 @@ def write_model(optimizer: ShardedOptimizer) -> None:
 def _decide_on_device(
     optimizer: ShardedOptimizer, check: DeferredCheck, unclipped: float, clip_grad: float
 ) -> StepDecision:
-    divisor, found_inf = divide_on_device(optimizer, check.numbers, unclipped, clip_grad)
+    found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(check.numbers)
+    divisor = deferred_divisor(check.numbers, unclipped, clip_grad)
     return StepDecision(StepAction.UPDATE, check, unclipped, divisor, found_inf)
 
 
-def divide_on_device(
-    optimizer: ShardedOptimizer, numbers: Tensor, unclipped: float, clip_grad: float
-) -> tuple[float | Tensor, Tensor | None]:
-    """`StepDecision.divisor` and `found_inf` from what `measure_on_device` returned; waits for nothing.
-
-    Args:
-        optimizer: of those that were measured.
-        numbers, unclipped, clip_grad: see `DeferredCheck`, `StepDecision` and `decide`.
-    """
-    found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(numbers)
-    return deferred_divisor(numbers, unclipped, clip_grad), found_inf
-
-
-def keep_check(optimizers: Sequence[ShardedOptimizer], check: DeferredCheck) -> None:
+def _leave_to_next_step(optimizers: Sequence[ShardedOptimizer], check: DeferredCheck) -> None:
     """Leaves a check to the next step."""
     if optimizers[0].config.policy is NonFinitePolicy.RAISE:
         check.report_unless_settled()

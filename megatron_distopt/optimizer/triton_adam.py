@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.device import current, is_recording
+from megatron_distopt.device import current
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.inner import Groups, RoundsItself
 from megatron_distopt.optimizer.main_params import beside, zeros_beside
@@ -107,8 +107,7 @@ class TritonAdamW(RoundsItself, torch.optim.AdamW):
             device = members[0].param.device
             for member in members:
                 self._begin(member)
-            if not is_recording(device):  # a graph would copy again at every replay
-                self._bring_in_phase(members)
+            self._bring_in_phase(members)
             with current(device):
                 self._update(members, device)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.device import current, is_recording
+from megatron_distopt.device import current
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout.estimate import BLOCK_NUMEL
 from megatron_distopt.optimizer.accelerator import CUDA
@@ -336,8 +336,6 @@ def _why_not(forms: Forms, group: Mapping[str, Any]) -> str | None:
 
 def _why_not_compiled(device: torch.device, kinds: Kinds, decoupled: bool) -> str | None:
     """Why the kernel cannot be used for these forms; it is tried once."""
-    if (device, kinds, decoupled) not in _TRIED and is_recording(device):
-        return "no step was made before one is recorded"
     if (device, kinds, decoupled) not in _TRIED:
         _TRIED[device, kinds, decoupled] = _tried(device, kinds, decoupled)
     return _TRIED[device, kinds, decoupled]

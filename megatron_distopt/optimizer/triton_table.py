@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_distopt.device import is_recording, pinned
+from megatron_distopt.device import pinned
 
 #: Elements of one program of `sweep`, in a body and in what lies around it, and of one block of `statistics`.
 SWEEP_BLOCK, REST_BLOCK, STATS_BLOCK = 1024, 256, 2048
@@ -291,18 +291,12 @@ class Tables(Generic[Table]):
     def __init__(self, most: int = 8) -> None:
         self._most = most
         self._held: dict[Hashable, Table] = {}
-        self._recorded: list[Table] = []
 
     def get(self, key: Hashable, device: torch.device, build: Callable[[], Table]) -> Table:
         """The table of that key, which is built where it is not held."""
         table = self._held.get(key)
-        is_recorded = is_recording(device)
         if table is None:
-            table = build()
-            if not is_recorded:  # what is built into a graph is there only when the graph has run
-                self._held[key] = table
-        if is_recorded and not any(each is table for each in self._recorded):
-            self._recorded.append(table)  # a graph reads it at every replay
+            table = self._held[key] = build()
         while len(self._held) > self._most:
             del self._held[next(iter(self._held))]
         return table

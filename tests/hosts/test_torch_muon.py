@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -457,13 +457,6 @@ def _cut() -> None:
     _pair(_plain(), placement=placement)
 
 
-def _captured() -> None:
-    optimizer = _pair(_plain())
-    # As on a device other than the CPU, where AdamW alone leaves the check to the next step.
-    optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=True)
-    optimizer.capture_step(lambda work: (lambda: None, work()))
-
-
 def _added() -> None:
     model = _plain()
     model.late = nn.Parameter(torch.ones(3, 3))
@@ -509,7 +502,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: distribute(_plain(), optimizer=None, config=DistOptConfig(optimizer="muon")),
         ConfigError,
     ),
-    "a captured step": (_captured, ConfigError),
     "a group is added": (_added, ConfigError),
     **{
         f"{name} of {kind}": (lambda name=name, number=number: _call(name, number), ConfigError)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_distopt.device import can_record, mark, record
+from megatron_distopt.device import mark
 from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.optimizer.accelerator import (
     Accelerator,
     check_devices,
     find_accelerator,
     has_torch_fused,
-    refusing_synchronisation,
     stats_dtype,
 )
 from tests.support.refusals import assert_says
@@ -221,40 +218,3 @@ def test_mark_when_torch_knows_the_device_by_its_module_alone_then_it_waits_for_
     wait()
     assert queues[torch.device("xpu:1")].calls == ["record", "synchronize"]
     mark(torch.device("cpu"))()
-
-
-def test_record_when_on_a_gpu_then_the_work_is_done_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            order.append("replay")
-
-    @contextlib.contextmanager
-    def graph(graph: Graph, *, capture_error_mode: str) -> Iterator[None]:
-        order.append(f"begin {type(graph).__name__} {capture_error_mode}")
-        yield
-        order.append("end")
-
-    def work() -> int:
-        order.append("work")
-        return 7
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    replay, output = record(torch.device("cuda"), work)
-    replay()
-    assert output == 7
-    assert order == ["begin Graph thread_local", "work", "end", "replay"]
-    assert [can_record(torch.device(name)) for name in ("cuda", "cpu", "xpu")] == [True, False, False]
-
-
-def test_refusing_synchronisation_when_left_then_the_mode_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with pytest.raises(RuntimeError, match=r"^inside$"), refusing_synchronisation(torch.device("cuda")):
-        raise RuntimeError("inside")
-    assert modes == ["error", 1]
-    with refusing_synchronisation(torch.device("cpu")):
-        assert modes == ["error", 1]

@@ -41,13 +41,13 @@ def _deferred(steps: list[bool]) -> Iterator[None]:
     """
     from megatron_distopt.optimizer import sharded, step
 
-    keep = step.keep_check
+    keep = step._leave_to_next_step
 
     def noted(*args: Any) -> None:
         steps.append(True)
         keep(*args)
 
-    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(step, "keep_check", noted):
+    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(step, "_leave_to_next_step", noted):
         yield
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer import triton_adam, triton_stats, triton_table
+from megatron_distopt.optimizer import triton_adam, triton_table
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import (
     RoundsItself,
@@ -35,7 +34,6 @@ from megatron_distopt.optimizer.inner import (
 )
 from megatron_distopt.optimizer.triton_adam import TritonAdamW
 from megatron_distopt.optimizer.triton_table import GradPlace, SweepRow, SweepTable, launch
-from tests.optimizer.test_graph import StandIn
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 
@@ -352,35 +350,6 @@ def test_step_when_there_are_many_flat_params_and_groups_then_launches_are_as_ma
     few, many = _launches(1, 1, monkeypatch), _launches(9, 3, monkeypatch)
     assert few == many
     assert (few[0], few[2]) == (2, 0)
-
-
-def _launch_noted(stand_in: StandIn, *args: Any, **constants: Any) -> None:
-    """Launches, and notes it where a step is being recorded: no dispatch mode sees our kernels."""
-    with _disable_current_modes():  # Triton's interpreter uses torch's operators
-        triton_table.launch(*args, **constants)
-    if stand_in.tape is not None:
-        stand_in.tape.note(triton_table.launch, args, constants, None)
-
-
-@needs_kernel
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in for the device's graphs")
-@pytest.mark.parametrize("options", [{}, {"clip_grad": 0.25, "grads_in_fp32": False}], ids=["fp32", "16-bit grads"])
-def test_captured_step_when_triton_updates_then_every_bit_is_as_without(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for is_captured in (False, True):
-        model, optimizer = _distributed("triton", deferred=True, lr=2.0**-7, **options)  # exact in fp32
-        stand_in = StandIn(optimizer.sharded)
-        if is_captured:
-            for module in (triton_adam, triton_stats):
-                monkeypatch.setattr(module, "launch", partial(_launch_noted, stand_in))
-            optimizer.capture_step(stand_in)
-        _iterate(model, optimizer, range(STEPS), bad=3)
-        assert stand_in.times == int(is_captured)
-        found.append([each for flat in optimizer.sharded.flat_params for each in (flat.main, flat.model)])
-    assert all(map(torch.equal, *found))
 
 
 def _distributed(adam: str, *, deferred: bool, **options: Any) -> tuple[Params, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer import triton_low_precision, triton_stats
+from megatron_distopt.optimizer import triton_low_precision
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.coded import Coded, part_of, storages_of
+from megatron_distopt.optimizer.coded import Coded, part_of
 from megatron_distopt.optimizer.codes import CODES
 from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.inner import divides_in_place, split_state, step_divided
@@ -29,9 +28,7 @@ from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
 from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.precision import Precision
 from megatron_distopt.optimizer.triton_low_precision import Kinds, OnePass, Wanted
-from tests.optimizer import test_graph
-from tests.optimizer.test_graph import StandIn
-from tests.optimizer.test_triton_adam import DEVICE, STEPS, _distributed, _iterate, _launch_noted, needs_kernel
+from tests.optimizer.test_triton_adam import DEVICE, needs_kernel
 
 MOMENTS = ("float32", "bfloat16", *CODES)
 MAINS = ("float32", "remainder", "bfloat16", "float16")
@@ -287,31 +284,3 @@ def test_table_when_flat_params_lie_in_phase_then_their_vectors_are_whole() -> N
     assert len(rows) >= 9 and all(row.is_aligned for row in rows)
     assert {row.phase for row in rows} > {0, 3}
     assert OnePass(Wanted.STRETCHES).choose([], [], decoupled=True) == []
-
-
-@needs_kernel
-@pytest.mark.long
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in for the device's graphs")
-@pytest.mark.parametrize("precision", [SOME[0][0], SOME[1][0]], ids=str)
-def test_captured_step_when_the_kernel_updates_then_every_bit_is_as_without(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Values that are written to a remainder are held until the next step, and a graph has none of it.
-    tensors = test_graph._tensors
-    monkeypatch.setattr(
-        test_graph, "_tensors", lambda sharded: [part for each in tensors(sharded) for part in storages_of(each)]
-    )
-    found = []
-    for is_captured in (False, True):
-        model, optimizer = _distributed("triton", deferred=True, lr=2.0**-7, **vars(precision))  # exact in fp32
-        stand_in = StandIn(optimizer.sharded)
-        if is_captured:
-            for module in (triton_low_precision, triton_stats):
-                monkeypatch.setattr(module, "launch", partial(_launch_noted, stand_in))
-            optimizer.capture_step(stand_in)
-        _iterate(model, optimizer, range(STEPS), bad=3)
-        assert stand_in.times == int(is_captured)
-        flats = optimizer.sharded.flat_params
-        found.append([each.clone() for flat in flats for each in (flat.main, flat.model)])
-    assert all(map(torch.equal, *found))

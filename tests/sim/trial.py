@@ -40,7 +40,7 @@ def try_programs(
 
 
 def try_through_deepspeed(rank: int, size: int, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
-    """The same on a device without float64, fp16 and graphs that DeepSpeed names, in a group for its tensors alone."""
+    """The same on a device without float64 and fp16 that DeepSpeed names, in a group for its tensors alone."""
     begin(Personality.SMALL)
     programs.options["accelerator"] = "deepspeed"
     expected = {name: programs.train(name, "cpu", rank) for name in names}

@@ -23,7 +23,6 @@ from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import Stepper
-from megatron_distopt.optimizer.graph import Record
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.owners.given import let_go
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
@@ -261,17 +260,6 @@ class TorchDistributedOptimizer(StateCalls):
                 return slot
         remedy = "Unfreeze it and call optimizer.add_param_group({'params': [param]}), or name another one"
         raise LayoutError(refusal("param", "one that this optimizer does not update", "be in a param group", remedy))
-
-    def capture_step(self, record: Record | None = None) -> None:
-        """Makes one launch of a graph of all between reduce-scatter and all-gather, from the second step after this on.
-
-        Args:
-            record: see `CapturedStep`.
-
-        Raises:
-            ConfigError: the device records nothing, or the CPU has to decide in every step.
-        """
-        self._stepper.capture(record)
 
     def finish_param_gather(self) -> None:
         """Waits until all params are there; of use with `overlap_param_gather` alone.

@@ -21,7 +21,6 @@ from megatron_distopt.hosts.torch.model import Ranks, ShardedModel
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
-from megatron_distopt.optimizer.graph import CapturedStep, Record
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, divides_in_place
 from megatron_distopt.optimizer.step import (
     StepAction,
@@ -54,7 +53,6 @@ class Stepper:
         self._model, self._torch_groups, self._digests = model, torch_groups, digests
         stats = model.ranks.stats
         self._log = CommLog(model.config.log_communication, is_first=stats.rank == 0)
-        self._captured: CapturedStep | None = None
         model.grads.on_drop = self._announce_drop
 
     @torch.no_grad()
@@ -72,7 +70,7 @@ class Stepper:
         self._log.step(reduced, gathered)
         self._digests.begin_step()
         finish_deferred_check([model.sharded], model.ranks.stats)
-        decision = self._replay(self._captured) if self._captured and self._is_recordable else self._decide_and_update()
+        decision = self._decide_and_update()
         self._digests.end_step(decision)
         if decision.action is StepAction.UPDATE:
             model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
@@ -135,27 +133,6 @@ class Stepper:
         self._model.sharded.leave_out(
             {slot.name for slot, is_active in zip(grads.slots, active, strict=True) if not is_active}
         )
-
-    def capture(self, record: Record | None) -> CapturedStep:
-        """See `TorchDistributedOptimizer.capture_step`."""
-        census = self._packed()
-        notice = Notice(census, census[:HEAD_NUMEL], self._act_on)
-        self._captured = CapturedStep(self._model.sharded, record, notice)
-        return self._captured
-
-    @property
-    def _is_recordable(self) -> bool:
-        model = self._model
-        defers = model.sharded.defers_check and not model.may_grow
-        return defers and all(model.grads.present) and bool(model.grads.divisor == model.sharded.divisor)
-
-    def _replay(self, captured: CapturedStep) -> StepDecision:
-        census, notice = self._packed(), captured.notice
-        if notice is None or notice.numbers.shape != census.shape:
-            captured = self.capture(captured.record)
-        else:
-            notice.numbers.copy_(census)
-        return captured.step()
 
     def _notice(self, packed: Tensor) -> Notice:
         """What the ranks tell each other; collective where they hold different params.

@@ -23,35 +23,10 @@ _registered: list[Any] = []
 class Personality(enum.Enum):
     """Which device it is like."""
 
-    #: Has all dtypes and graphs, as CUDA.
+    #: Has all dtypes, as CUDA.
     FULL = "full"
-    #: Has neither float64 nor fp16 nor graphs, as HPU, NPU and MPS.
+    #: Has neither float64 nor fp16, as HPU, NPU and MPS.
     SMALL = "small"
-
-
-class Graph:
-    """What is queued while it is recorded, for being queued again."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._operations: list[Any] = []
-
-    def capture_begin(self, *_: Any, **__: Any) -> None:
-        machine.recording = []
-
-    def capture_end(self) -> None:
-        self._operations, machine.recording = machine.recording or [], None
-
-    def replay(self) -> None:
-        machine.counts.launches.append("graph")
-        for each in self._operations:
-            machine.launch(each.name, each.run, each.after, on=machine.current)
-
-    def __enter__(self) -> Graph:
-        self.capture_begin()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.capture_end()
 
 
 class _Module(types.ModuleType):
@@ -73,9 +48,6 @@ class _Module(types.ModuleType):
 
     def device_count(self) -> int:
         return 1
-
-    def is_current_stream_capturing(self) -> bool:
-        return machine.recording is not None
 
     def current_device(self) -> int:
         return 0
@@ -146,7 +118,6 @@ def _replace_accelerator(module: _Module) -> None:
     torch.accelerator.set_stream = module.set_stream  # type: ignore[assignment]
     torch.accelerator.synchronize = module.synchronize  # type: ignore[assignment]
     torch.Stream, torch.Event = Stream, Event  # type: ignore[misc,assignment]
-    torch.accelerator.Graph = Graph  # type: ignore[misc,assignment]
     usual = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:

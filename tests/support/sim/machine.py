@@ -175,8 +175,6 @@ class Machine:
         #: Those with queued operations: a test makes thousands of streams, and uses few at a time.
         self.busy: dict[Stream, None] = {}
         self.counts = Counts()
-        #: Where operations go while a graph is recorded.
-        self.recording: list[Operation] | None = None
         self._here = threading.local()
         self._failure: BaseException | None = None
         self._last_call = time.monotonic()
@@ -216,9 +214,6 @@ class Machine:
             self._raise_failure()
             self._last_call = time.monotonic()
             operation = Operation(name, run, tuple(after))
-            if self.recording is not None:
-                self.recording.append(operation)
-                return
             on.queue.append(operation)
             on.num_issued += 1
             self.busy.setdefault(on)
@@ -235,8 +230,6 @@ class Machine:
 
     def synchronise(self, name: str, point: Point) -> None:
         """Makes the host wait."""
-        if self.recording is not None:
-            raise SimError(f"{name} while a graph is recorded")
         self.counts.synchronisations.append(name)
         self._wait_until(lambda: point.is_reached)
 

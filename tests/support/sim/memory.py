@@ -70,7 +70,6 @@ class Block:
         nbytes: of the tensor.
         readers: other streams that the allocator was told of.
         kept: what torch's tensor points at.
-        is_of_graph: it was allocated while a graph was recorded, whose replays go on using it.
     """
 
     memory: Tensor
@@ -78,7 +77,6 @@ class Block:
     nbytes: int
     readers: set[Stream] = field(default_factory=set)
     kept: tuple[object, ...] = ()
-    is_of_graph: bool = False
 
     @property
     def address(self) -> int:
@@ -106,8 +104,7 @@ class Memory:
         # One byte at least, so that addresses differ, and 64 so that they are aligned as those of a device are.
         memory = torch.empty(max(numel * dtype.itemsize, 1) + 512, dtype=torch.uint8).fill_(_GARBAGE)
         memory = memory[-memory.data_ptr() % 512 :]
-        is_of_graph = machine.recording is not None
-        block = Block(memory, machine.current, numel * dtype.itemsize, is_of_graph=is_of_graph)
+        block = Block(memory, machine.current, numel * dtype.itemsize)
         managed = self._lend(block)
         c_shape, c_strides = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
         kind = _KINDS.get(dtype, 2 if dtype.is_floating_point else 5 if dtype.is_complex else 0)
@@ -146,8 +143,6 @@ class Memory:
             del self._by_address[block.address]
             self._addresses.remove(block.address)
             self.held -= block.nbytes
-            if block.is_of_graph and machine.recording is None:
-                continue  # nobody else gets it while the graph lives
             after = [stream.now for stream in block.readers if stream is not block.stream]
             fill = lambda memory=block.memory: void(memory.fill_(_GARBAGE))  # noqa: E731
             machine.launch("reuse", fill, after, on=block.stream)

@@ -1,4 +1,4 @@
-"""No host synchronisation in a steady step without a dynamic loss scale, and a check that sees one if there is one."""
+"""The CPU waits for nothing in a steady step without a dynamic loss scale; and the check sees waits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
-from megatron_distopt.errors import InvariantError
-from megatron_distopt.optimizer.sync_check import arrived, find_synchronisations, forbid_synchronisations
 from tests.support.models import Params, exact_grads, stepped
-from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
+from tests.support.waits import find_waits
 
-DEVICE = torch.device("cpu")
-
-#: By name, options of runs whose steady step has no synchronisation.
+#: By name, options of runs whose steady step has no wait.
 STEADY: dict[str, dict[str, Any]] = {
     "raise": {},
     "skip": {"nonfinite": "skip", "clip_grad": 0.3},
@@ -69,7 +65,7 @@ def _backward(model: Params, optimizer: TorchDistributedOptimizer, rank: int, st
 def _found(options: dict[str, Any], rank: int, *, deferred: bool) -> list[str]:
     """In two whole iterations, of which the second settles the first."""
     model, optimizer = _trained(options, rank, deferred=deferred)
-    with find_synchronisations() as found:
+    with find_waits() as found:
         for step in (2, 3):
             _backward(model, optimizer, rank, step)
             optimizer.step()
@@ -106,16 +102,16 @@ def test_step_when_the_loss_scale_is_dynamic_then_the_check_sees_the_cpu_wait(
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_find_synchronisations_when_the_cpu_waits_then_lists_it(name: str) -> None:
+def test_find_waits_when_the_cpu_waits_then_lists_it(name: str) -> None:
     wait, called = WAITING[name]
-    with find_synchronisations() as found:
+    with find_waits() as found:
         wait(torch.arange(4.0))
     assert found[:1] == [called]
 
 
-def test_find_synchronisations_when_the_cpu_waits_for_nothing_then_the_list_is_empty() -> None:
+def test_find_waits_when_the_cpu_waits_for_nothing_then_the_list_is_empty() -> None:
     x = torch.arange(4.0)
-    with find_synchronisations() as found:
+    with find_waits() as found:
         x.add_(1).sum().sqrt()
         torch.empty(4).copy_(x)
         x.clone().to(torch.bfloat16)
@@ -123,46 +119,3 @@ def test_find_synchronisations_when_the_cpu_waits_for_nothing_then_the_list_is_e
         x.clone().index_put_((x > 0,), torch.zeros(()))
         x.repeat_interleave(x.long(), output_size=10)
     assert found == []
-    x.sum().item()  # nobody listens any more
-    assert found == []
-
-
-def test_find_synchronisations_when_a_copy_has_arrived_then_reading_it_is_none() -> None:
-    with find_synchronisations() as found:
-        with arrived():
-            torch.ones(2).tolist()
-        torch.ones(2).tolist()
-    assert found == ["tolist"]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_forbid_synchronisations_when_the_cpu_waits_then_raises_there() -> None:
-    model, optimizer = _trained({}, 0, deferred=False)
-    _backward(model, optimizer, 0, 2)
-    with pytest.raises(InvariantError) as error, forbid_synchronisations(DEVICE):
-        optimizer.step()
-    assert_says(
-        str(error.value),
-        "Invalid host synchronisation: _local_scalar_dense. Must not happen in a steady step. "
-        "Read it after the step, or train with a constant loss scale and adam='torch_fused'.",
-    )
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_forbid_synchronisations_when_the_check_is_deferred_then_the_step_passes() -> None:
-    model, optimizer = _trained({"clip_grad": 1.0}, 0, deferred=True)
-    _backward(model, optimizer, 0, 2)
-    with forbid_synchronisations(DEVICE):
-        result = stepped(optimizer)
-    assert result.updated and result.grad_norm is not None and result.grad_norm > 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device with a queue of its own")
-def test_forbid_synchronisations_when_on_a_gpu_then_its_own_library_finds_none() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    with forbid_synchronisations(device):
-        assert torch.cuda.get_sync_debug_mode() == 2
-        torch.ones(3, device=device).sum()
-        with pytest.raises((InvariantError, RuntimeError)):
-            torch.ones(3, device=device).sum().item()
-    assert torch.cuda.get_sync_debug_mode() == 0
