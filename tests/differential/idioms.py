@@ -117,6 +117,15 @@ _CHANGED_WEIGHTS = {
     "all_times": Idiom(_ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"),
     "add_to_weight": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).add_(0.125)"),
     "foreach_weights": Idiom(_ANY, "with torch.no_grad():\n    torch._foreach_mul_(list(model.parameters()), 0.5)"),
+    "alias_of_data": Idiom(
+        _ANY,
+        """
+        aliases.extend(p.data for p in model.parameters() if not aliases)
+        torch._foreach_mul_(aliases, 0.5)
+        """,
+        # Behind `p.data = ...` torch's alias is of another tensor than ours.
+        needs=("not drawn",),
+    ),
     "rewind": Idiom(
         _ANY,
         """
@@ -159,6 +168,12 @@ _CHANGED_MODULES = {
         """,
         _FIXED,
         kinds=("WeightNormed",),
+    ),
+    "module_deleted": Idiom(
+        _WEIGHTS,
+        "model.branch = False\noptimizer.zero_grad()\ndel model.side",
+        kinds=("Branching",),
+        needs=("not drawn",),
     ),
     "other_dtype": Idiom(_WEIGHTS, "model.to(torch.float64)", _FIXED, dtypes=("float32",)),
     "other_module_buffers": Idiom(_START, 'model.register_buffer("extra", torch.zeros(2 + rank))', _FIXED),
@@ -212,6 +227,15 @@ _AS_AN_OPTIMIZER = {
         """,
         kinds=("Perceptron", "Tied", "Branching"),
         needs=("one phase", "not compiled", "no scheduler"),
+    ),
+    "second_optimizer": Idiom(
+        _WEIGHTS,
+        """
+        optimizer.release()
+        optimizer.zero_grad()
+        optimizer = world.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.002, eps=1e-2))
+        """,
+        needs=("not drawn",),
     ),
     "param_groups_params": Idiom(
         _ANY,
@@ -291,6 +315,16 @@ _COPIES_AND_READS = {
         for name, p in model.named_parameters():
             ema[name] = ema.get(name, torch.zeros(p.shape)) * 0.5 + p.detach().float() * 0.5
         """,
+    ),
+    "swa": Idiom(
+        _AFTER,
+        """
+        averaged.append(averaged[-1] if averaged else torch.optim.swa_utils.AveragedModel(model))
+        averaged[-1].update_parameters(model)
+        world.see("averaged", list(averaged[-1].parameters()))
+        """,
+        # A model whose dtype is changed midway is another than its average.
+        needs=("not drawn",),
     ),
     "one_param_saved": Idiom(
         _ANY,

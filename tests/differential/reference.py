@@ -274,6 +274,9 @@ class AveragingOptimizer(Optimizer):
                 total = torch.stack([grad.float() for grad in present]).sum(0) / self.world.size
                 param.grad = total.to(getattr(param, "grad_dtype", None) or present[0].dtype)
 
+    def release(self) -> None:
+        """Nothing: what the next optimizer is built over are the params as they are."""
+
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """Collective: the averaged gradient. This rank's own stays in `param.grad`; where it has none it gave zeros."""
         mine = self._params()

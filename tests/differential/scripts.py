@@ -91,7 +91,7 @@ def _phase_text(program: Program, number: int, phase: Phase) -> str:
 def _beginning(program: Program, number: int) -> Iterator[str]:
     seed = f"{3 + number} + rank" if program.other_seeds else f"{3 + number}"
     yield "rank, size = world.rank, world.size"
-    yield "counted, kept, ema = [], None, {}"
+    yield "counted, kept, ema, aliases, averaged = [], None, {}, [], []"
     yield f"model = make({program.kind}, {program.dtype!r}, seed={seed})"
     if program.recompute:
         yield f"model.recompute = {program.recompute!r}"

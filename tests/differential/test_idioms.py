@@ -137,6 +137,23 @@ EQUAL = {
     "a step skipped by a dynamic loss scale": program(
         Iteration(microbatches=(Microbatch(infinite=1),)), dtype="float16", options=_DYNAMIC
     ),
+    "other weights on each rank at the start": program(other_seeds=True),
+    "weights written through an alias of their data": Program(phases=(_each(weights=_all(["alias_of_data"])),)),
+    "the same in bf16": Program(phases=(_each(weights=_all(["alias_of_data"])),), **_THEN_BFLOAT16),
+    "a step without any gradient": program(Iteration(microbatches=())),
+    "gradients written by hand alone": Program(phases=(_each(microbatches=(), grads=_all(["grad_written_all"])),)),
+    "full_grad, then the gradients dropped": program(Iteration(grads=_all(["full_grad"]), step="none", zero="model")),
+    "full_grad where a rank has no data": program(
+        Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["full_grad"]))
+    ),
+    "AveragedModel": Program(phases=(_each(after=_all(["swa"])),)),
+    "AveragedModel with param overlap": Program(phases=(_each(after=_all(["swa"])),), options=_PARAM_OVERLAP),
+    "a module deleted midway": program("module_deleted", kind="Branching"),
+    "released, then a second optimizer": program("second_optimizer"),
+    "released, then a second optimizer, in bf16": program("second_optimizer", **_THEN_BFLOAT16),
+    "a model copied and pickled midway": program("model_deepcopy", "model_pickle", options=_PARAM_OVERLAP),
+    "params of a part only": program(groups="some"),
+    "activation checkpointing": program(recompute="not reentrant", **_THEN_BFLOAT16),
     "state dict back": program("state_dict_back"),
     "state dict saved on one rank": program("state_dict_saved", ranks=1),
     "saved at two ranks and loaded at three": Program(
@@ -193,6 +210,15 @@ REFUSED = {
 def test_idiom_when_it_is_served_then_equal_to_torch(running: Pool, words: str) -> None:
     outcome = running.run(EQUAL[words])
     assert outcome.kind == "equal", f"{outcome.text}\n{EQUAL[words]!r}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("words", [words for words in EQUAL if not words.endswith("on one rank")])
+def test_idiom_when_there_are_more_ranks_then_equal_to_torch(running: Pool, words: str, ranks: int) -> None:
+    phases = tuple(dataclasses.replace(phase, ranks=max(phase.ranks, ranks)) for phase in EQUAL[words].phases)
+    outcome = running.run(dataclasses.replace(EQUAL[words], phases=phases))
+    assert outcome.kind == "equal", outcome.text
 
 
 @pytest.mark.parametrize("words", REFUSED)

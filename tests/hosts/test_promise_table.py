@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.differential import test_idioms
 from tests.hosts import test_promise_2023, test_promise_core
 from tests.hosts.promises import Program, Refused
 
 HERE = Path(__file__).parent
 TABLE = (HERE.parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
-#: Where the cases of plain torch, and older ones of a fork, are functions.
+#: Of plain torch: programs that are compared with torch's own optimizer, and those that are refused.
+TORCH = {**dict.fromkeys(test_idioms.EQUAL, False), **dict.fromkeys(test_idioms.REFUSED, True)}
+#: Where other cases of plain torch, and older ones of a fork, are functions.
 ELSEWHERE = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("test_*.py")))
 PROGRAMS = {"2023": test_promise_2023.PROGRAMS, "core": test_promise_core.PROGRAMS}
 #: Our own errors that a program notes and goes on.
@@ -50,7 +53,7 @@ def _is_refused(program: Program) -> bool:
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
 def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_exist(line: Line) -> None:
     assert len(line.cases) == 3
-    for cell, names, programs in zip(line.cells, line.cases, ({}, *PROGRAMS.values()), strict=True):
+    for cell, names, programs in zip(line.cells, line.cases, (TORCH, *PROGRAMS.values()), strict=True):
         assert cell.startswith(("equal", "refused", "followed", "not possible"))
         assert bool(names) is not cell.startswith("not possible")
         missing = [name for name in names if name not in programs and f"\ndef {name}(" not in ELSEWHERE]
@@ -59,8 +62,9 @@ def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
 def test_line_when_a_host_refuses_then_its_cases_do_and_no_others(line: Line) -> None:
-    for cell, names, programs in zip(line.cells[1:], line.cases[1:], PROGRAMS.values(), strict=True):
-        refused = {name: _is_refused(programs[name]) for name in names if name in programs}
+    of_megatrons = ({name: _is_refused(program) for name, program in each.items()} for each in PROGRAMS.values())
+    for cell, names, programs in zip(line.cells, line.cases, (TORCH, *of_megatrons), strict=True):
+        refused = {name: programs[name] for name in names if name in programs}
         assert refused == dict.fromkeys(refused, cell.startswith("refused"))
 
 
