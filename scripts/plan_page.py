@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "plan.md"
 MARKED = re.compile(r"(<!-- output: ([\w ]+) -->\n```\n\$ megatron-distopt (plan [^\n]*)\n).*?(?=```\n)", re.DOTALL)
 #: Characters in a line.
-WIDTH = 148
+WIDTH = 180
 
 
 def printed(command: str, title: str) -> str:

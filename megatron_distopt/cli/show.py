@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rich import filesize, progress
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-Row = TypeVar("Row")
 
 #: Columns of a file or a pipe, which have no width: more than any line needs.
 _ANY_WIDTH = 100_000
@@ -115,59 +113,6 @@ def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
-@dataclass(frozen=True)
-class Column(Generic[Row]):
-    """One column of a table.
-
-    Args:
-        title: its heading.
-        cell: its text for one row.
-        usual: the text that needs no column where all rows have it.
-        is_optional: whether it is left out where the table would be too wide.
-        is_text: whether it is aligned as a text, on the left.
-    """
-
-    title: str
-    cell: Callable[[Row], str]
-    usual: str = ""
-    is_optional: bool = False
-    is_text: bool = False
-
-
-@dataclass(frozen=True)
-class ColumnTable(Generic[Row]):
-    """A table. Where it is too wide, optional columns are left out, the last one first.
-
-    >>> words = [Column("word", str), Column("length", lambda word: str(len(word)), is_optional=True)]
-    >>> print(Answer({}, [ColumnTable(words, ["one", "three"])]).as_text(None))
-       word  length
-        one       3
-      three       5
-    """
-
-    columns: Sequence[Column[Row]]
-    rows: Sequence[Row]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [column for column in self.columns if not {"", column.usual}.issuperset(self._cells(column))]
-        optional = [column for column in columns if column.is_optional]
-        unlimited = options.update(width=_ANY_WIDTH)
-        while optional and console.measure(self._drawn(columns), options=unlimited).maximum > options.max_width:
-            columns.remove(optional.pop())
-        yield self._drawn(columns)
-
-    def _cells(self, column: Column[Row]) -> list[str]:
-        return [*map(column.cell, self.rows)]
-
-    def _drawn(self, columns: Sequence[Column[Row]]) -> RenderableType:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in columns:
-            table.add_column(column.title, justify="left" if column.is_text else "right", no_wrap=True)
-        for row in zip(*map(self._cells, columns), strict=True):
-            table.add_row(*row)
-        return Padding(table, (0, 0, 0, 2), expand=False)
-
-
 @contextmanager
 def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows on standard error, where that is a terminal, how much of a long task is done.
@@ -200,20 +145,6 @@ def size_text(nbytes: float) -> str:
     """
     unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
     return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
-
-
-def time_text(seconds: float | None) -> str:
-    """Writes a time with three digits and its unit, and nothing for None.
-
-    >>> time_text(0), time_text(0.0000125), time_text(0.25), time_text(12.345)
-    ('0', '12.5 us', '250 ms', '12.3 s')
-    """
-    if seconds is None:
-        return ""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds > 1e-10 else "0"
 
 
 def number_text(value: object) -> str:

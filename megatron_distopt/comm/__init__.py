@@ -20,8 +20,6 @@ from megatron_distopt.comm.groups import (
     Group,
     available_backends,
     default_backend,
-    fake_group,
-    fake_world,
     is_initialized,
 )
 from megatron_distopt.comm.meeting import meet, show_presence
@@ -46,8 +44,6 @@ __all__ = [
     "described",
     "exchange",
     "exchange_together",
-    "fake_group",
-    "fake_world",
     "gather_params",
     "gather_to_first",
     "is_initialized",

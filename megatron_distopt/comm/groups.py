@@ -1,11 +1,10 @@
-"""Process groups as the rest of the package sees them, messages between two of their ranks, and fake groups."""
+"""Process groups as the rest of the package sees them, and messages between two of their ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from threading import Event
 
 import torch
@@ -16,8 +15,6 @@ from torch.distributed import ProcessGroup
 from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError, refusal
 
 _PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-#: Registers torch's fake backend when it is imported.
-_FAKE_MODULE = "torch.testing._internal.distributed.fake_pg"
 _were_used = Event()
 
 
@@ -175,45 +172,3 @@ def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:
     wait(received)
     wait(sent)
     return parts
-
-
-# --- torch's fake process group: its collectives return at once without having sent anything, so a rank can be built
-# here as one of thousands, and what it computes means nothing
-
-
-@contextmanager
-def fake_world(rank: int, size: int) -> Iterator[Group]:
-    """Makes this process one rank of many, of which no other one exists, and ends that afterwards.
-
-    Args:
-        rank: that this process takes.
-        size: number of ranks.
-
-    Yields:
-        All ranks.
-
-    Raises:
-        ConfigError: torch.distributed is initialised already.
-
-    >>> with fake_world(1234, 4096) as everybody:
-    ...     everybody.rank, everybody.size, fake_group(range(1232, 1240, 2)).rank
-    (1234, 4096, 1)
-    """
-    if is_initialized():
-        rule = "be absent: torch has one for all ranks, and a real one must not be replaced"
-        remedy = "Run it in a process of its own, or call torch.distributed.destroy_process_group first"
-        raise ConfigError(refusal("process group", f"{dist.get_backend()} of {dist.get_world_size()}", rule, remedy))
-    dist.init_process_group("fake", rank=rank, world_size=size, store=import_module(_FAKE_MODULE).FakeStore())
-    try:
-        yield Group.of()
-    finally:
-        dist.destroy_process_group()
-
-
-def fake_group(ranks: Sequence[int]) -> Group:
-    """A group of some ranks of a fake world, among them this one; the others need not be asked.
-
-    Args:
-        ranks: their numbers in the world, ascending.
-    """
-    return Group.of(dist.new_group(list(ranks)))
