@@ -9,7 +9,6 @@ is that of the process, because others may use the machine.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
@@ -58,10 +57,8 @@ def read(layers: int, hidden: int, sequences: int, rounds: int) -> Reading:
     """Needs a process group of one rank."""
     setting = TrainSetting(layers, hidden, 256, 256, sequences, 10**9, 0, 1)
     with tempfile.TemporaryDirectory() as folder:
-        trainers = Ours(setting), Ours(setting, log_digests=1, digest_folder=folder)
+        trainers = Ours(setting), Ours(setting, log_digests=1, digest_file=f"{folder}/digests")
         seconds = [tuple(_seconds_of(each, setting, number) for each in trainers) for number in range(rounds + 1)][1:]
-        del trainers
-        gc.collect()  # the end of an optimizer writes what is due, while there is a folder
     step = statistics.median(pair[0] for pair in seconds)
     record = statistics.median(pair[1] - pair[0] for pair in seconds)
     return Reading(

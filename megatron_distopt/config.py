@@ -249,10 +249,7 @@ class DistOptConfig:
         "megatron-distopt diff; none for no such records",
         rule=at_least(1, " step", 100, ", or leave it out"),
     )
-    digest_folder: str = option(
-        "digests",
-        "the folder of those records, on a disk that all ranks write to; each start of the run adds a folder to it",
-    )
+    digest_file: str = option("digests.jsonl", "the file of those records, which rank 0 writes; one for each run")
     deterministic: bool = option(
         False,
         "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes",

@@ -1,4 +1,4 @@
-"""Checksums of params, gradients and moments that do not depend on how they lie on ranks.
+"""Digests of a run: checksums of gradients, main params and moments by param, which `megatron-distopt diff` compares.
 
 [Note: digest] The digest of a tensor is the sum over its elements of (bits of the value, as an integer) times (a weight
 of the element's place in the whole param), mod 2**64. Integers add up to the same in any order, so ranks and pieces are
@@ -10,130 +10,58 @@ that differs therefore always changes the digest. Values have at most 32 bits (a
 tensors that differ in several elements one in about 2**32 has the same digest, whichever bits differ: the product does
 not lose what the sign bit says, as one of 32 bits would. It is a checksum against chance, not against an adversary.
 Source: multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast" (2014), section 3.
+
+[Note: digest file] Rank 0 appends JSON lines to one file. Each start of a run (a process that begins to train, or a
+checkpoint that a running one loads) writes a head, which says after which step it begins, and the state there. A start
+takes the place of all later steps of the starts before it, as training does that is resumed from a checkpoint.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, shards_of
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, shards_of
+from megatron_distopt.comm import Group, exchange, exchange_together, raise_together, sum_over
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.layout import ParamShard, Span
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.layout import Span
 from megatron_distopt.optimizer.coded import plain
-from megatron_distopt.optimizer.inner import moments_of
-from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.inner import count_updates, moments_of
+from megatron_distopt.optimizer.step import StepDecision
+from megatron_distopt.version import VERSION
 
 #: The kind of the reduced gradient; main params are of the kind `MAIN`, moments of the inner optimizer's name for them.
 GRADS = "grad"
+#: What a digest is of: kind, and name of the param in the whole model.
+DigestKey: TypeAlias = tuple[str, str]
+
+_FORMAT = "megatron-distopt digests 1"
 #: Elements that are summed at once: on the CPU they stay in the cache, elsewhere it limits the memory (8 bytes each).
-_AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 22
-#: Elements of a piece, which limit what is copied: values of several kinds side by side, and those that are decoded.
-_PIECE_NUMEL = 1 << 21
-#: Weights of this many indices of a dimension are kept; those of larger indices are made of them each time.
+_AT_ONCE_ON_CPU, _AT_ONCE = 1 << 17, 1 << 22
+#: Weights of this many indices of a dimension are kept.
 _NUM_KEPT = 1 << 16
 #: As signed integers of 64 bits, which is what torch has. Source: splitmix64 (Steele, Lea, Flood 2014).
 _STEP, _FIRST, _SECOND = (each - (1 << 64) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 #: Indices of different dimensions have different weights, or a matrix would have the digest of its transpose.
 _APART = 1 << 40
+_log = logging.getLogger("megatron_distopt")
 
 
-@dataclass(frozen=True, order=True)
-class DigestKey:
-    """What a digest is of.
-
-    Args:
-        kind: `GRADS`, `MAIN`, or the inner optimizer's name for a moment.
-        name: of the param in the whole model.
-    """
-
-    kind: str
-    name: str
-
-
-@dataclass(frozen=True, eq=False)
-class LocalDigests:
-    """What this rank's elements add to digests.
-
-    Args:
-        keys: one for each sum; a param that lies in several pieces here has several.
-        sums: int64 [len(keys)], on the device of the params.
-        dtypes: in which values of a kind are kept; several are joined by a comma.
-    """
-
-    keys: tuple[DigestKey, ...]
-    sums: Tensor
-    dtypes: Mapping[str, str]
-
-
-class OwnedPieces:
-    """The pieces of a model that this rank counts: each element of the whole model is counted on one rank.
-
-    Args:
-        model: as it is now.
-    """
-
-    def __init__(self, model: WholeModel) -> None:
-        self._pieces = [
-            piece
-            for share in model.shares
-            for flat, shard in shards_of(share.optimizer)
-            for piece in _cut(share, flat, shard)
-        ]
-        self._device = model.shares[0].optimizer.device
-
-    def grads(self) -> LocalDigests:
-        """Of the sums in the grad buffers, as they were reduced: not divided, not clipped."""
-        return self._digests(lambda piece: {GRADS: piece.flat.grad})
-
-    def state(self) -> LocalDigests:
-        """Of main params and moments."""
-        return self._digests(_state_of)
-
-    def _digests(self, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]) -> LocalDigests:
-        keys, sums, dtypes = list[DigestKey](), list[Tensor](), dict[str, set[str]]()
-        for piece in self._pieces:
-            tensors = tensors_of(piece)
-            for kind, tensor in tensors.items():
-                keys.append(DigestKey(kind, piece.placement.name))
-                dtypes.setdefault(kind, set()).add(dtype_name(tensor.dtype))
-            values = [plain(piece.view(tensor)) for tensor in tensors.values()]
-            sums.append(_of_piece(values, piece.piece.in_global.offsets, self._device))
-        total = torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=self._device)
-        return LocalDigests(tuple(keys), total, {kind: ",".join(sorted(found)) for kind, found in dtypes.items()})
-
-
-def _cut(share: Share, flat: FlatParam, shard: ParamShard) -> Iterator[OwnedPiece]:
-    """The pieces of a shard that this rank counts."""
-    placement, whole = share.placements[shard.name], shard.in_param
-    for start in range(whole.start, whole.stop, _PIECE_NUMEL) if share.writes(shard.name) else ():
-        for piece in placement.pieces(Span(start, min(start + _PIECE_NUMEL, whole.stop))):
-            yield OwnedPiece(share, flat, shard, placement, piece)
-
-
-def _state_of(piece: OwnedPiece) -> dict[str, Tensor]:
-    return {MAIN: piece.flat.main, **moments_of(piece.share.optimizer.inner, piece.flat.main)}
-
-
-def _of_piece(values: Sequence[Tensor], offsets: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [len(values)]. On an accelerator tensors of one dtype are summed together, which takes fewer launches.
-
-    Args:
-        values: of one box; a state may lie on the CPU while its gradient does not.
-        offsets: of the box.
-        device: of the result.
-    """
-    is_one = values[0].device.type != CPU and len({(each.dtype, each.device) for each in values}) == 1
-    if is_one and len(values) > 1:
-        return _summed(_bits(torch.stack(list(values))), offsets).to(device)
-    return torch.cat([_summed(_bits(each[None]), offsets).to(device) for each in values])
+# --- the digest of a tensor
 
 
 def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
@@ -151,56 +79,19 @@ def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
     >>> bool(parts == digest_of(whole, (0, 0)))
     True
     """
-    return _summed(_bits(values[None]), offsets)[0]
+    if values.element_size() == 8:  # becomes two integers, in a further dimension
+        values, offsets = values.contiguous().unsqueeze(-1), (*offsets, 0)
+    sums = values.view(_INTEGERS[values.element_size()])
+    for dim in reversed(range(sums.dim())):
+        sums = (sums * _weights(dim, offsets[dim], offsets[dim] + sums.shape[-1], sums.device)).sum(-1)
+    return sums.long()
 
 
-def _bits(values: Tensor) -> Tensor:
-    """The bits as integers; a value of 8 bytes becomes two, in a further dimension."""
-    integers = _INTEGERS[values.element_size()]
-    return (values.contiguous().unsqueeze(-1) if values.element_size() == 8 else values).view(integers)
-
-
-def _summed(bits: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Sums over all dimensions but the first, in pieces that fit into the cache.
-
-    Args:
-        bits: integers [number of tensors, *sizes of the box]; 8-byte values have a further dimension.
-        offsets: of the box.
-    """
-    if bits.dim() == 1:
-        return bits.long()
-    at_once = _AT_ONCE_ON_CPU if bits.device.type == CPU else _AT_ONCE
-    dim = max(range(1, bits.dim()), key=lambda each: bits.shape[each])
-    if bits.numel() > at_once and bits.shape[dim] > 1:
-        numel = max(at_once * bits.shape[dim] // bits.numel(), 1)
-        parts = torch.split(bits, numel, dim)
-        return torch.stack(
-            [_summed(part, _moved(offsets, dim - 1, numel * number)) for number, part in enumerate(parts)]
-        ).sum(0)
-    for dim in reversed(range(bits.dim() - 1)):
-        start = offsets[dim] if dim < len(offsets) else 0
-        bits = (bits * _weights(dim, start, bits.shape[-1], bits.device)).sum(-1)
-    return bits
-
-
-def _moved(offsets: Sequence[int], dim: int, distance: int) -> tuple[int, ...]:
-    moved = list(offsets)
-    moved[dim] += distance
-    return tuple(moved)
-
-
-def _weights(dim: int, start: int, numel: int, device: torch.device) -> Tensor:
-    """The weights of some neighbouring indices of a dimension, int64 [numel].
-
-    Indices come in blocks of `_NUM_KEPT`, whose weights differ by a factor for each block; that of the first is 1.
-    """
-    kept, first, stop = _kept_weights(dim, device), start // _NUM_KEPT, start + numel
+def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """The weights of some neighbouring indices of a dimension, int64 [stop - start]."""
     if stop <= _NUM_KEPT:
-        return kept[start:stop]
-    blocks = torch.arange(first, -(-stop // _NUM_KEPT), dtype=torch.int64, device=device)
-    factors = torch.where(blocks == 0, 1, _mixed(blocks - _APART * (dim + 1)))
-    in_first = start - first * _NUM_KEPT
-    return (factors[:, None] * kept).view(-1)[in_first : in_first + numel]
+        return _kept_weights(dim, device)[start:stop]
+    return _mixed(torch.arange(dim * _APART + start, dim * _APART + stop, dtype=torch.int64, device=device))
 
 
 @lru_cache(maxsize=16)
@@ -211,11 +102,263 @@ def _kept_weights(dim: int, device: torch.device) -> Tensor:
 
 def _mixed(numbers: Tensor) -> Tensor:
     """An odd pseudorandom number for each, by splitmix64; torch shifts with the sign, which is cut off."""
+
+    def shifted(by: int) -> Tensor:
+        return (numbers >> by) & ((1 << (64 - by)) - 1)
+
     numbers = (numbers + 1) * _STEP
-    numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
-    numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
-    return (numbers ^ _shifted(numbers, 31)) | 1
+    numbers = (numbers ^ shifted(30)) * _FIRST
+    numbers = (numbers ^ shifted(27)) * _SECOND
+    return (numbers ^ shifted(31)) | 1
 
 
-def _shifted(numbers: Tensor, by: int) -> Tensor:
-    return (numbers >> by) & ((1 << (64 - by)) - 1)
+# --- the digests of a model
+
+
+@dataclass(frozen=True, eq=False)
+class LocalDigests:
+    """What the elements that this rank counts add to digests."""
+
+    sums: Mapping[DigestKey, Tensor]  # int64 0-D, on the device of the gradients
+    dtypes: Mapping[DigestKey, str]  # in which the values are kept here
+
+
+def grad_digests(model: WholeModel) -> LocalDigests:
+    """Digests of the sums in the grad buffers, as they were reduced: not divided, not clipped."""
+    return _local_digests(model, lambda piece: {GRADS: piece.flat.grad})
+
+
+def state_digests(model: WholeModel) -> LocalDigests:
+    """Digests of main params and moments, of the values that they stand for."""
+    return _local_digests(
+        model, lambda piece: {MAIN: piece.flat.main, **moments_of(piece.share.optimizer.inner, piece.flat.main)}
+    )
+
+
+def _local_digests(model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]) -> LocalDigests:
+    sums, dtypes = dict[DigestKey, Tensor](), dict[DigestKey, str]()
+    device = model.shares[0].optimizer.device
+    for piece in _counted_pieces(model):
+        for kind, tensor in tensors_of(piece).items():
+            key = kind, piece.placement.name
+            part = digest_of(plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
+            sums[key] = sums[key] + part if key in sums else part
+            dtypes[key] = dtype_name(tensor.dtype)
+    return LocalDigests(sums, dtypes)
+
+
+def _counted_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
+    """The pieces that this rank counts: each element of the whole model is counted on one rank."""
+    at_once = _AT_ONCE_ON_CPU if model.shares[0].optimizer.device.type == CPU else _AT_ONCE
+    for share in model.shares:
+        for flat, shard in shards_of(share.optimizer):
+            if share.writes(shard.name):
+                placement, whole = share.placements[shard.name], shard.in_param
+                for start in range(whole.start, whole.stop, at_once):
+                    for piece in placement.pieces(Span(start, min(start + at_once, whole.stop))):
+                        yield OwnedPiece(share, flat, shard, placement, piece)
+
+
+# --- logging them
+
+
+class DigestLog:
+    """Writes a record of digests every `log_digests` steps. A host calls it in each step, and only if there is one.
+
+    Args:
+        config: `log_digests` and `digest_file`.
+        model: returns what this rank holds, as it is now.
+        group: all ranks that hold a part of the model; the first one writes.
+    """
+
+    def __init__(self, config: DistOptConfig, model: Callable[[], WholeModel], group: Group) -> None:
+        self._every, self._path = config.log_digests or 1, Path(config.digest_file)
+        self._model, self._group = model, group
+        self._num_steps: int | None = None  # None before the first step of a start
+        self._grads: LocalDigests | None = None
+        self._dtypes: dict[DigestKey, set[str]] = {}  # of all that is summed, the same on all ranks
+        self._is_writing = group.rank == 0
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Collective in the first step of a start: digests gradients that are reduced, and not divided or clipped yet.
+
+        Raises:
+            CheckpointError: on the rank that cannot write; RanksDisagreeError on the others.
+        """
+        if self._num_steps is None:
+            self._num_steps = self._begin()
+        self._grads = grad_digests(self._model()) if (self._num_steps + 1) % self._every == 0 else None
+
+    @torch.no_grad()
+    def after(self, decision: StepDecision) -> None:
+        """Collective if a record is due: digests the state after the step, which was made or skipped."""
+        self._num_steps = (self._num_steps or 0) + 1
+        if self._grads is not None:
+            facts = {
+                **_options_of(self._model()),
+                "updated": decision.updated,
+                "norm": _json_number(decision.norm),
+                "divisor": _json_number(decision.unclipped),
+            }
+            self._record(self._num_steps, [self._grads, state_digests(self._model())], facts)
+            self._grads = None
+
+    def loaded(self) -> None:
+        """Notes that a state was loaded: the next step begins another start."""
+        self._num_steps = None
+
+    def _begin(self) -> int:
+        """Collective: writes the head and the state of a start; returns the number of steps so far."""
+        model = self._model()
+        optimizers = [share.optimizer for share in model.shares]
+        num_steps = max((count_updates(each.inner) or 0) + each.num_skipped for each in optimizers)
+        num_steps = max(exchange_together(lambda: num_steps, self._group, "digests"))
+
+        def begin_file() -> None:
+            if not self._is_writing:
+                return
+            versions = {"adam": optimizers[0].plan.choice.name, "torch": torch.__version__, "megatron_distopt": VERSION}
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                head = {
+                    "format": _FORMAT,
+                    "step": num_steps,
+                    "every": self._every,
+                    "about": {**model.about, **versions},
+                }
+                self._append(head)
+            except OSError as error:
+                raise CheckpointError(
+                    f"The digest file {self._path} cannot be written: {error}. Name a file that rank 0 can write to "
+                    "with the option digest_file."
+                ) from error
+
+        raise_together(begin_file, self._group, "digests")
+        self._dtypes = {}
+        self._record(num_steps, [state_digests(model)], {})
+        return num_steps
+
+    def _record(self, step: int, parts: Sequence[LocalDigests], facts: Mapping[str, Any]) -> None:
+        """Collective: adds up what the ranks have counted, and writes it. The CPU waits for the device."""
+        local = {key: value for part in parts for key, value in part.sums.items()}
+        dtypes = {key: dtype for part in parts for key, dtype in part.dtypes.items()}
+        nothing = torch.zeros((), dtype=torch.int64, device=self._model().shares[0].optimizer.device)
+        while True:
+            is_known = all(dtype in self._dtypes.get(key, ()) for key, dtype in dtypes.items())
+            totals = torch.stack([nothing + (not is_known), *(local.get(key, nothing) for key in self._dtypes)])
+            sum_over(totals, self._group)
+            num_unaware, *digests = totals.tolist()
+            if not num_unaware:
+                break
+            self._learn(exchange(dtypes, self._group))
+        self._write({"step": step, **facts, "digests": [f"{digest % (1 << 64):x}" for digest in digests]})
+
+    def _learn(self, said: Sequence[Mapping[DigestKey, str]]) -> None:
+        """Notes what there is to sum on any rank, and writes it with the names that params have with every host."""
+        for key, dtype in (pair for dtypes in said for pair in dtypes.items()):
+            self._dtypes.setdefault(key, set()).add(dtype)
+        names = {name: self._model().canonical(name) for _, name in self._dtypes}
+        is_unique = len({*names.values()}) == len(names)
+        written = [
+            [kind, names[name] if is_unique else name, ",".join(sorted(dtypes))]
+            for (kind, name), dtypes in self._dtypes.items()
+        ]
+        self._write({"tensors": written})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record. Training goes on without digests where the disk does not take it."""
+        try:
+            self._append(record)
+        except OSError as error:
+            _log.error("digests could not be written to %s, and none are from now on: %s", self._path, error)
+            self._is_writing = False
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line, on rank 0, in one call, so that a run that is killed leaves at most its last unfinished."""
+        if self._is_writing:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(("\n" if "format" in record else "") + json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def _options_of(model: WholeModel) -> dict[str, list[Any]]:
+    """Options of the step that are known without waiting; read before the next scheduler changes them."""
+    groups = [group for share in model.shares for group in share.optimizer.inner.param_groups]
+    return {name: [_json_number(group.get(name)) for group in groups] for name in ("lr", "weight_decay")}
+
+
+def _json_number(value: Any) -> float | str | None:
+    """A number that JSON has; one that is kept on a device is left out."""
+    if not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else str(value)
+
+
+# --- reading them
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """What was logged of a step; the state is that after it. Step 0 is the state before the first one."""
+
+    number: int
+    digests: Mapping[DigestKey, str]  # as hexadecimal numbers
+    dtypes: Mapping[DigestKey, str]
+    facts: Mapping[str, Any]  # learning rates, norm and such; empty for the state at a start
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """All that a run has logged."""
+
+    path: Path
+    every: int  # steps between two records, of the last start
+    steps: Mapping[int, LoggedStep]
+
+
+def is_digest_file(path: Path) -> bool:
+    """Whether the file is one that a run logged digests into."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return f'"{_FORMAT}"'.encode() in file.read(len(_FORMAT) + 32)
+
+
+def read_run(path: Path) -> LoggedRun:
+    """Reads what all starts of a run have logged.
+
+    Raises:
+        CheckpointError: a line is not what it should be; only the last one may be unfinished.
+    """
+    every, steps = 1, dict[int, LoggedStep]()
+    dtypes: dict[DigestKey, str] = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or not line.endswith("\n"):
+            continue
+        try:
+            record = json.loads(line)
+            if "format" in record:
+                every, steps = record["every"], {n: each for n, each in steps.items() if n <= record["step"]}
+            elif "tensors" in record:
+                dtypes = {(kind, name): dtype for kind, name, dtype in record["tensors"]}
+            else:
+                digests = dict(zip(dtypes, record.pop("digests"), strict=True))
+                step = record.pop("step")
+                # The state at a start replaces the one that the run had there, whose gradients and facts stay.
+                before = steps.get(step, LoggedStep(step, {}, {}, {}))
+                steps[step] = LoggedStep(
+                    step, {**before.digests, **digests}, {**before.dtypes, **dtypes}, {**before.facts, **record}
+                )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"Line {number} of the digest file {path} is damaged: {type(error).__name__}: {error}. Remove the "
+                "line, or compare another run."
+            ) from error
+    return LoggedRun(path, every, steps)
+
+
+def differing(one: LoggedStep, other: LoggedStep) -> list[DigestKey]:
+    """What both have in the same dtype and with different digests, in the order of the first."""
+    both = [key for key in one.digests if key in other.digests and one.dtypes[key] == other.dtypes[key]]
+    return [key for key in both if one.digests[key] != other.digests[key]]

@@ -1,8 +1,4 @@
-"""What `deterministic=True` checks before training starts: docs/deterministic.md says why each of it is needed.
-
-The package's own steps are the same to the bit whenever they are repeated at the same parallel sizes. What can differ
-is around them: operators of the model, libraries of the device, and the algorithm of a collective.
-"""
+"""What `deterministic=True` checks before training starts: docs/deterministic.md says why each of it is needed."""
 
 from __future__ import annotations
 
@@ -14,18 +10,14 @@ import torch
 from megatron_distopt.comm import Group, carrier_of
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.accelerator import CUDA, repeatable_settings
 
-#: Backends that add up in an order that does not depend on timing. Of the others it is not known.
-_IN_ORDER = ("gloo", "nccl")
-#: Sums in the switches of the network, whose order NCCL does not promise.
-_IN_SWITCHES = "NVLS"
-_INSTEAD = "leave deterministic out; --distopt-log-digests and megatron-distopt diff then say whether runs were equal"
+_INSTEAD = "leave deterministic out: --distopt-log-digests and megatron-distopt diff then say whether runs were equal"
 
 
 def check_deterministic(
-    config: DistOptConfig, device: torch.device, group: Group, environ: Mapping[str, str] | None = None
+    config: DistOptConfig, device: torch.device, group: Group, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Refuses with `deterministic=True` what would let a run differ from itself.
 
@@ -33,7 +25,7 @@ def check_deterministic(
         config: merged.
         device: of the params.
         group: over which gradients are reduced.
-        environ: `os.environ` where None.
+        environ: of this process.
 
     Raises:
         ConfigError: the first such thing, with what to type.
@@ -41,36 +33,33 @@ def check_deterministic(
     if not config.deterministic:
         return
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
-        is_on = torch.are_deterministic_algorithms_enabled()
-        got = "it only warns" if is_on else "off"
-        remedy = "Call torch.use_deterministic_algorithms(True) at the beginning of the script"
-        raise ConfigError(refusal("torch.use_deterministic_algorithms", got, "be on with deterministic", remedy))
-    if device.type not in (CPU, CUDA) or (device.type == CUDA and torch.version.hip is not None):
-        got = f"{device.type}{' of AMD' if device.type == CUDA else ''}"
-        rule = "be the CPU or an NVIDIA GPU with deterministic: of others it is not known what repeats"
-        raise ConfigError(refusal("device", got, rule, f"Train on one of these, or {_INSTEAD}"))
-    environ = os.environ if environ is None else environ
-    if device.type == CUDA:
-        _check_settings(environ)
-    if group.size > 1:
-        _check_collectives(carrier_of(device, group), environ)
-
-
-def _check_settings(environ: Mapping[str, str]) -> None:
-    for setting in repeatable_settings(environ):
+        raise ConfigError(
+            "deterministic needs deterministic operators in the model, and torch does not enforce them. Call "
+            "torch.use_deterministic_algorithms(True) at the beginning of the script."
+        )
+    is_amd = device.type == CUDA and torch.version.hip is not None
+    if device.type not in (CPU, CUDA) or is_amd:
+        raise ConfigError(
+            f"deterministic is known to hold on the CPU and on NVIDIA GPUs, and the device is "
+            f"{device.type}{' of AMD' if is_amd else ''}. Train on one of these, or {_INSTEAD}."
+        )
+    for setting in repeatable_settings(environ) if device.type == CUDA else ():
         if setting.found not in setting.allowed:
-            rule = f"be {' or '.join(setting.allowed)} with deterministic"
-            raise ConfigError(refusal(setting.name, setting.found, rule, setting.remedy))
-
-
-def _check_collectives(carrier: str, environ: Mapping[str, str]) -> None:
-    if carrier not in _IN_ORDER:
-        rule = f"be {' or '.join(_IN_ORDER)} with deterministic: of others it is not known in which order they add up"
-        raise ConfigError(refusal("backend", carrier, rule, f"Use one of these, or {_INSTEAD}"))
+            raise ConfigError(
+                f"{setting.name} is {setting.found}, and deterministic needs {' or '.join(setting.allowed)}. "
+                f"{setting.remedy}."
+            )
+    carrier = carrier_of(device, group) if group.size > 1 else "gloo"
+    if carrier not in ("gloo", "nccl"):
+        raise ConfigError(
+            f"deterministic needs a backend that adds up in a known order, gloo or nccl, and this one is {carrier}. "
+            f"Use one of these, or {_INSTEAD}."
+        )
     algorithm = environ.get("NCCL_ALGO", "").upper()
-    is_excluded = algorithm.startswith("^") and _IN_SWITCHES in algorithm
-    if carrier == "nccl" and not is_excluded and (not algorithm or _IN_SWITCHES in algorithm or algorithm[0] == "^"):
-        got = algorithm or "not set"
-        rule = f"name an algorithm without {_IN_SWITCHES} with deterministic, so that NCCL adds up in one order"
-        remedy = "Write NCCL_ALGO=Ring in the environment of all ranks"
-        raise ConfigError(refusal("NCCL_ALGO", got, rule, remedy))
+    # Sums in the switches of the network (NVLS) have an order that NCCL does not promise.
+    is_fixed = algorithm.startswith("^") == ("NVLS" in algorithm) and algorithm
+    if carrier == "nccl" and not is_fixed:
+        raise ConfigError(
+            f"NCCL_ALGO is {algorithm or 'not set'}, and deterministic needs an algorithm without NVLS, so that NCCL "
+            "adds up in one order. Write NCCL_ALGO=Ring in the environment of all ranks."
+        )

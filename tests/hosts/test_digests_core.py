@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distopt.checkpoint.digest_files import LoggedRun, differing, read_run
+from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from megatron_distopt.errors import DistOptError
 from tests.hosts.test_megatron_core_checkpoints import OVERLAPPED, Run, _Bench, pytestmark
 from tests.support.spawn import run_ranks
@@ -35,21 +35,20 @@ Found = tuple[dict[str, tuple[LoggedRun, LoggedRun]], dict[str, LoggedRun]]
 
 
 @contextmanager
-def _training(bench: _Bench, run: Run, folder: Path) -> Iterator[Any]:
-    options = (("LOG_DIGESTS", "1"), ("DIGEST_FOLDER", str(folder)), ("DETERMINISTIC", "yes"))
+def _training(bench: _Bench, run: Run, path: Path) -> Iterator[Any]:
+    options = (("LOG_DIGESTS", "1"), ("DIGEST_FILE", str(path)), ("DETERMINISTIC", "yes"))
     with bench.training(dataclasses.replace(run, of_options=options)) as training:
         yield training
-        training.optimizer.digests.finish()
     dist.barrier()
 
 
-def _resumed(bench: _Bench, run: Run, checkpoint: Path, folder: Path) -> LoggedRun:
-    with _training(bench, run, folder) as training:
+def _resumed(bench: _Bench, run: Run, checkpoint: Path, path: Path) -> LoggedRun:
+    with _training(bench, run, path) as training:
         training.optimizer.load(checkpoint)
         bench.begin_at(training, SAVED_AT)
         for _ in range(SAVED_AT, STEPS):
             training.step()
-    return read_run(folder)
+    return read_run(path)
 
 
 def _train(rank: int, size: int, folder: Path) -> Found:
@@ -84,12 +83,12 @@ def test_run_when_resumed_then_equal_to_the_bit(name: str, found: Found) -> None
     assert [*resumed.steps] == [*range(SAVED_AT, STEPS + 1)]
     assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
     last = straight.steps[STEPS]
-    assert {key.kind for key in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {key.name for key in differing(straight.steps[0], last)} == {key.name for key in last.digests}
+    assert {kind for kind, _ in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
+    assert {name for _, name in differing(straight.steps[0], last)} == {name for _, name in last.digests}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_digests(name: str, found: Found) -> None:
     before = found[0]["dp 2"][0].steps[SAVED_AT]
     digests = found[1][name].steps[SAVED_AT].digests
-    assert digests == {key: value for key, value in before.digests.items() if key.kind != "grad"}
+    assert digests == {key: value for key, value in before.digests.items() if key[0] != "grad"}

@@ -35,7 +35,7 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
     words += ["--distopt-async-buffer-mb", "64", "--distopt-keep-last", "3"]
     words += ["--distopt-overlap-grad-reduce", "--distopt_overlap_param_gather", "yes"]
     words += ["--distopt-bucket-size", "1000000", "--distopt-log-communication", "10"]
-    words += ["--distopt-log-digests", "100", "--distopt-digest-folder", "/runs/digests", "--distopt-deterministic"]
+    words += ["--distopt-log-digests", "100", "--distopt-digest-file", "/runs/digests", "--distopt-deterministic"]
     words += ["--distopt-reduce-dtype", "bfloat16", "--distopt-shared-memory", "no", "--distopt-debug"]
     config = config_from_arguments(_parse(*words), DistOptConfig(lr=0.5))
     wanted = DistOptConfig(
@@ -52,7 +52,7 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
         bucket_size=1_000_000,
         log_communication=10,
         log_digests=100,
-        digest_folder="/runs/digests",
+        digest_file="/runs/digests",
         deterministic=True,
         reduce_dtype="bfloat16",
         shared_memory=False,

@@ -167,10 +167,6 @@ _SLOW = "tests/hosts/test_megatron_2023_overlap.py, on the CPU with gathers that
 #: By file and line.
 _KEPT: dict[str, dict[str, str]] = {
     "checkpoint/background.py": {"self.finish()": _THREAD, "task.written.wait()": _THREAD},
-    "checkpoint/digest_log.py": {
-        "self._wait()": "tests/sim/test_digests.py misses it: the numbers that are written are others",
-        "self._wait = mark(sums.device)": _GONE,
-    },
     "comm/communicator.py": {"self.finish_params()": _CALLER},
     "comm/pairwise.py": dict.fromkeys(
         ("wait(sent)", "wait(received)", "wait(self.received)", "wait(works)"), _MESSAGES
@@ -192,7 +188,6 @@ _KEPT: dict[str, dict[str, str]] = {
         "self._used.mark()": "marks gradients, not a device",
     },
     "hosts/torch/checkpoint.py": {"self._saver.finish()": _THREAD},
-    "hosts/torch/optimizer.py": {"self._digests.finish()": "writes what was waited for"},
     "hosts/torch/gather.py": {
         "self.finish()": f"{_CALLER}; and for torch's compiler, which does not compile for the simulator",
         "gather.wait_for(value)": _BY_NAME,

@@ -1,57 +1,40 @@
-"""Digests on the simulated accelerator are those of the CPU, and logging them changes nothing and waits for nothing.
-
-Those of a run with state on the host are those of the same run without, in a Megatron as well.
-"""
+"""Digests of a run with state on the host are those of the same run without, on the simulated accelerator."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from megatron_distopt.checkpoint.digest_files import LoggedRun, read_run
+from megatron_distopt.checkpoint.digests import LoggedRun, read_run
 from tests.sim import host_programs, programs
 from tests.sim.trial import begin, differs
 from tests.support.sim import machine
 from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import run_ranks
 
-Found = dict[str, list[str]]
 
-
-def _try(rank: int, size: int, folder: Path, names: Sequence[str], seeds: Sequence[int]) -> Found:
+def _try(rank: int, size: int, folder: Path, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """What was wrong, by program: a run that logs digests is the one without them."""
     begin()
     take_over_world()
-    return {name: _try_one(name, rank, folder / name, seeds) for name in names}
+    found = {}
+    for name in names:
 
+        def logged(device: str, name: str = name) -> programs.Left:
+            programs.options.update(log_digests=1, digest_file=str(folder / f"{name} {device}"))
+            return programs.train(name, device, rank)
 
-def _try_one(name: str, rank: int, folder: Path, seeds: Sequence[int]) -> list[str]:
-    """What was wrong, by seed."""
-
-    def logged(device: str) -> programs.Left:
-        programs.options.update(log_digests=1, digest_folder=str(folder / device))
-        return programs.train(name, device, rank)
-
-    wrong = [f"seed {seed}: {found}" for seed in seeds if (found := differs(logged, seed, _without(name, rank)))]
-    logged("cpu")
-    programs.dist.barrier()
-    expected = [_digests(read_run(start)) for start in sorted((folder / "cpu").iterdir())]
-    for number, start in enumerate(sorted((folder / "sim").iterdir())):
-        found, on_cpu = _digests(read_run(start)), expected[number % len(expected)]
-        wrong += [f"{start.name}: digests of step {step}" for step in on_cpu if found.get(step) != on_cpu[step]]
-    return wrong
-
-
-def _without(name: str, rank: int) -> programs.Left:
-    programs.options.update(log_digests=None)
-    return programs.train(name, "cpu", rank)
-
-
-def _digests(run: LoggedRun) -> dict[int, object]:
-    return {number: (step.digests, step.facts.get("updated")) for number, step in run.steps.items()}
+        programs.options.update(log_digests=None)
+        without = programs.train(name, "cpu", rank)
+        found[name] = [f"seed {seed}: {wrong}" for seed in seeds if (wrong := differs(logged, seed, without))]
+        logged("cpu")
+        programs.dist.barrier()
+        on_cpu, on_device = (_digests(read_run(folder / f"{name} {device}")) for device in ("cpu", "sim"))
+        found[name] += [f"digests of step {step}" for step in on_cpu if on_device.get(step) != on_cpu[step]]
+    return found
 
 
 @pytest.mark.long
@@ -59,6 +42,10 @@ def test_digests_when_on_an_asynchronous_device_then_no_seed_finds_anything(tmp_
     names = [name for name in programs.PROGRAMS if "muon" not in name]  # which logs none
     found = run_ranks(_try, 2, tmp_path, names, range(5), seconds=3000)
     assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}, {}]
+
+
+def _digests(run: LoggedRun) -> dict[int, object]:
+    return {number: (step.digests, step.facts.get("updated")) for number, step in run.steps.items()}
 
 
 #: By name: variables that ask for a form of the state.
@@ -83,7 +70,7 @@ def _log_in_places(
     found: dict[str, list[str]] = {}
     for name in states:
         expected = _logged(folder / name / "device", host, STATES[name])
-        kinds = {key.kind for key in expected.steps[max(expected.steps)].digests}
+        kinds = {kind for kind, _ in expected.steps[max(expected.steps)].digests}
         wrong = [] if kinds == KINDS and len(expected.steps) > 3 else [f"{kinds} of steps {[*expected.steps]}"]
         for fraction, seed in places:
             machine.seed(seed)
@@ -95,13 +82,12 @@ def _log_in_places(
     return found
 
 
-def _logged(folder: Path, host: str, asked: Mapping[str, str]) -> LoggedRun:
+def _logged(path: Path, host: str, asked: Mapping[str, str]) -> LoggedRun:
     """Collective: the digests of a training on the device."""
-    with host_programs.variables({"LOG_DIGESTS": "1", "DIGEST_FOLDER": str(folder), **asked}):
+    with host_programs.variables({"LOG_DIGESTS": "1", "DIGEST_FILE": str(path), **asked}):
         host_programs.train(host, "bfloat16", "sim")
-    gc.collect()  # the end of an optimizer writes what is due
     programs.dist.barrier()
-    return read_run(folder)
+    return read_run(path)
 
 
 @pytest.mark.parametrize("host", ["fork", "core"])

@@ -125,7 +125,7 @@ def collect(rank: int, size: int, folder: str, forms: Sequence[str]) -> Facts:
         options = _FORMS[name]
         pair = _uninterrupted(rank, options), _resumed(rank, Path(folder) / name, options)
         facts[name] = [torch.equal(*each) for each in zip(*pair, strict=True)]
-        digests = {"log_digests": 1, "digest_folder": str(Path(folder) / "digests")}
+        digests = {"log_digests": 1, "digest_file": str(Path(folder) / "digests")}
         held = [(0.0, options), (0.5, {**options, **digests}), (1.0, options)]
         facts[f"{name} held"] = {fraction: _held(rank, fraction, given) for fraction, given in held}
     facts["fp32 params"] = _text_of(rank, offload_fraction=1.0, dtype=torch.float32)

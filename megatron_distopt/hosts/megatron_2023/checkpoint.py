@@ -7,7 +7,7 @@ Where the fork gathers, the optimizer's tensors go into a folder of our own besi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron import get_args
 from megatron.core import mpu
 
 from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
-from megatron_distopt.checkpoint.digest_log import DigestLog
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
@@ -53,9 +53,11 @@ class CheckpointCalls:
     def __init__(self, optimizer: BuiltOptimizer) -> None:
         self._optimizer, self._everyone = optimizer, optimizer.everyone
         self._saver = Saver(optimizer.sharded.config, optimizer.everyone)
-        self.digests = DigestLog(
-            optimizer.sharded.config, lambda: whole_model_of(optimizer), lambda: optimizer.everyone
-        )
+        config = optimizer.sharded.config
+        #: Called around each step and after a load; none without options that ask for them.
+        self.hooks: Sequence[DigestLog] = ()
+        if config.log_digests is not None:
+            self.hooks = (DigestLog(config, lambda: whole_model_of(optimizer), optimizer.everyone),)
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
         #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
@@ -88,7 +90,8 @@ class CheckpointCalls:
             RanksDisagreeError: on the others, with that rank's text.
         """
         self._has_whole_state = False
-        self.digests.restart()
+        for hook in self.hooks:
+            hook.loaded()
         self._optimizer.finish_param_gather()
         state_dict = self._without_constant_scale(state_dict)
         if is_plain(state_dict):
@@ -149,7 +152,8 @@ class CheckpointCalls:
         has_whole_state, self._has_whole_state = self._has_whole_state, False
         if has_whole_state or getattr(get_args(), "no_load_optim", False):
             return
-        self.digests.restart()
+        for hook in self.hooks:
+            hook.loaded()
         try:
             self._load_tensors(filename)
         except Exception:

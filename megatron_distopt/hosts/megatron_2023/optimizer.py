@@ -76,8 +76,9 @@ class DistributedOptimizer(BuiltOptimizer):
         _check_no_closure(args)
         phase, sharded = phases(args, timers), self.sharded
         self.finish_param_gather()
-        notice, digests = self._look_between_steps(), self._checkpoints.digests
-        digests.begin_step()
+        notice, hooks = self._look_between_steps(), self._checkpoints.hooks
+        for hook in hooks:
+            hook.before()
         with phase(TIMERS.attach):
             sharded.attach_grads()
         with phase(TIMERS.measure):
@@ -85,7 +86,8 @@ class DistributedOptimizer(BuiltOptimizer):
             measured = measure([sharded], self.everyone, notice)
             (decision,) = decide([sharded], measured, self.everyone)
         if decision.action is StepAction.SKIP:
-            digests.end_step(decision)
+            for hook in hooks:
+                hook.after(decision)
             self._used.mark()
             return False, None, None
         with phase(TIMERS.clip):
@@ -96,7 +98,8 @@ class DistributedOptimizer(BuiltOptimizer):
             advance(sharded, decision.divisor, decision.found_inf)
         with phase(TIMERS.write):
             write_model(sharded)
-        digests.end_step(decision)
+        for hook in hooks:
+            hook.after(decision)
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
     def _look_between_steps(self) -> Notice:

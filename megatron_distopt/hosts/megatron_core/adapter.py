@@ -31,6 +31,7 @@ from megatron_distopt.hosts.megatron_core.muon import as_adam, is_hosts_muon, is
 from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together
 from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, taken_over
+from megatron_distopt.hosts.megatron_core.takeover import take_over as take_over  # hosts/detect.py calls it
 from megatron_distopt.hosts.patch_points import Replacement
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
 from megatron_distopt.checkpoint import is_checkpoint
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
-from megatron_distopt.hosts.megatron_core.digests import DigestCalls
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     check_has_boxes,
     check_takes_boxes,
@@ -31,7 +34,7 @@ from megatron_distopt.hosts.whole_params import head_entry, is_of_other_class
 from megatron_distopt.optimizer.inner import count_updates
 
 
-class CheckpointCalls(DigestCalls):
+class CheckpointCalls(MegatronOptimizer):
     """What a class of ours answers to the host's checkpointing; mixed in before the host's class, as `StepCalls`."""
 
     _saver: Saver | None = None
@@ -39,6 +42,14 @@ class CheckpointCalls(DigestCalls):
     def ours(self) -> Sequence[HoldsState]:
         """The optimizers whose state it is."""
         raise NotImplementedError
+
+    @cached_property
+    def hooks(self) -> Sequence[DigestLog]:
+        """Called around each step and after a load; none without options that ask for them."""
+        config = self.ours()[0].sharded.config
+        if config.log_digests is None:
+            return ()
+        return (DigestLog(config, lambda: whole_model_of(self.ours()), Group.of()),)
 
     def check_is_there(self, what: str) -> None:
         """Collective: refuses `what` on all ranks where other code has emptied the state of one, see offload.py.
@@ -110,7 +121,8 @@ class CheckpointCalls(DigestCalls):
         yield
         for optimizer in self.ours():
             optimizer.written.forget()
-        self.digests.restart()
+        for hook in self.hooks:
+            hook.loaded()
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
 

@@ -326,7 +326,8 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
             self.load_sharded(state_dict)
         else:
             super().load_state_dict(state_dict)
-            self.digests.restart()
+            for hook in self.hooks:
+                hook.loaded()
 
 
 def _inner_for(

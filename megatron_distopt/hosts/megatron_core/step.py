@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_distopt.checkpoint.digest_log import DigestLog
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
-from megatron_distopt.hosts.megatron_core.digests import DigestCalls
 from megatron_distopt.hosts.megatron_core.norm_groups import GroupStats, divide_groups, measure_groups
 from megatron_distopt.hosts.megatron_core.start import OneOptimizer, start_together
 from megatron_distopt.optimizer.accelerator import stats_dtype
@@ -39,7 +39,7 @@ _log = logging.getLogger("megatron_distopt")
 StepOfHost = tuple[bool, float | None, int | None]
 
 
-class StepCalls(DigestCalls):
+class StepCalls(MegatronOptimizer):
     """What a class of ours answers to the host's training loop; mixed in before the host's class.
 
     It has the host's base, without which an object of the host's class could not become one of ours, see takeover.py.
@@ -47,6 +47,8 @@ class StepCalls(DigestCalls):
 
     #: Of the last gradient that was measured, by norm group.
     _group_stats: Mapping[str, GroupStats] = MappingProxyType({})
+    #: Called around each step and after a load.
+    hooks: Sequence[DigestLog]
 
     def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers whose step it is."""
@@ -66,7 +68,8 @@ class StepCalls(DigestCalls):
         ours = self.ours()
         start_together(ours)
         config, sharded, group = ours[0].config, *_measured_by(ours)
-        self.digests.begin_step()
+        for hook in self.hooks:
+            hook.before()
         with _timer(config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
             threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
@@ -75,7 +78,8 @@ class StepCalls(DigestCalls):
             measured = find(sharded, group, _notice_of(ours, group))
             decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
         if decisions[0].action is StepAction.SKIP:
-            self.digests.end_step(decisions[0])
+            for hook in self.hooks:
+                hook.after(decisions[0])
             return False, None, None
         self._group_stats = measure_groups(ours, group)
         zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
@@ -83,10 +87,11 @@ class StepCalls(DigestCalls):
             zeros += self._zeros_of_groups()
         if threshold != math.inf and decisions[0].norm > threshold:
             _leave_out(sharded, decisions[0].norm, threshold, group)
-            self.digests.end_step(replace(decisions[0], action=StepAction.SKIP))
+            for hook in self.hooks:
+                hook.after(replace(decisions[0], action=StepAction.SKIP))
             return False, decisions[0].norm, zeros
         self._clip_groups(ours, decisions[0], config.clip_grad)
-        _update(ours, decisions, self.digests)
+        _update(ours, decisions, self.hooks)
         return True, decisions[0].norm_to_log, zeros
 
     def _clip_groups(self, ours: Sequence[OneOptimizer], decision: StepDecision, clip_grad: float) -> None:
@@ -105,7 +110,8 @@ class StepCalls(DigestCalls):
         ours = self.ours()
         start_together(ours)
         sharded, group = _measured_by(ours)
-        self.digests.begin_step()
+        for hook in self.hooks:
+            hook.before()
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
             stats = measure_now(sharded, group, _notice_of(ours, group))
@@ -113,7 +119,8 @@ class StepCalls(DigestCalls):
         for optimizer, decision in zip(ours, decisions, strict=True):
             optimizer.prepared = decision
         if decisions[0].action is StepAction.SKIP:
-            self.digests.end_step(decisions[0])
+            for hook in self.hooks:
+                hook.after(decisions[0])
             return True
         self._group_stats = measure_groups(ours, group)
         return False
@@ -138,7 +145,7 @@ class StepCalls(DigestCalls):
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
         ours = self.ours()
-        _update(ours, [_prepared(optimizer) for optimizer in ours], self.digests)
+        _update(ours, [_prepared(optimizer) for optimizer in ours], self.hooks)
         for optimizer in ours:
             optimizer.prepared = None
         return True
@@ -177,7 +184,7 @@ def _prepared(optimizer: OneOptimizer) -> StepDecision:
     return optimizer.prepared
 
 
-def _update(ours: Sequence[OneOptimizer], decisions: Sequence[StepDecision], digests: DigestLog) -> None:
+def _update(ours: Sequence[OneOptimizer], decisions: Sequence[StepDecision], hooks: Sequence[DigestLog]) -> None:
     """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
     config = ours[0].config
     for optimizer, decision in zip(ours, decisions, strict=True):
@@ -185,7 +192,8 @@ def _update(ours: Sequence[OneOptimizer], decisions: Sequence[StepDecision], dig
             update(optimizer.sharded, decision)
         if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
             optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
-    digests.end_step(decisions[0])
+    for hook in hooks:
+        hook.after(decisions[0])
     if not ours[0].ddp_config.overlap_param_gather:
         with _timer(config, "params-all-gather"):
             for chunk in dict.fromkeys(chunk for optimizer in ours for chunk in optimizer.model_chunks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_distopt.checkpoint import (
     load_local_state_dict,
     local_state_dict,
 )
-from megatron_distopt.checkpoint.digest_log import DigestLog
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
@@ -36,7 +36,7 @@ class StateCalls(Optimizer):
 
     _model: ShardedModel
     _stepper: Stepper
-    _digests: DigestLog
+    _hooks: Sequence[DigestLog]
     _saver: Saver
     #: False until torch's constructor is done, which sets attributes that are made when they are read here.
     _is_built = False
@@ -116,7 +116,8 @@ class StateCalls(Optimizer):
         if self._model.may_grow:
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
-        self._digests.restart()
+        for each in self._hooks:
+            each.loaded()
         self._model.forget_changes()
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -202,7 +203,8 @@ class StateCalls(Optimizer):
 
     def _after_load(self) -> None:
         self._consolidated = None
-        self._digests.restart()
+        for hook in self._hooks:
+            hook.loaded()
         for theirs, ours in zip(self.param_groups, self._model.sharded.inner.param_groups, strict=True):
             theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
         self._model.gather.gather_now()

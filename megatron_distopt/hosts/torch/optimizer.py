@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers import GradSlot
-from megatron_distopt.checkpoint.digest_log import DigestLog
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
@@ -66,8 +66,9 @@ class TorchDistributedOptimizer(StateCalls):
         self._is_built = True
         self.param_groups = groups
         self.last_step: StepDecision | None = None
-        self._digests = DigestLog(model.config, model.whole, lambda: model.ranks.stats)
-        self._stepper = Stepper(model, groups, self._digests)
+        logs_digests = model.config.log_digests is not None
+        self._hooks = (DigestLog(model.config, model.whole, model.ranks.stats),) if logs_digests else ()
+        self._stepper = Stepper(model, groups, self._hooks)
         self._saver = Saver(model.config, model.ranks.stats)
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
@@ -279,7 +280,6 @@ class TorchDistributedOptimizer(StateCalls):
 
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one."""
-        self._digests.finish()
         self._model.release()
         self._num_owned = 0
         for slot in self._model.grads.slots:

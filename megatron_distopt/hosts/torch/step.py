@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digest_log import DigestLog
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import CommLog, Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.torch.model import Ranks, ShardedModel
@@ -46,11 +46,11 @@ class Stepper:
     Args:
         model: on this rank.
         torch_groups: the user's param groups, whose options count.
-        digests: of the steps.
+        hooks: called around each step; none without options that ask for them.
     """
 
-    def __init__(self, model: ShardedModel, torch_groups: Sequence[dict[str, Any]], digests: DigestLog) -> None:
-        self._model, self._torch_groups, self._digests = model, torch_groups, digests
+    def __init__(self, model: ShardedModel, torch_groups: Sequence[dict[str, Any]], hooks: Sequence[DigestLog]) -> None:
+        self._model, self._torch_groups, self._hooks = model, torch_groups, hooks
         stats = model.ranks.stats
         self._log = CommLog(model.config.log_communication, is_first=stats.rank == 0)
         model.grads.on_drop = self._announce_drop
@@ -68,10 +68,12 @@ class Stepper:
         self._collect()
         reduced = model.grads.reduce(model.sharded.divisor)
         self._log.step(reduced, gathered)
-        self._digests.begin_step()
+        for hook in self._hooks:
+            hook.before()
         finish_deferred_check([model.sharded], model.ranks.stats)
         decision = self._decide_and_update()
-        self._digests.end_step(decision)
+        for hook in self._hooks:
+            hook.after(decision)
         if decision.action is StepAction.UPDATE:
             model.grads.updated(decision.divisor, in_place=divides_in_place(model.sharded.inner))
             model.gather.gather()
