@@ -306,7 +306,7 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_BUCKET_SIZE": "1000000",
         "MEGATRON_DISTOPT_LOG_COMMUNICATION": "10",
         "MEGATRON_DISTOPT_LOG_DIGESTS": "100",
-        "MEGATRON_DISTOPT_DIGEST_FOLDER": "/runs/digests",
+        "MEGATRON_DISTOPT_DIGEST_FILE": "/runs/digests",
         "MEGATRON_DISTOPT_DETERMINISTIC": "yes",
         "MEGATRON_DISTOPT_REDUCE_DTYPE": "none",
         "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
