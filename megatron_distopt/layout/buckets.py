@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.spans import Span
 
 #: Number of buckets of a buffer, unless one of the bounds below says otherwise.
@@ -25,27 +25,20 @@ _VECTOR_NUMEL = 8
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter, without its tensor.
+    """A parameter, without its tensor."""
 
-    Args:
-        name: unique among the params of one optimizer.
-        numel: elements.
-        shape: as the module sees it; `()` where it does not matter.
-        dtype: of the model param, e.g. "bfloat16".
-    """
-
-    name: str
+    name: str  # unique among the params of one optimizer
     numel: int
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    shape: tuple[int, ...] = ()  # as the module sees it; `()` where it does not matter
+    dtype: str = ""  # of the model param, e.g. "bfloat16"
 
     def __post_init__(self) -> None:
         if self.numel < 1:
-            rule = "have at least 1 element"
-            raise LayoutError(refusal(f"param {self.name!r}", f"{self.numel} elements", rule, "Freeze or drop it"))
+            raise LayoutError(f"Param {self.name!r} has {self.numel} elements. Freeze or drop params without elements.")
         if self.shape and math.prod(self.shape) != self.numel:
-            rule = f"have a shape of {self.numel} elements"
-            raise LayoutError(refusal(f"param {self.name!r}", f"shape {self.shape}", rule, "Give its own shape"))
+            raise LayoutError(
+                f"Param {self.name!r} has shape {self.shape} but {self.numel} elements. Give its own shape."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +56,14 @@ class Bucket:
 
     index: int
     in_buffer: Span
-    numel_unpadded: int
+    numel_unpadded: int  # up to the end of its last param
 
     def __post_init__(self) -> None:
         if not 0 < self.numel_unpadded <= self.in_buffer.numel:
-            rule = f"be between 1 and its {self.in_buffer.numel} elements"
-            what = f"numel_unpadded of bucket {self.index}"
-            raise LayoutError(refusal(what, self.numel_unpadded, rule, "Give the end of its last param"))
+            raise LayoutError(
+                f"Bucket {self.index} has {self.numel_unpadded} of {self.in_buffer.numel} elements before its padding. "
+                "Give the end of its last param."
+            )
 
     def shard(self, rank: int, num_shards: int) -> Span:
         """The part of the buffer that `rank` owns in this bucket."""
@@ -79,22 +73,55 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Slots in buffer order and the buckets that tile the buffer; cannot be built wrong.
+    """Slots in buffer order and the buckets that tile the buffer; cannot be built wrong."""
 
-    Args:
-        slots: disjoint, in buffer order, each inside its bucket.
-        buckets: tile the buffer from 0, each divisible by `num_shards`.
-        num_shards: size of the data-parallel group.
-    """
-
-    slots: tuple[ParamSlot, ...]
-    buckets: tuple[Bucket, ...]
-    num_shards: int
+    slots: tuple[ParamSlot, ...]  # disjoint, in buffer order, each inside its bucket
+    buckets: tuple[Bucket, ...]  # tile the buffer from 0, each divisible by `num_shards`
+    num_shards: int  # size of the data-parallel group
 
     def __post_init__(self) -> None:
-        _prove_shards(self)
-        _prove_buckets(self.buckets)
-        _prove_slots(self.slots, self.buckets)
+        if self.num_shards < 1:
+            raise LayoutError(f"num_shards is {self.num_shards}. Give the data-parallel size, at least 1.")
+        if not self.buckets:
+            raise LayoutError("The buffer has no bucket. Drop a buffer without params.")
+        self._prove_buckets()
+        self._prove_slots()
+
+    def _prove_buckets(self) -> None:
+        start = 0
+        for index, bucket in enumerate(self.buckets):
+            if bucket.in_buffer.numel % self.num_shards:
+                raise LayoutError(
+                    f"Bucket {bucket.index} has {bucket.in_buffer.numel} elements, which {self.num_shards} shards do "
+                    "not divide. Pad the end of the bucket."
+                )
+            if (bucket.index, bucket.in_buffer.start) != (index, start):
+                raise LayoutError(
+                    f"Bucket {bucket.index} is at {bucket.in_buffer}, but bucket {index} has to start at {start}. Give "
+                    "the buckets in order and without gaps."
+                )
+            start = bucket.in_buffer.stop
+
+    def _prove_slots(self) -> None:
+        if len({slot.name for slot in self.slots}) != len(self.slots):
+            raise LayoutError("Two params of a buffer have the same name. Give full names.")
+        for left, right in pairwise(self.slots):
+            if left.in_buffer.stop > right.in_buffer.start:
+                raise LayoutError(
+                    f"Param {left.name} at {left.in_buffer} does not end before {right.name} at {right.in_buffer}. "
+                    "Give the slots in buffer order."
+                )
+        unpadded = [Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start) for bucket in self.buckets]
+        for slot in self.slots:
+            if not 0 <= slot.bucket < len(self.buckets):
+                raise LayoutError(
+                    f"Param {slot.name} is in bucket {slot.bucket} of {len(self.buckets)}. Give each param its bucket."
+                )
+            if slot.in_buffer.intersect(unpadded[slot.bucket]) != slot.in_buffer:
+                raise LayoutError(
+                    f"Param {slot.name} at {slot.in_buffer} is not inside the unpadded part of bucket {slot.bucket} at "
+                    f"{unpadded[slot.bucket]}. Give each param its bucket."
+                )
 
     @property
     def numel(self) -> int:
@@ -120,43 +147,6 @@ class BufferLayout:
         return tuple(map(tuple, slots))
 
 
-def _prove_shards(layout: BufferLayout) -> None:
-    if layout.num_shards < 1:
-        raise LayoutError(refusal("num_shards", layout.num_shards, "be at least 1", "Give the data-parallel size"))
-    for bucket in layout.buckets:
-        if bucket.in_buffer.numel % layout.num_shards:
-            got, rule = f"{bucket.in_buffer.numel} elements", f"be divisible by the {layout.num_shards} shards"
-            raise LayoutError(refusal(f"bucket {bucket.index}", got, rule, "Pad the end of the bucket"))
-
-
-def _prove_buckets(buckets: Sequence[Bucket]) -> None:
-    if not buckets:
-        raise LayoutError(refusal("buffer", "no bucket", "have at least 1 param", "Drop the empty buffer"))
-    expected = 0
-    for index, bucket in enumerate(buckets):
-        if (bucket.index, bucket.in_buffer.start) != (index, expected):
-            got, rule = f"index {bucket.index} at {bucket.in_buffer}", f"start at {expected} with index {index}"
-            raise LayoutError(refusal("bucket", got, rule, "Give the buckets in order and without gaps"))
-        expected = bucket.in_buffer.stop
-
-
-def _prove_slots(slots: Sequence[ParamSlot], buckets: Sequence[Bucket]) -> None:
-    if len({slot.name for slot in slots}) != len(slots):
-        raise LayoutError(refusal("param names", "a name twice", "be unique in a buffer", "Give full names"))
-    for left, right in pairwise(slots):
-        if left.in_buffer.stop > right.in_buffer.start:
-            got, rule = f"{left.name} at {left.in_buffer}", f"end before {right.name} at {right.in_buffer}"
-            raise LayoutError(refusal("slot", got, rule, "Give the slots in buffer order"))
-    unpadded = [Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start) for bucket in buckets]
-    for slot in slots:
-        if not 0 <= slot.bucket < len(buckets):
-            got, rule = f"{slot.name} in bucket {slot.bucket}", f"name one of the {len(buckets)} buckets"
-            raise LayoutError(refusal("slot", got, rule, "Give each param its bucket"))
-        if slot.in_buffer.intersect(unpadded[slot.bucket]) != slot.in_buffer:
-            rule = f"lie inside the unpadded part of bucket {slot.bucket} at {unpadded[slot.bucket]}"
-            raise LayoutError(refusal("slot", f"{slot.name} at {slot.in_buffer}", rule, "Give each param its bucket"))
-
-
 def lay_out(
     params: Sequence[ParamSpec],
     *,
@@ -180,7 +170,10 @@ def lay_out(
     >>> layout.slots[1], layout.numel
     (ParamSlot(name='b', bucket=0, in_buffer=Span(start=3, stop=7)), 8)
     """
-    _check_numbers(num_shards=num_shards, alignment_numel=alignment_numel, bucket_size=bucket_size)
+    numbers = {"num_shards": num_shards, "alignment_numel": alignment_numel, "bucket_size": bucket_size}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise LayoutError(f"{name} is {number}. Write {name}=1 or more.")
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
     shard_unit = 1 if alignment_numel % _VECTOR_NUMEL else _VECTOR_NUMEL
@@ -212,19 +205,13 @@ def default_bucket_size(numel: int, num_shards: int) -> int:
     return max(min(-(-numel // _USUAL_BUCKETS), _MOST_BUCKET_SIZE), least)
 
 
-def _check_numbers(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise LayoutError(refusal(name, number, "be at least 1", f"Write {name}=1 or more"))
-
-
 def adopt(
     slots: Iterable[ParamSlot], bucket_spans: Sequence[Span], *, num_shards: int, numel_unpadded: Sequence[int]
 ) -> BufferLayout:
     """The layout of buffers that a host made, in whatever order the host lists it.
 
     Args:
-        slots: one a param.
+        slots: one for each param.
         bucket_spans: of the buffer, in order.
         num_shards: size of the data-parallel group.
         numel_unpadded: elements of each bucket up to the end of its last param.
@@ -232,6 +219,31 @@ def adopt(
     buckets = [Bucket(i, span, numel) for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))]
     ordered = sorted(slots, key=lambda slot: slot.in_buffer)
     return BufferLayout(tuple(ordered), tuple(buckets), num_shards)
+
+
+def choose_buckets(layouts: Sequence[BufferLayout], fraction: float) -> list[frozenset[int]]:
+    """The buckets whose state is on the host, by buffer: those that come first, until the fraction is reached.
+
+    Buckets are whole, so a fraction takes more than it says: of a single bucket any fraction above 0 takes all.
+
+    Args:
+        layouts: of the buffers of 16-bit params, in the order in which their gradients arrive in backward.
+        fraction: of their elements, padding included; from 0 to 1.
+
+    >>> from megatron_distopt.layout import ParamSpec, lay_out
+    >>> layout = lay_out([ParamSpec(name, 64) for name in "abcd"], num_shards=2, bucket_size=64)
+    >>> [sorted(*choose_buckets([layout], fraction)) for fraction in (0.0, 0.25, 0.26, 1.0)]
+    [[], [0], [0, 1], [0, 1, 2, 3]]
+    """
+    wanted = fraction * sum(layout.numel for layout in layouts)
+    chosen: list[set[int]] = [set() for _ in layouts]
+    taken = 0
+    for buckets, layout in zip(chosen, layouts, strict=True):
+        for bucket in layout.buckets:
+            if taken < wanted:
+                buckets.add(bucket.index)
+                taken += bucket.in_buffer.numel
+    return [frozenset(each) for each in chosen]
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -21,7 +21,7 @@ class MatrixCut:
     """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every one of its matrices.
 
     A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in
-    placement.py.
+    spans.py.
 
     Args:
         dim: 0 for rows, 1 for columns.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, TypeVar
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.buckets import Bucket, BufferLayout
 from megatron_distopt.layout.spans import Span
 
@@ -26,25 +26,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """One param ∩ one shard, in every index space that is used.
+    """One param ∩ one shard: the same elements in every index space that is used."""
 
-    Args:
-        name: of the param.
-        rank: in the data-parallel group.
-        bucket: index.
-        in_param: the elements of the (flattened) param.
-        in_buffer: the same elements in the whole buffer.
-        in_bucket: the same elements in their bucket.
-        in_shard: the same elements in the rank's shard of that bucket.
-    """
-
-    name: str
-    rank: int
-    bucket: int
-    in_param: Span
+    name: str  # of the param
+    rank: int  # in the data-parallel group
+    bucket: int  # index
+    in_param: Span  # of the flattened param
     in_buffer: Span
     in_bucket: Span
-    in_shard: Span
+    in_shard: Span  # of the rank's shard of that bucket
 
 
 def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
@@ -56,8 +46,9 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
     [('b', Span(start=1, stop=4))]
     """
     if not 0 <= rank < layout.num_shards:
-        rule = f"be at least 0 and below the {layout.num_shards} shards"
-        raise LayoutError(refusal("rank", rank, rule, "Give the rank inside the data-parallel group"))
+        raise LayoutError(
+            f"Rank {rank} has none of the {layout.num_shards} shards. Give the rank inside the data-parallel group."
+        )
     starts = [slot.in_buffer.start for slot in layout.slots]
     return tuple(shard for bucket in layout.buckets for shard in _owned_in_bucket(layout, starts, bucket, rank))
 
@@ -84,19 +75,12 @@ def _owned_in_bucket(layout: BufferLayout, starts: list[int], bucket: Bucket, ra
 
 @dataclass(frozen=True, slots=True)
 class FlatParamPlan(Generic[Key]):
-    """A flat param as planned: a stretch of one rank's shard of one bucket.
+    """A flat param as planned: a stretch of one rank's shard of one bucket."""
 
-    Args:
-        key: what its params have in common.
-        bucket: index.
-        in_buffer: from the first element of its first param shard to the last of its last.
-        shards: in buffer order.
-    """
-
-    key: Key
-    bucket: int
-    in_buffer: Span
-    shards: tuple[ParamShard, ...]
+    key: Key  # what its params have in common
+    bucket: int  # index
+    in_buffer: Span  # from the first element of its first param shard to the last of its last
+    shards: tuple[ParamShard, ...]  # in buffer order
 
     @property
     def padding_numel(self) -> int:

@@ -1,8 +1,12 @@
-"""Spans and boxes: ranges of element indices in one and in N dimensions.
+"""Ranges of element indices: spans in one dimension, boxes in N, and where those of a rank lie in the whole param.
 
 A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes, exactly: the rest of
 the first row, whole rows, and the beginning of the last row, where each of the two partial rows is such a stretch of
 one dimension less.
+
+[Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s its slice is s pieces one after
+the other: piece k of rank r is number k * size + r of the whole. That is how Megatron keeps a fused gate and up
+projection: each half is cut by itself, so that a rank can multiply its gate with its up.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -31,9 +35,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise LayoutError(
-                refusal("span", f"[{self.start}, {self.stop})", "satisfy 0 <= start <= stop", "Give start before stop")
-            )
+            raise LayoutError(f"[{self.start}, {self.stop}) is no span. Give a start of at least 0 before its stop.")
 
     @property
     def numel(self) -> int:
@@ -72,9 +74,10 @@ class Box:
     def __post_init__(self) -> None:
         is_inside = all(offset >= 0 for offset in self.offsets) and all(size >= 1 for size in self.sizes)
         if len(self.offsets) != len(self.sizes) or not is_inside:
-            rule = "have an offset of at least 0 and a size of at least 1 in every dimension"
-            got = f"offsets {self.offsets}, sizes {self.sizes}"
-            raise LayoutError(refusal("box", got, rule, "Leave empty boxes out"))
+            raise LayoutError(
+                f"Offsets {self.offsets} with sizes {self.sizes} are no box. Give offsets of at least 0 and sizes of "
+                "at least 1 in every dimension."
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -130,8 +133,9 @@ def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
     [(1, 2), (1, 4), (1, 3)]
     """
     if span.stop > math.prod(shape):
-        rule = f"lie inside the {math.prod(shape)} elements of shape {tuple(shape)}"
-        raise LayoutError(refusal("span", span, rule, "Give the span inside the param"))
+        raise LayoutError(
+            f"{span} is not inside the {math.prod(shape)} elements of shape {tuple(shape)}. Give a span of the param."
+        )
     return tuple(_boxes(tuple(shape), span)) if span.numel else ()
 
 
@@ -157,3 +161,79 @@ def _in_row(shape: tuple[int, ...], row: int, span: Span) -> Iterator[Box]:
     in_row = span.relative_to(row * math.prod(shape[1:]))
     for box in _boxes(shape[1:], in_row):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the whole param and where its elements lie in the flattened param of this rank."""
+
+    in_global: Box  # of the whole param
+    in_param: Span  # a contiguous stretch of this rank's flattened param
+    sizes: tuple[int, ...]  # the shape to view that stretch in
+    inside: Box  # the elements of that view that belong to the piece: all, unless a later dimension than 0 is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The place of a rank's param in the whole model."""
+
+    name: str  # in the whole model: pipeline stage and chunk resolved
+    shape: tuple[int, ...]  # of the param on this rank
+    dim: int | None = None  # along which it is cut over tensor-parallel ranks; None where every rank holds all of it
+    rank: int = 0  # in the tensor-parallel group
+    size: int = 1  # of the tensor-parallel group
+    stride: int = 1  # see [Note: strides]
+    is_padded: bool = False  # the first dimension ends with unused rows, of which other runs may have more or fewer
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            return
+        if not (0 <= self.dim < len(self.shape) and 0 <= self.rank < self.size):
+            raise LayoutError(
+                f"Param {self.name!r} of shape {self.shape} cannot be cut along dim {self.dim} for rank {self.rank} of "
+                f"{self.size}. Give the param's own partition_dim."
+            )
+        if self.stride < 1 or self.shape[self.dim] % self.stride:
+            raise LayoutError(
+                f"Param {self.name!r} has stride {self.stride}, which does not divide the {self.shape[self.dim]} "
+                f"elements of dimension {self.dim}. Give the param's own stride."
+            )
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the param of the whole model."""
+        if self.dim is None:
+            return self.shape
+        return tuple(numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape))
+
+    def pieces(self, in_param: Span) -> tuple[Piece, ...]:
+        """Cuts a stretch of this rank's flattened param into boxes of the whole param.
+
+        >>> half = Placement("w", (4, 2), dim=0, rank=1, size=2, stride=2)
+        >>> [piece.in_global for piece in half.pieces(Span(0, 8))]
+        [Box(offsets=(2, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(2, 2))]
+        """
+        found = []
+        start = in_param.start
+        for box in boxes(self.shape, in_param):
+            stretch = Span(0, box.numel).moved_by(start)
+            start = stretch.stop
+            for band, distance in self._bands():
+                inside = box.intersect(band)
+                if inside is not None:
+                    in_global = inside if self.dim is None else inside.moved_by(distance, self.dim)
+                    found.append(Piece(in_global, stretch, box.sizes, inside.relative_to(box.offsets)))
+        return tuple(found)
+
+    def _bands(self) -> tuple[tuple[Box, int], ...]:
+        """Boxes of this rank's param that stay in one piece in the whole param, and how far each moves along `dim`."""
+        whole = Box.whole(self.shape)
+        if self.dim is None:
+            return ((whole, 0),)
+        height = self.shape[self.dim] // self.stride
+        sizes = tuple(height if dim == self.dim else numel for dim, numel in enumerate(self.shape))
+        first = Box((0,) * len(sizes), sizes)
+        return tuple(
+            (first.moved_by(k * height, self.dim), (k * (self.size - 1) + self.rank) * height)
+            for k in range(self.stride)
+        )

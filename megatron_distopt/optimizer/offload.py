@@ -22,6 +22,7 @@ Every bit is as without where the kernel is the same (tests/sim/programs.py).
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,7 +36,7 @@ from torch.optim import Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
 from megatron_distopt.errors import ConfigError, InvariantError, refusal
-from megatron_distopt.layout import BufferLayout, choose_buckets, greatest_fraction, pinned_nbytes
+from megatron_distopt.layout import BufferLayout, choose_buckets
 from megatron_distopt.optimizer.deferred import HostCopy
 from megatron_distopt.optimizer.inner import (
     IMPLEMENTATION,
@@ -135,6 +136,30 @@ def check_offload(
         rule = f"need at most the {available:,} bytes that are available"
         got, remedy = f"{config.offload_fraction}, which needs {took}", f"Write offload_fraction={fitting}"
         raise ConfigError(refusal("offload_fraction", got, rule, remedy))
+
+
+def greatest_fraction(fits: Callable[[float], bool]) -> float:
+    """The greatest hundredth with which something fits.
+
+    Buckets are whole, so that the fraction cannot be computed from bytes alone; it is searched for.
+
+    Args:
+        fits: whether it fits with a fraction; if so, it fits with every smaller one as well, and always with 0.
+
+    >>> greatest_fraction(lambda fraction: fraction <= 0.3), greatest_fraction(lambda fraction: fraction < 2)
+    (0.3, 1.0)
+    """
+    first = bisect_left(range(101), True, key=lambda hundredth: not fits(hundredth / 100))
+    return max(first - 1, 0) / 100
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """Bytes that a pinned tensor takes on the host: torch's allocator on CUDA and ROCm has powers of two.
+
+    >>> pinned_nbytes(4096), pinned_nbytes(4097), pinned_nbytes(0)
+    (4096, 8192, 0)
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _available_nbytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Box, Placement, Span, boxes
-from tests.support.refusals import assert_says
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
 
@@ -58,17 +58,14 @@ def test_boxes_when_the_stretch_is_empty_then_there_are_none(shape: tuple[int, .
 
 
 def test_boxes_when_the_stretch_leaves_the_tensor_then_refused() -> None:
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=re.escape("Span(start=0, stop=7) is not inside the 6 elements")):
         boxes((2, 3), Span(0, 7))
-    text = "Invalid span: Span(start=0, stop=7). Must lie inside the 6 elements of shape (2, 3)."
-    assert_says(str(error.value), text)
 
 
 @pytest.mark.parametrize(("offsets", "sizes"), [((0,), (0,)), ((-1,), (2,)), ((0, 0), (1,))])
 def test_box_when_it_is_none_then_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=re.escape(f"{offsets} with sizes {sizes}")):
         Box(offsets, sizes)
-    assert_says(str(error.value), f"Invalid box: offsets {offsets}, sizes {sizes}.")
 
 
 @settings(deadline=None)  # torch is slow the first time
@@ -136,21 +133,11 @@ def test_pieces_when_every_rank_holds_the_whole_param_then_they_are_boxes_of_it(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            {"dim": 2},
-            "dim 2 of shape (4, 2), rank 0 of 1. Give the param's own partition_dim.",
-        ),
-        (
-            {"dim": 0, "rank": 2, "size": 2},
-            "dim 0 of shape (4, 2), rank 2 of 2. Give the param's own partition_dim.",
-        ),
-        (
-            {"dim": 0, "size": 2, "stride": 3},
-            "stride 3. Must divide the 4 elements of dimension 0. Give the param's own stride.",
-        ),
+        ({"dim": 2}, "dim 2 for rank 0 of 1"),
+        ({"dim": 0, "rank": 2, "size": 2}, "dim 0 for rank 2 of 2"),
+        ({"dim": 0, "size": 2, "stride": 3}, "stride 3, which does not divide the 4 elements"),
     ],
 )
 def test_placement_when_it_cannot_be_then_refused(arguments: dict[str, int], text: str) -> None:
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=text):
         Placement("w", (4, 2), **arguments)
-    assert_says(str(error.value), f"Invalid placement of 'w': {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Bucket, BufferLayout, ParamSlot, ParamSpec, Span, adopt, lay_out
-from tests.support.refusals import assert_says
 
 NUM_SHARDS = st.integers(1, 9)
 BUCKET_SIZE = st.none() | st.integers(1, 120)
@@ -175,131 +175,52 @@ def a_layout(
 
 
 REFUSALS: list[tuple[Callable[[], object], str]] = [
-    (
-        lambda: ParamSpec("w", 0),
-        "Invalid param 'w': 0 elements. Must have at least 1 element. Freeze or drop it.",
-    ),
-    (
-        lambda: ParamSpec("w", 6, (2, 4)),
-        "Invalid param 'w': shape (2, 4). Must have a shape of 6 elements. Give its own shape.",
-    ),
-    (
-        lambda: Bucket(3, Span(0, 8), 0),
-        "Invalid numel_unpadded of bucket 3: 0. Must be between 1 and its 8 elements. Give the end of its last param.",
-    ),
-    (
-        lambda: Bucket(3, Span(0, 8), 9),
-        "Invalid numel_unpadded of bucket 3: 9. Must be between 1 and its 8 elements. Give the end of its last param.",
-    ),
-    (
-        lambda: a_layout(num_shards=0),
-        "Invalid num_shards: 0. Must be at least 1. Give the data-parallel size.",
-    ),
-    (
-        lambda: a_layout(num_shards=3),
-        "Invalid bucket 0: 4 elements. Must be divisible by the 3 shards. Pad the end of the bucket.",
-    ),
-    (
-        lambda: a_layout(buckets=()),
-        "Invalid buffer: no bucket. Must have at least 1 param. Drop the empty buffer.",
-    ),
-    (
-        lambda: lay_out([], num_shards=2),
-        "Invalid buffer: no bucket. Must have at least 1 param. Drop the empty buffer.",
-    ),
+    (lambda: ParamSpec("w", 0), "'w' has 0 elements"),
+    (lambda: ParamSpec("w", 6, (2, 4)), "'w' has shape (2, 4) but 6 elements"),
+    (lambda: Bucket(3, Span(0, 8), 0), "Bucket 3 has 0 of 8 elements"),
+    (lambda: Bucket(3, Span(0, 8), 9), "Bucket 3 has 9 of 8 elements"),
+    (lambda: a_layout(num_shards=0), "num_shards is 0"),
+    (lambda: a_layout(num_shards=3), "Bucket 0 has 4 elements, which 3 shards"),
+    (lambda: a_layout(buckets=()), "no bucket"),
+    (lambda: lay_out([], num_shards=2), "no bucket"),
     (
         lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(6, 8), 2))),
-        "Invalid bucket: index 1 at Span(start=6, stop=8). Must start at 4 with index 1. "
-        "Give the buckets in order and without gaps.",
+        "Bucket 1 is at Span(start=6, stop=8), but bucket 1 has to start at 4",
     ),
     (
         lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(2, Span(4, 8), 4))),
-        "Invalid bucket: index 2 at Span(start=4, stop=8). Must start at 4 with index 1. "
-        "Give the buckets in order and without gaps.",
+        "Bucket 2 is at Span(start=4, stop=8), but bucket 1 has to start at 4",
     ),
-    (
-        lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)),
-        "Invalid param names: a name twice. Must be unique in a buffer. Give full names.",
-    ),
-    (
-        lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)),
-        "Invalid slot: v at Span(start=0, stop=3). Must end before w at Span(start=2, stop=4). "
-        "Give the slots in buffer order.",
-    ),
-    (
-        lambda: a_layout(("v", 0, 2, 4), ("w", 0, 0, 2)),
-        "Invalid slot: v at Span(start=2, stop=4). Must end before w at Span(start=0, stop=2). "
-        "Give the slots in buffer order.",
-    ),
-    (
-        lambda: a_layout(("w", 2, 0, 2)),
-        "Invalid slot: w in bucket 2. Must name one of the 2 buckets. Give each param its bucket.",
-    ),
-    (
-        lambda: a_layout(("w", -1, 4, 8)),
-        "Invalid slot: w in bucket -1. Must name one of the 2 buckets. Give each param its bucket.",
-    ),
-    (
-        lambda: a_layout(("w", 0, 2, 6)),
-        "Invalid slot: w at Span(start=2, stop=6). Must lie inside the unpadded part of bucket 0 at "
-        "Span(start=0, stop=4). Give each param its bucket.",
-    ),
-    (
-        lambda: a_layout(("w", 0, 4, 6)),
-        "Invalid slot: w at Span(start=4, stop=6). Must lie inside the unpadded part of bucket 0 at "
-        "Span(start=0, stop=4). Give each param its bucket.",
-    ),
+    (lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)), "same name"),
+    (lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)), "v at Span(start=0, stop=3) does not end before w"),
+    (lambda: a_layout(("v", 0, 2, 4), ("w", 0, 0, 2)), "v at Span(start=2, stop=4) does not end before w"),
+    (lambda: a_layout(("w", 2, 0, 2)), "w is in bucket 2 of 2"),
+    (lambda: a_layout(("w", -1, 4, 8)), "w is in bucket -1 of 2"),
+    (lambda: a_layout(("w", 0, 2, 6)), "w at Span(start=2, stop=6) is not inside"),
+    (lambda: a_layout(("w", 0, 4, 6)), "w at Span(start=4, stop=6) is not inside"),
     (
         lambda: a_layout(("v", 0, 0, 4), ("w", 1, 6, 8), buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(4, 8), 3))),
-        "Invalid slot: w at Span(start=6, stop=8). Must lie inside the unpadded part of bucket 1 at "
-        "Span(start=4, stop=7). Give each param its bucket.",
+        "not inside the unpadded part of bucket 1 at Span(start=4, stop=7)",
     ),
     (
         lambda: a_layout(("w", 0, 3, 4), buckets=(Bucket(0, Span(0, 4), 3),)),
-        "Invalid slot: w at Span(start=3, stop=4). Must lie inside the unpadded part of bucket 0 at "
-        "Span(start=0, stop=3). Give each param its bucket.",
+        "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
     ),
     (
         lambda: adopt([ParamSlot("w", 0, Span(0, 4))], [Span(0, 4)], num_shards=2, numel_unpadded=[3]),
-        "Invalid slot: w at Span(start=0, stop=4). Must lie inside the unpadded part of bucket 0 at "
-        "Span(start=0, stop=3). Give each param its bucket.",
+        "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
     ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=0),
-        "Invalid num_shards: 0. Must be at least 1. Write num_shards=1 or more.",
-    ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=-2),
-        "Invalid num_shards: -2. Must be at least 1. Write num_shards=1 or more.",
-    ),
-    (
-        lambda: lay_out([], num_shards=0),
-        "Invalid num_shards: 0. Must be at least 1. Write num_shards=1 or more.",
-    ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=0),
-        "Invalid alignment_numel: 0. Must be at least 1. Write alignment_numel=1 or more.",
-    ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=-64),
-        "Invalid alignment_numel: -64. Must be at least 1. Write alignment_numel=1 or more.",
-    ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=2, bucket_size=0),
-        "Invalid bucket_size: 0. Must be at least 1. Write bucket_size=1 or more.",
-    ),
-    (
-        lambda: lay_out(params_of([3]), num_shards=2, bucket_size=-1),
-        "Invalid bucket_size: -1. Must be at least 1. Write bucket_size=1 or more.",
-    ),
+    (lambda: lay_out(params_of([3]), num_shards=0), "num_shards is 0. Write num_shards=1"),
+    (lambda: lay_out([], num_shards=0), "num_shards is 0. Write num_shards=1"),
+    (lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=-64), "alignment_numel is -64"),
+    (lambda: lay_out(params_of([3]), num_shards=2, bucket_size=0), "bucket_size is 0"),
 ]
 
 
 @pytest.mark.parametrize(("make", "text"), REFUSALS)
 def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=re.escape(text)):
         make()
-    assert_says(str(error.value), text)
 
 
 def test_layout_when_by_hand_and_right_then_accepted() -> None:
@@ -314,10 +235,5 @@ def test_layout_when_by_hand_and_right_then_accepted() -> None:
 
 def test_adopt_when_two_params_overlap_then_refused_whatever_the_order() -> None:
     slots = [ParamSlot("w", 0, Span(2, 4)), ParamSlot("v", 0, Span(0, 3))]
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=r"v at .* does not end before w"):
         adopt(slots, [Span(0, 4)], num_shards=2, numel_unpadded=[4])
-    assert_says(
-        str(error.value),
-        "Invalid slot: v at Span(start=0, stop=3). Must end before w at Span(start=2, stop=4). "
-        "Give the slots in buffer order.",
-    )

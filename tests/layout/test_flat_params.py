@@ -19,7 +19,6 @@ from megatron_distopt.layout import (
     owned_shards,
     plan_flat_params,
 )
-from tests.support.refusals import assert_says
 
 LAYOUTS = st.builds(
     lay_out,
@@ -86,9 +85,8 @@ def test_flat_param_when_it_starts_inside_a_param_then_in_run_counts_from_there(
 def test_in_run_when_the_shard_lies_before_the_run_then_refused() -> None:
     layout = lay_out([ParamSpec("p0", 4), ParamSpec("p1", 4)], num_shards=1, alignment_numel=1)
     first, second = runs_of(layout, 0, [0, 1])
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=r"\[-4, 0\)"):
         second.in_flat_param(first.shards[0])
-    assert_says(str(error.value), "Invalid span: [-4, 0). Must satisfy 0 <= start <= stop. Give start before stop.")
 
 
 def test_plan_runs_when_a_rank_owns_nothing_then_no_runs() -> None:

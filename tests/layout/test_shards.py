@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import BufferLayout, ParamShard, ParamSlot, ParamSpec, Span, lay_out, owned_shards
-from tests.support.refusals import assert_says
 
 LAYOUTS = st.builds(
     lay_out,
@@ -60,13 +59,8 @@ def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_in
 @pytest.mark.parametrize("rank", [-1, -2, 2, 4096])
 def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused(rank: int) -> None:
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(LayoutError, match=f"Rank {rank} has none of the 2 shards"):
         owned_shards(layout, rank)
-    assert_says(
-        str(error.value),
-        f"Invalid rank: {rank}. Must be at least 0 and below the 2 shards. "
-        "Give the rank inside the data-parallel group.",
-    )
 
 
 @settings(deadline=None)
