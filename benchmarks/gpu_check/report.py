@@ -8,12 +8,11 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_check.checks import SUBJECTS, Outcome, Status
 from gpu_check.machine import Machine
 from gpu_check.speed import busier, exposed_parts
-from megatron_distopt.hosts.tried import Tried, as_markdown
 from megatron_distopt.version import VERSION
 
 __all__ = ["ARCHIVE", "Report", "read_report", "tried_of", "write_report"]
@@ -225,6 +224,17 @@ def _pictures(names: Sequence[str], subject: str) -> Iterator[str]:
             yield from ("", f"![{name.removesuffix('.png')}]({name})")
 
 
+class Tried(NamedTuple):
+    """A row of the first table of docs/hosts.md."""
+
+    host: str
+    version: str
+    what: str
+    where: str
+    date: str
+    result: str
+
+
 def tried_of(report: Report) -> list[Tried]:
     """The lines of docs/hosts.md: plain torch, and each host that was run."""
     found = [each for each in report.outcomes if each.subject == "correctness"]
@@ -256,14 +266,10 @@ def _for_the_docs(report: Report) -> Iterator[str]:
     rows = tried_of(report)
     if not rows:
         return
-    yield from ("", "## The line to add to docs/hosts.md", "")
-    yield "For `TRIED` in `megatron_distopt/hosts/tried.py`, from which the table of docs/hosts.md is made:"
-    yield from ("", f"{_BACKTICKS}python")
+    yield from ("", "## The line to add to docs/hosts.md", "", "In its first table:", "", f"{_BACKTICKS}")
     for row in rows:
-        yield "    Tried("
-        yield from (f"        {json.dumps(value)}," for value in asdict(row).values())
-        yield "    ),"
-    yield from (_BACKTICKS, "", as_markdown(rows))
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+    yield _BACKTICKS
 
 
 def _to_send(report: Report) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""`megatron-distopt doctor`: would training start here, and with what? Reads, changes nothing, imports no host.
+"""`megatron-distopt doctor`: would training start here, and with what?
 
-From top to bottom: the command, the environment, the fork's source, the flags of the launch script. What this machine
-has is in `doctor_machine`, which imports torch.
+It reads the fork's source (doctor_fork), looks at this Python and machine (doctor_machine), the environment and the
+flags of the launch script (here), and tries to import the fork's training module in another process (doctor_trial).
 """
 
 from __future__ import annotations
@@ -9,64 +9,55 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_distopt.cli.doctor_core import describe_core
-from megatron_distopt.cli.doctor_demands import read_flags
-from megatron_distopt.cli.doctor_start import NO_SCRIPT, describe_start
+from megatron_distopt.cli.doctor_fork import describe_fork, flag_of_host
+from megatron_distopt.cli.doctor_trial import try_start
 from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
-from megatron_distopt.config import DistOptConfig, Switch, config_from_arguments, config_from_environment, switch_from
-from megatron_distopt.errors import ConfigError, DistOptError, refusal
+from megatron_distopt.config import (
+    FIXES_VARIABLE,
+    DistOptConfig,
+    Switch,
+    config_from_arguments,
+    config_from_environment,
+    fixes_from,
+    switch_from,
+)
+from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
+from megatron_distopt.hosts.fixes import needed_fixes
 from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.hosts.source.block import GROUP
-from megatron_distopt.hosts.source.found import (
-    ClassFound,
-    ParserOption,
-    PatchPointFound,
-    PatchPointState,
-    Survey,
-)
-from megatron_distopt.hosts.source.survey import GROUP_FUNCTIONS, survey
+from megatron_distopt.hosts.source.survey import ParserOption, PatchPointState, Survey, survey
 from megatron_distopt.hosts.source.tree import SourceTree, fork_at, importable_host
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 
-#: Sections of the report.
-_FORK, _ENVIRONMENT, _LAUNCH = "fork", "environment", "launch"
+_ENVIRONMENT, _LAUNCH, _TRIAL = "environment", "launch", "trial"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
-_KINDS = {
-    "per-rank files": "per-rank files: every data-parallel rank keeps its state in its own file",
-    "gathered file": "gathered file: one file by the fork, a folder that loads at any size by ours",
-}
-
-
-#: Packages that replace functions of a Megatron, as this one does: importable name, and name for people.
-_PATCHERS = {
-    "mindspeed": "MindSpeed",
-    "mindspeed_llm": "MindSpeed-LLM",
-    "megatron_adaptor": "MindSpeed",
-    "primus": "Primus",
-    "megatron_patch": "Pai-Megatron-Patch",
-    "musa_patch": "Moore Threads",
-}
+_TRAINING_MODULE = "megatron.training"
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Reports whether training could start, and with what."""
-    findings = diagnose(parsed.fork, parsed.launch)
+    findings = diagnose(parsed.fork, parsed.launch, has_trial=parsed.has_trial)
     num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     documents = [{**asdict(finding), "status": finding.status.value} for finding in findings]
-    verdict = _verdict(findings, num_problems)
+    if num_problems:
+        verdict = f"{counted(num_problems, 'problem')}: this optimizer could not start"
+    elif any(finding.section == _TRIAL and finding.status is Status.OK for finding in findings):
+        verdict = "no problem found: the training module can be imported"
+    else:
+        verdict = "no problem found by reading; the import was not tried"
     parts = [
         titled(section, rows((each.status.value, each.subject, each.text) for each in of_it))
         for section, of_it in groupby(findings, key=lambda finding: finding.section)
@@ -74,54 +65,45 @@ def answer(parsed: argparse.Namespace) -> Answer:
     return Answer({"can_start": not num_problems, "findings": documents}, [*parts, verdict], 1 if num_problems else 0)
 
 
-def _verdict(findings: Sequence[Finding], num_problems: int) -> str:
-    if num_problems:
-        return f"{counted(num_problems, 'problem')}: this optimizer could not start"
-    if any(finding.subject == NO_SCRIPT for finding in findings):
-        return "no problem found in the host; whether your training script could start was not looked at"
-    return "no problem found: this optimizer could start"
-
-
-def diagnose(fork: Path | None, launch: Sequence[str]) -> list[Finding]:
-    """Finds out everything that can be known before a job is started.
+def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True) -> list[Finding]:
+    """Finds out what can be known before a job is started.
 
     Args:
         fork: its folder; None for the Megatron that this Python would import.
         launch: flags of the launch script; none for no check of them.
+        has_trial: whether another Python tries the imports, which takes up to a minute.
     """
-    tree, found, reason = _read(fork)
-    findings = [problem("fork", "source", reason)] if found is None else list(describe_fork(found))
-    if tree is not None and found is not None and found.generation.is_supported:
-        findings += [*describe_core(found, tree), *describe_start(found, tree, launch)]
-    findings += _machine(found, _config(launch, found))
-    findings += [*_variables(), _entry_point(found), *_other_entry_points(), *_patchers()]
-    return [*findings, *check_launch_flags(launch, found, _switch())]
-
-
-def _read(fork: Path | None) -> tuple[SourceTree | None, Survey | None, str]:
+    tree, found, findings = None, None, list[Finding]()
     try:
         tree = importable_host(Path.cwd(), sys.path) if fork is None else fork_at(fork)
-        return tree, survey(tree), ""
+        found = survey(tree)
+        findings += describe_fork(found, tree)
     except DistOptError as error:
-        return None, None, str(error)
+        findings.append(problem("fork", "source", str(error)))
+    options = found.options if found is not None else ()
+    findings += _describe_machine(launch, options)
+    findings += [*_variables(), *_entry_points(found)]
+    stops_imports = any(each.status is Status.PROBLEM and each.section in ("fork", _ENVIRONMENT) for each in findings)
+    findings += check_launch_flags(launch, found, _switch())
+    if tree is not None and found is not None and found.generation.is_supported:
+        findings += _fixes(tree)
+        if not has_trial or stops_imports:
+            why = "mend the problems above first" if has_trial else "--no-trial"
+            findings.append(noted(_TRIAL, "import", f"not tried: {why}"))
+        else:
+            module = _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.patch_points[0].module
+            findings.append(try_start(fork or Path.cwd(), module))
+    return findings
 
 
-def _machine(found: Survey | None, config: DistOptConfig) -> Iterator[Finding]:
+def _describe_machine(launch: Sequence[str], options: Sequence[ParserOption]) -> list[Finding]:
     if find_spec("torch") is None:
-        yield problem("machine", "torch", refusal("torch", "not installed", "be installed", "Run pip install torch"))
-        return
+        return [problem("machine", "torch", "torch is not installed. Run pip install torch.")]
+    config = DistOptConfig()
+    with suppress(ConfigError):  # bad flags and variables are findings of their own
+        config = config_from_environment(os.environ, config_from_arguments(read_flags(launch, options)))
     with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout while it is imported, and --json is one document
-        describe = import_module("megatron_distopt.cli.doctor_machine").describe_machine
-        findings = list(describe(config, found))
-    yield from findings
-
-
-def _config(launch: Sequence[str], found: Survey | None) -> DistOptConfig:
-    """Returns the options of the run; bad flags and variables are findings of their own."""
-    with suppress(ConfigError):
-        flags = read_flags(launch, found.options if found is not None else ())
-        return config_from_environment(os.environ, config_from_arguments(flags))
-    return DistOptConfig()
+        return list(import_module("megatron_distopt.cli.doctor_machine").describe_machine(config))
 
 
 def _switch() -> Switch:
@@ -152,111 +134,37 @@ def _variables() -> Iterator[Finding]:
         yield ok(_ENVIRONMENT, "variables", shown)
 
 
-def _entry_point(found: Survey | None) -> Finding:
+def _entry_points(found: Survey | None) -> Iterator[Finding]:
     """Checks that a patched fork finds the entry point; without it, it would train with its own optimizer unnoticed."""
-    is_patched = found is not None and any(
-        patch_point.state is PatchPointState.PATCHED for patch_point in found.patch_points
-    )
-    if any(entry.value == _OUR_ENTRY_POINT for entry in entry_points(group=GROUP)):
+    points = found.patch_points if found is not None else ()
+    is_patched = any(point.state is PatchPointState.PATCHED for point in points)
+    entries = entry_points(group=GROUP)
+    if any(entry.value == _OUR_ENTRY_POINT for entry in entries):
         use = "the fork asks for it" if is_patched else "unused until megatron-distopt patch --apply FORK"
-        return ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
-    rule, remedy = f"be registered in {GROUP}, which the fork asks", "Run pip install megatron-distopt in this Python"
-    if is_patched:
-        return problem(_ENVIRONMENT, "entry point", refusal("entry point distopt", "not registered", rule, remedy))
-    return noted(_ENVIRONMENT, "entry point", f"distopt is not registered in {GROUP}; {remedy[0].lower()}{remedy[1:]}")
-
-
-def _other_entry_points() -> Iterator[Finding]:
-    for entry in entry_points(group=GROUP):
+        yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
+    else:
+        text = f"distopt is not registered in {GROUP}"
+        if is_patched:
+            remedy = "Run pip install megatron-distopt in this Python"
+            yield problem(_ENVIRONMENT, "entry point", f"{text}, which the fork asks. {remedy}.")
+        else:
+            yield noted(_ENVIRONMENT, "entry point", f"{text}; run pip install megatron-distopt in this Python")
+    for entry in entries:
         if entry.value != _OUR_ENTRY_POINT:
             text = f"also {entry.name} = {entry.value}; they are used in order of names"
             yield noted(_ENVIRONMENT, "entry point", text)
 
 
-def _patchers() -> Iterator[Finding]:
-    for module, owner in _PATCHERS.items():
-        if _is_installed(module):
-            text = f"{module} ({owner}) replaces functions of Megatron too; install megatron_distopt before it"
-            yield noted(_ENVIRONMENT, "other patcher", text)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # a stand-in in sys.modules, without a spec
-        return True
-
-
-def describe_fork(found: Survey) -> Iterator[Finding]:
-    """Yields a finding for everything that the adapter will ask of the fork."""
-    yield ok(_FORK, "source", ", ".join(found.roots))
-    yield _generation(found)
-    if not found.generation.is_supported:
-        return
-    for patch_point in found.patch_points:
-        yield from _patch_point(patch_point)
-    if found.optimizer_class is not None:
-        yield from _class(found.optimizer_class)
-    yield _groups(found)
-    yield _flag(found)
-    for reason in found.unreadable.values():
-        make = problem if reason in found.problems() else noted
-        yield make(_FORK, "unreadable", reason)
-
-
-def _refused(subject: str, reason: str | None, text: str) -> Finding:
-    """Returns a problem where there is a reason, and otherwise the finding that all is well."""
-    return ok(_FORK, subject, text) if reason is None else problem(_FORK, subject, reason)
-
-
-def _generation(found: Survey) -> Finding:
-    generation = found.generation
-    return _refused("generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
-
-
-def _patch_point(found: PatchPointFound) -> Iterator[Finding]:
-    name = found.patch_point.attribute
-    with_block = ", with the look-up for entry points after it" if found.state is PatchPointState.PATCHED else ""
-    text = f"free in {found.place}{with_block}: ({', '.join(found.parameters)})"
-    yield _refused(name, found.refusal(), text)
-    if found.importers:
-        yield ok(_FORK, f"{name} by value", f"in {', '.join(map(str, found.importers))}; each is rebound")
-    if found.assigners:
-        yield noted(_FORK, f"{name} assigned", f"in {', '.join(map(str, found.assigners))}; what runs last wins")
-
-
-def _class(found: ClassFound) -> Iterator[Finding]:
-    if found.bound_in is not None:
-        yield noted(_FORK, found.name, f"bound while {found.bound_in} runs, so it is looked at when training starts")
-        return
-    yield _refused(found.name, found.refusal(), f"constructor as expected in {found.place}")
-    if found.kind is not None:
-        yield ok(_FORK, "checkpoints", _KINDS[found.kind])
-
-
-def _groups(found: Survey) -> Finding:
-    if not found.group_functions:
-        return noted(_FORK, "process groups", "its parallel state is not in this tree, so it was not looked at")
-    there = ", ".join(name for name in GROUP_FUNCTIONS if name in found.group_functions)
-    absent = ", ".join(name for name in GROUP_FUNCTIONS if name not in found.group_functions)
-    if GROUP_FUNCTIONS[0] in found.group_functions:
-        return ok(_FORK, "process groups", there + (f"; without {absent}" if absent else ""))
-    remedy = "Use a Megatron that docs/hosts.md lists"
-    got = f"no {GROUP_FUNCTIONS[0]}" + (f", only {there}" if there else "")
-    return problem(_FORK, "process groups", refusal("parallel state", got, "name the data-parallel group", remedy))
-
-
-def _flag(found: Survey) -> Finding:
-    spelt = [option for option in found.options if option.flag == _hosts_flag(found)]
-    if spelt:
-        return ok(_FORK, "flag", f"{spelt[0].flag} ({spelt[0].place})")
-    return noted(_FORK, "flag", "no parser here spells it; your script sets use_distributed_optimizer in its config")
-
-
-def _hosts_flag(found: Survey | None) -> str:
-    """Returns the host's flag as its parser spells it, or in the usual spelling where it has no parser."""
-    spelt = [option.flag for option in (found.options if found else ()) if option.name == FLAG]
-    return spelt[0] if spelt else f"--{FLAG.replace('_', '-')}"
+def _fixes(tree: SourceTree) -> Iterator[Finding]:
+    is_made = _switch() is not Switch.OFF
+    with suppress(ConfigError):  # a finding of its own
+        is_made = is_made and fixes_from(os.environ)
+    for fix in needed_fixes(tree):
+        if is_made:
+            yield noted(_TRIAL, "host fix", f"{fix}; {fix.why}")
+        else:
+            remedy = f"Unset {FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork"
+            yield problem(_TRIAL, "host fix", f"{fix.module} needs a fix that is switched off ({fix.what}). {remedy}.")
 
 
 def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switch) -> Iterator[Finding]:
@@ -270,39 +178,50 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
     if not words:
         return
     options = found.options if found else ()
-    parsed = read_flags(words, options)
-    is_given = getattr(parsed, FLAG, False) and any(word.partition("=")[0] == _hosts_flag(found) for word in words)
-    yield from _spelling(words, options, _hosts_flag(found))
-    if found is not None and found.generation.is_supported:
-        yield _presence(_hosts_flag(found), bool(is_given), switch)
-    if is_given:
-        yield from (problem(_LAUNCH, "conflict", text) for text in _conflicts(parsed, found))
-    yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
-
-
-def _spelling(words: Sequence[str], options: Sequence[ParserOption], flag: str) -> Iterator[Finding]:
+    flag, parsed = flag_of_host(options), read_flags(words, options)
+    is_given = getattr(parsed, FLAG, False) and any(word.partition("=")[0] == flag for word in words)
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     known = list(dict.fromkeys([flag, *(option.flag for option in options), *ours]))
     # One by one, because the check stops at the first.
     yield from _refusals(_LAUNCH, "spelling", *(partial(check_spelling, [word], known) for word in words))
-
-
-def _presence(flag: str, is_given: bool, switch: Switch) -> Finding:
-    if is_given and switch is Switch.OFF:
-        return noted(_LAUNCH, flag, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")
+    if found is not None and found.generation.is_supported:
+        if is_given and switch is Switch.OFF:
+            yield noted(_LAUNCH, flag, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")
+        elif is_given:
+            yield ok(_LAUNCH, flag, "given: this optimizer is used")
+        elif switch is Switch.REQUIRE:
+            text = f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the variable."
+            yield problem(_LAUNCH, flag, text)
+        else:
+            yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
     if is_given:
-        return ok(_LAUNCH, flag, "given: this optimizer is used")
-    if switch is Switch.REQUIRE:
-        rule, remedy = "be used when MEGATRON_DISTOPT=require", f"Add {flag}, or unset the variable"
-        return problem(_LAUNCH, flag, refusal("run", f"without {flag}", rule, remedy))
-    return noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
+        for conflict in CONFLICTS:
+            if conflict.applies_to(parsed):
+                yield problem(_LAUNCH, "conflict", conflict.refusal())
+        for each in REFUSED if found is not None and found.generation is MEGATRON_CORE else ():
+            if getattr(parsed, each.option, False):
+                text = f"{each.option} is on and must be off with this distributed optimizer. {each.remedy}."
+                yield problem(_LAUNCH, "conflict", text)
+    yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 
-def _conflicts(parsed: SimpleNamespace, found: Survey | None) -> Iterator[str]:
-    for conflict in CONFLICTS:
-        if conflict.applies_to(parsed):
-            yield conflict.refusal()
-    is_core = found is not None and found.generation.name == MEGATRON_CORE.name
-    for each in REFUSED if is_core else ():
-        if getattr(parsed, each.option, False):
-            yield refusal(each.option, "set", "be off with this distributed optimizer", each.remedy)
+def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleNamespace:
+    """Parses launch flags without running the host's parser; flags that are not given leave no attribute.
+
+    Args:
+        words: flags and their values.
+        options: of the host's parser; other flags get their own name, and True where no value follows.
+
+    >>> read_flags(["--DDP-impl", "torch", "--deepspeed"], [])
+    namespace(DDP_impl='torch', deepspeed=True)
+    """
+    known: Mapping[str, ParserOption] = {option.flag: option for option in options}
+    parsed = SimpleNamespace()
+    for word, after in pairwise([*words, "--"]):
+        flag, _, value = word.partition("=")
+        if flag.startswith("--"):
+            option = known.get(flag)
+            name = option.name if option else flag[2:].replace("-", "_")
+            given = value or (True if after.startswith("--") else after)
+            setattr(parsed, name, given if option is None or option.value is None else option.value)
+    return parsed

@@ -6,7 +6,6 @@ Imports nothing heavy: most commands need torch, and the file that answers a com
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 import sys
@@ -16,11 +15,9 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_distopt.cli import plan_arguments
-from megatron_distopt.cli.show import Answer, rows, titled
+from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import DistOptError, refusal
-from megatron_distopt.hosts.detect import GENERATIONS
 from megatron_distopt.hosts.source.block import BLOCK
-from megatron_distopt.hosts.tried import TRIED
 from megatron_distopt.version import VERSION
 
 _PROGRAM = "megatron-distopt"
@@ -29,12 +26,12 @@ _INTERRUPTED = 130
 #: What `convert` writes.
 FORMATS = ("distopt", "per-rank", "gathered", "plain", "torch")
 
-_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source without importing it, and
-looks at this Python, its devices, kernels and launchers. Exit status 0 if it could, 1 if there is a problem."""
+_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source, looks at this Python, its
+devices and launchers, and tries in another process to install the package and to import the fork's training module,
+which needs no GPU of its own and leaves nothing behind. Exit status 0 if it could start, 1 if there is a problem."""
 _DOCTOR_EXAMPLES = """examples:
   megatron-distopt doctor                          the Megatron that this Python would import
   megatron-distopt doctor ~/Megatron-DeepSpeed -- --use-distributed-optimizer --bf16 --DDP-impl local"""
-_HOSTS = "which Megatrons are supported, and what was run"
 _PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its get_megatron_optimizer ask for
 installed packages that register an optimizer factory. The place is found by the syntax tree, so it works on a fork
 that has drifted. Exit status 0 if it can be or is done, 1 if not."""
@@ -120,11 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
     parser.set_defaults(refused=1)
-    names = "doctor|hosts|patch|inspect|verify|diff|convert|plan"
+    names = "doctor|patch|inspect|verify|diff|convert|plan"
     commands = parser.add_subparsers(title="commands", metavar=names, required=True)
     _add_doctor(commands)
-    hosts = _command(commands, "hosts", _HOSTS, f"Prints {_HOSTS}.")
-    hosts.set_defaults(run=_hosts)
     _add_patch(commands)
     inspect = _command(commands, "inspect", "what does a checkpoint hold?", _INSPECT)
     inspect.add_argument("checkpoint", type=Path, metavar="CKPT")
@@ -162,8 +157,10 @@ def _answered_by(name: str) -> _Run:
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "doctor", "would training start here, and with what?", _DOCTOR)
-    command.usage = f"{_PROGRAM} doctor [-h] [--json] [FORK] [-- LAUNCH FLAGS ...]"
+    command.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
     command.epilog = _DOCTOR_EXAMPLES
+    text = "import nothing of the fork: for a login node without its packages"
+    command.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
     command.add_argument("fork", nargs="?", type=Path, metavar="FORK", help="folder that holds the folder megatron")
 
 
@@ -203,28 +200,6 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(
         refusal("number", repr(text), "be a whole number of at least 1", "Write one such as 8")
     )
-
-
-def _hosts(parsed: argparse.Namespace) -> Answer:
-    generations = [
-        {
-            "name": each.name,
-            "examples": each.examples,
-            "is_supported": each.is_supported,
-            "patch_points": [*map(str, each.patch_points)],
-            "remedy": each.remedy,
-        }
-        for each in GENERATIONS
-    ]
-    parts = []
-    for each in GENERATIONS:
-        patch_points = ", ".join(map(str, each.patch_points))
-        facts = [("who", each.examples), ("replaced", patch_points), ("instead", each.remedy)]
-        parts.append(titled(f"{'supported' if each.is_supported else 'not supported'}: {each.name}", rows(facts)))
-    for run in TRIED:
-        head = f"run: {run.host} {run.version}, {run.date}: {run.result}"
-        parts.append(titled(head, rows([("what", run.what), ("where", run.where)])))
-    return Answer({"generations": generations, "tried": [*map(dataclasses.asdict, TRIED)]}, parts)
 
 
 if __name__ == "__main__":

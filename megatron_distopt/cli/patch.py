@@ -1,8 +1,6 @@
 """`megatron-distopt patch`: puts one marked block into a fork's file, right after its factory, and takes it out again.
 
-The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not. A plan is an
-`Edit`, both contents of one file; `write` puts the new one in place of the old by a rename, so a fork is never half
-patched.
+The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not.
 """
 
 from __future__ import annotations
@@ -17,30 +15,22 @@ from difflib import unified_diff
 from pathlib import Path
 
 from megatron_distopt.cli.show import Answer
-from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError, refusal
+from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError
 from megatron_distopt.hosts.detect import recognise
 from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
-from megatron_distopt.hosts.source.found import PatchPointFound
 from megatron_distopt.hosts.source.survey import find_patch_point
 from megatron_distopt.hosts.source.tree import SourceTree, fork_at
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one file that is not made yet: whole lines, put in or taken out at one place.
-
-    Args:
-        file: that is changed.
-        name: its path in the fork.
-        before, after: all of its content.
-        line: after which the block stands; counted without the block.
-    """
+    """A change of one file that is not made yet: whole lines, put in or taken out at one place."""
 
     file: Path
-    name: str
-    before: bytes
+    name: str  # its path in the fork
+    before: bytes  # all of its content
     after: bytes
-    line: int
+    line: int  # after which the block stands; counted without the block
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -49,7 +39,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     Raises:
         HostError: it cannot be done; nothing is changed then.
     """
-    tree = fork_at(parsed.fork)
+    tree, fork = fork_at(parsed.fork), parsed.fork
     is_applied = is_patched(tree)
     if parsed.action == ("apply" if is_applied else "undo"):
         said = "is applied already: nothing to do" if is_applied else "is not applied: nothing to undo"
@@ -57,20 +47,16 @@ def answer(parsed: argparse.Namespace) -> Answer:
     edit = plan_undo(tree) if is_applied else plan_apply(tree)
     if parsed.action != "check":
         write(edit)
-    return Answer({}, [_said(parsed.action, edit, parsed.fork, is_applied=is_applied)])
-
-
-def _said(action: str, edit: Edit, fork: Path, *, is_applied: bool) -> str:
     place = f"{edit.name}, {len(BLOCK)} lines after line {edit.line}"
-    if action == "undo":
-        return f"undone: {place}; the file is as it was before"
-    undo = f"megatron-distopt patch --undo {fork} takes them out"
-    if action == "apply":
-        return f"applied: {place}; {undo}"
-    if is_applied:
-        return f"is applied: {place}; {undo}"
-    apply = f"megatron-distopt patch --apply {fork} puts them in"
-    return f"can be applied: {place}; {apply}\n\n{as_diff(edit)}".removesuffix("\n")
+    if parsed.action == "undo":
+        said = f"undone: {place}; the file is as it was before"
+    elif parsed.action == "apply" or is_applied:
+        said = (
+            f"{'is ' * (parsed.action == 'check')}applied: {place}; megatron-distopt patch --undo {fork} takes them out"
+        )
+    else:
+        said = f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in\n\n{as_diff(edit)}"
+    return Answer({}, [said.removesuffix("\n")])
 
 
 def is_patched(tree: SourceTree) -> bool:
@@ -82,9 +68,10 @@ def is_patched(tree: SourceTree) -> bool:
     file = _factory_file(tree)
     content = file.read_bytes()
     if has_marker(content) and intact_block(content) is None:
-        got = f"{tree.shown(file)}, where the lines from {BEGIN!r} to {END!r} were edited"
-        rule = f"hold those {len(BLOCK)} lines as this version puts them in"
-        raise HostError(refusal("patched file", got, rule, "Take the lines out by hand, or check the file out again"))
+        raise HostError(
+            f"The lines from {BEGIN!r} to {END!r} in {tree.shown(file)} are not the {len(BLOCK)} lines that this "
+            "version puts in. Take the lines out by hand, or check the file out again."
+        )
     return has_marker(content)
 
 
@@ -97,15 +84,27 @@ def plan_apply(tree: SourceTree) -> Edit:
         UnreadableSourceError: the file is no Python.
     """
     file = _factory_file(tree)
-    patch_point = _usable_patch_point(tree)
+    found = find_patch_point(tree, recognise(tree.has).patch_points[0])
+    reason = found.refusal()
+    if reason is None and not found.is_at_top:
+        reason = (
+            f"{found.patch_point} in {found.place} stands under another statement, and not at the top level of its "
+            "module. Use the runner or megatron_distopt.install() instead."
+        )
+    if reason is not None:
+        raise HostMismatchError(reason)
     before = file.read_bytes()
     lines = before.splitlines(keepends=True)
-    head, tail = b"".join(lines[: patch_point.end]), b"".join(lines[patch_point.end :])
-    edit = Edit(file, tree.shown(file), before, _joined(head, tail), patch_point.end)
-    block = intact_block(edit.after)
-    if block is None or edit.after[: block.start] + edit.after[block.stop :] != before:
-        raise InvariantError(refusal("edit", edit.name, "be undone by --undo to the byte", "Report this as a bug"))
-    return edit
+    head, tail = b"".join(lines[: found.end]), b"".join(lines[found.end :])
+    ends = [line[len(line.rstrip(b"\r\n")) :] for line in lines[: found.end]]
+    newline = next((end for end in reversed(ends) if end), b"\n")
+    block = as_bytes(newline)
+    # A file without a final newline has none with the block either.
+    after = head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
+    place = intact_block(after)
+    if place is None or after[: place.start] + after[place.stop :] != before:
+        raise InvariantError(f"{tree.shown(file)} could not be restored to the byte by --undo. Report this as a bug.")
+    return Edit(file, tree.shown(file), before, after, found.end)
 
 
 def plan_undo(tree: SourceTree) -> Edit:
@@ -119,9 +118,21 @@ def plan_undo(tree: SourceTree) -> Edit:
     block = intact_block(before) if is_patched(tree) else None
     if block is None:
         remedy = "Run megatron-distopt patch --check to see what is there"
-        raise HostError(refusal("fork", f"{tree.shown(file)} without our block", "hold it", remedy))
+        raise HostError(f"{tree.shown(file)} has no block of this package. {remedy}.")
     line = len(before[: block.start].splitlines())
     return Edit(file, tree.shown(file), before, before[: block.start] + before[block.stop :], line)
+
+
+def _factory_file(tree: SourceTree) -> Path:
+    generation = recognise(tree.has)
+    reason = generation.refusal()
+    if reason is not None:
+        raise UnknownHostError(reason)
+    file = tree.file_of(generation.patch_points[0].module)
+    if file is None:
+        text = f"{generation.patch_points[0].module} is missing. Use a Megatron that docs/hosts.md lists."
+        raise HostMismatchError(text)
+    return file.resolve()  # a link stays a link
 
 
 def write(edit: Edit) -> None:
@@ -132,17 +143,27 @@ def write(edit: Edit) -> None:
     """
     try:
         if edit.file.read_bytes() != edit.before:
-            rule, remedy = "stay as it is while it is patched", "Run the command again"
-            raise HostError(refusal("fork", f"{edit.name} changed meanwhile", rule, remedy))
-        _replace(edit.file, edit.after)
+            raise HostError(f"{edit.name} changed while it was patched. Run the command again.")
+        mode = stat.S_IMODE(edit.file.stat().st_mode)
+        descriptor, name = tempfile.mkstemp(dir=edit.file.parent, prefix=f".{edit.file.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as temporary:
+                temporary.write(edit.after)
+                temporary.flush()
+                os.fsync(temporary.fileno())
+            os.chmod(name, mode)
+            os.replace(name, edit.file)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
     except OSError as error:
         remedy = "Run it as the user who owns the fork, or on a copy of it"
-        got = f"{edit.file} ({error.strerror})"
-        raise HostError(refusal("fork", got, "be in a folder that you may write to", remedy)) from error
+        raise HostError(f"{edit.file} cannot be replaced ({error.strerror}). {remedy}.") from error
 
 
 def as_diff(edit: Edit) -> str:
-    """A unified diff without context, so that no line of the fork is in it.
+    """Returns a unified diff without context, so that no line of the fork is in it.
 
     `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines before the place.
     """
@@ -152,56 +173,3 @@ def as_diff(edit: Edit) -> str:
     )
     lines = unified_diff(before, after, f"a/{edit.name}", f"b/{edit.name}", n=0)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def _factory_file(tree: SourceTree) -> Path:
-    generation = recognise(tree.has)
-    reason = generation.refusal()
-    if reason is not None:
-        raise UnknownHostError(reason)
-    file = tree.file_of(generation.patch_points[0].module)
-    if file is None:
-        remedy = "Use a Megatron that docs/hosts.md lists"
-        raise HostMismatchError(refusal(str(generation.patch_points[0]), "missing", "exist", remedy))
-    return file.resolve()  # a link stays a link
-
-
-def _usable_patch_point(tree: SourceTree) -> PatchPointFound:
-    found = find_patch_point(tree, recognise(tree.has).patch_points[0])
-    reason = found.refusal()
-    if reason is not None:
-        raise HostMismatchError(reason)
-    if not found.is_at_top:
-        remedy = "Use the runner or megatron_distopt.install() instead"
-        got = f"defined under another statement in {found.place}"
-        raise HostMismatchError(refusal(str(found.patch_point), got, "stand at the top level of its module", remedy))
-    return found
-
-
-def _joined(head: bytes, tail: bytes) -> bytes:
-    """Puts the block after `head`; a file without a final newline has none with the block either."""
-    newline = _newline_of(head)
-    block = as_bytes(newline)
-    return head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
-
-
-def _newline_of(head: bytes) -> bytes:
-    """Returns the newline of the last line that ends with one."""
-    ends = [line[len(line.rstrip(b"\r\n")) :] for line in head.splitlines(keepends=True)]
-    return next((end for end in reversed(ends) if end), b"\n")
-
-
-def _replace(file: Path, content: bytes) -> None:
-    mode = stat.S_IMODE(file.stat().st_mode)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as temporary:
-            temporary.write(content)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-        os.chmod(name, mode)
-        os.replace(name, file)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from megatron_distopt.config import DistOptConfig
@@ -46,7 +45,7 @@ class Generation:
 
     def refusal(self) -> str | None:
         """Says why the generation is not supported; None where an adapter exists."""
-        rule = "be one that an adapter exists for; megatron-distopt hosts lists them"
+        rule = "be one that docs/hosts.md lists"
         return None if self.is_supported else refusal("host", self.name, rule, self.remedy)
 
 
@@ -116,13 +115,6 @@ _ADAPTERS = {
     MEGATRON_CORE.name: "megatron_distopt.hosts.megatron_core.adapter",
     MEGATRON_2023.name: "megatron_distopt.hosts.megatron_2023.adapter",
 }
-
-
-def adapter_files(generation: Generation) -> dict[str, Path]:
-    """Returns the modules of the adapter of a generation, by name; none where there is no adapter."""
-    package, _, _ = _ADAPTERS.get(generation.name, "").rpartition(".")
-    files = sorted((Path(__file__).parent / package.rpartition(".")[2]).glob("*.py")) if package else []
-    return {f"{package}.{file.stem}": file for file in files}
 
 
 @dataclass(frozen=True)

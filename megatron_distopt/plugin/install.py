@@ -20,7 +20,6 @@ from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostE
 from megatron_distopt.hosts.detect import Host, find_host, recognise
 from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
 from megatron_distopt.hosts.handshake import SWITCHED_OFF
-from megatron_distopt.hosts.megatron_2023.fixes import FIXES
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
@@ -97,7 +96,7 @@ def fix_host() -> Undo:
     if not fixes_from(os.environ):
         return lambda: None
     tree = importable_host(Path(sys.path[0] or "."), sys.path)
-    return apply_fixes(needed_fixes(tree, FIXES))
+    return apply_fixes(needed_fixes(tree))
 
 
 def _install_into(host: Host, options: DistOptConfig) -> Undo:

@@ -31,7 +31,7 @@ from tests.support.fork_trees import (
     pre_distopt,
     write_tree,
 )
-from tests.support.refusals import Said
+from tests.support.refusals import assert_mentions
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "megatron/optimizer/__init__.py"
@@ -217,10 +217,7 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(patch.os, "replace", fail)
-    assert refusal_of(lambda: applied(tmp_path)) == Said(
-        f"Invalid fork: {file.resolve()} (Permission denied)",
-        "Run it as the user who owns the fork, or on a copy of it.",
-    )
+    assert_mentions(refusal_of(lambda: applied(tmp_path)), str(file.resolve()), "Permission denied", "a copy of it")
     assert (file.read_bytes(), sorted(os.listdir(file.parent))) == (before, names)
 
 
@@ -228,9 +225,7 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
     file = per_rank_2023(tmp_path) / FACTORY
     edit = plan_apply(fork_at(tmp_path))
     file.write_text(FACTORY_OF_2023 + "# edited\n")
-    assert refusal_of(lambda: write(edit)) == Said(
-        f"Invalid fork: {FACTORY} changed meanwhile", "Run the command again."
-    )
+    assert_mentions(refusal_of(lambda: write(edit)), FACTORY, "Run the command again.")
     assert file.read_text() == FACTORY_OF_2023 + "# edited\n"
 
 
@@ -251,19 +246,15 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
     applied(tmp_path)
     file.write_text(file.read_text().replace(*edit))
     before = file.read_bytes()
-    text = Said(
-        f"Invalid patched file: {FACTORY}, where the lines from {BEGIN!r} to {END!r} were edited",
-        "Take the lines out by hand, or check the file out again.",
-    )
-    assert refusal_of(lambda: plan_undo(fork_at(tmp_path))) == text
-    assert refusal_of(lambda: is_patched(fork_at(tmp_path))) == text
+    for action in (plan_undo, is_patched):
+        text = refusal_of(lambda action=action: action(fork_at(tmp_path)))  # type: ignore[misc]
+        assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Take the lines out by hand")
     assert file.read_bytes() == before
 
 
 def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
-    assert refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path)))) == Said(
-        f"Invalid fork: {FACTORY} without our block", "Run megatron-distopt patch --check to see what is there."
-    )
+    text = refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path))))
+    assert_mentions(text, FACTORY, "Run megatron-distopt patch --check")
 
 
 @pytest.mark.parametrize(
@@ -282,51 +273,32 @@ def test_patch_when_the_generation_has_no_adapter_then_refused(
     make: Callable[[Path], Path], name: str, instead: str, tmp_path: Path
 ) -> None:
     text = refusal_of(lambda: plan_apply(fork_at(make(tmp_path))))
-    rule = "Must be one that an adapter exists for; megatron-distopt hosts lists them."
-    assert text.startswith(f"Invalid host: {name}. {rule} {instead}")
+    assert_mentions(text, name, instead)
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "said"),
     [
-        (
-            ("model, no_weight", "chunks, no_weight"),
-            Said(
-                f"Invalid signature of megatron.optimizer.get_megatron_optimizer: (chunks, no_weight_decay_cond, "
-                f"scale_lr_cond, lr_mult) in {FACTORY}:4",
-                "Use a Megatron that docs/hosts.md lists.",
-            ),
-        ),
+        (("model, no_weight", "chunks, no_weight"), (f"{FACTORY}:4", "(chunks, ", "(model, ", "docs/hosts.md")),
         (
             ("(model)\n", "(model)\n\n\nfrom foreign import get_megatron_optimizer\n"),
-            Said(
-                f"Invalid megatron.optimizer.get_megatron_optimizer: bound to something else in {FACTORY}:8",
-                "Take the other patcher out, or install megatron_distopt before it.",
-            ),
+            (f"{FACTORY}:8", "Take the other patcher out"),
         ),
         (
             ("def get_megatron_optimizer", "if True:\n  def get_megatron_optimizer"),
-            Said(
-                f"Invalid megatron.optimizer.get_megatron_optimizer: defined under another statement in {FACTORY}:5",
-                "Use the runner or megatron_distopt.install() instead.",
-            ),
+            (f"{FACTORY}:5", "Use the runner or megatron_distopt.install()"),
         ),
-        (
-            ("def get_megatron_optimizer", "def get_optimizer"),
-            Said(
-                "Invalid megatron.optimizer.get_megatron_optimizer: missing", "Use a Megatron that docs/hosts.md lists."
-            ),
-        ),
+        (("def get_megatron_optimizer", "def get_optimizer"), ("is missing", "docs/hosts.md")),
     ],
     ids=["signature", "other patcher", "under an if", "gone"],
 )
 def test_patch_when_the_patch_point_is_not_as_expected_then_refused_and_nothing_changes(
-    change: tuple[str, str], text: Said, tmp_path: Path
+    change: tuple[str, str], said: tuple[str, ...], tmp_path: Path
 ) -> None:
     file = per_rank_2023(tmp_path) / FACTORY
     file.write_text(FACTORY_OF_2023.replace(*change))
     before = file.read_bytes()
-    assert refusal_of(lambda: applied(tmp_path)) == text
+    assert_mentions(refusal_of(lambda: applied(tmp_path)), "megatron.optimizer.get_megatron_optimizer", *said)
     assert file.read_bytes() == before
 
 

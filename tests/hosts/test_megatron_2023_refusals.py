@@ -394,7 +394,7 @@ def _of_ranks(at: Attempts) -> Cases:
 
 _ADMA = "Must be one of FLAGS. Write --distopt-adam."
 _LISTED = "Use a Megatron that docs/hosts.md lists."
-_CLASS = "Use a fork that megatron-distopt hosts lists, or call megatron_distopt.DistributedOptimizer in it."
+_CLASS = "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it."
 _EMBEDDINGS = "language_model.embedding.{}_embeddings.weight"
 _FLOAT64 = (
     f"Invalid dtype of param '{_EMBEDDINGS.format('word')}': float64. Must be one of float32, bfloat16, float16. "
@@ -493,7 +493,7 @@ WANTED: dict[str, tuple[str, str]] = {
     "factory that builds something else": (
         "HostError",
         "Invalid megatron.optimizer.get_megatron_optimizer: built FP32Optimizer. Must build its DistributedOptimizer "
-        "where use_distributed_optimizer is set. Use a fork that megatron-distopt hosts lists.",
+        "where use_distributed_optimizer is set. Use a fork that docs/hosts.md lists.",
     ),
     "FSDP": (
         "ConfigError",
@@ -725,7 +725,7 @@ def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() ->
 
 
 _APEX = "from apex.optimizers import FusedAdam\n"
-_CORE = "Must be one that an adapter exists for; megatron-distopt hosts lists them."
+_CORE = "Must be one that docs/hosts.md lists."
 _NOT_IMPORTABLE = "Must be importable. Install what it misses; NVIDIA apex is built from its sources."
 #: Name of a fork: how it is made, what of it is different, and the text.
 FORKS: dict[str, tuple[Callable[[Path], Path], dict[str, str], str]] = {

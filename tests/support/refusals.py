@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Said", "assert_says", "says"]
+__all__ = ["Said", "assert_mentions", "assert_says", "says"]
 
 #: A word that is a value: a number, a quoted name, a path, a flag, an identifier, a call, a list.
 _VALUE = re.compile(r"[0-9'_/=(\[]|--|\w\.\w|[a-z][A-Z]")
@@ -48,3 +48,10 @@ def says(error: BaseException, text: str) -> bool:
     """Whether the message of an error begins and ends as the text does before and after " ... "."""
     found, _, remedy = text.partition(" ... ")
     return Said(found, remedy) == str(error)
+
+
+def assert_mentions(text: object, *parts: str) -> None:
+    """Asserts that a message has the values and the remedy that a user needs; its other words are free."""
+    missing = [part for part in parts if part not in str(text)]
+    if missing:
+        raise AssertionError(f"{', '.join(missing)} not in: {text}")

@@ -49,7 +49,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     with substituted(original, _names_for(original, config)):
         optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, DistributedOptimizer):
-        rule, remedy = f"build its {CLASS} where {FLAG} is set", "Use a fork that megatron-distopt hosts lists"
+        rule, remedy = f"build its {CLASS} where {FLAG} is set", "Use a fork that docs/hosts.md lists"
         raise HostError(refusal(str(PATCH_POINT), f"built {type(optimizer).__name__}", rule, remedy))
     return optimizer
 
@@ -62,7 +62,7 @@ def _check(original: Callable[..., Any], options: DistOptConfig, host_args: obje
 
 
 def _check_class(original: Callable[..., Any]) -> None:
-    remedy = "Use a fork that megatron-distopt hosts lists, or call megatron_distopt.DistributedOptimizer in it"
+    remedy = "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it"
     if CLASS not in original.__globals__:
         raise HostMismatchError(refusal(str(PATCH_POINT), f"no {CLASS} in its module", "know its class", remedy))
     found = inspect.signature(original.__globals__[CLASS].__init__).parameters

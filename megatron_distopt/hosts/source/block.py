@@ -26,8 +26,6 @@ BLOCK = (
     END,
 )
 
-_NEWLINES = (b"\r\n", b"\n", b"\r")
-
 
 def as_bytes(newline: bytes) -> bytes:
     """Returns the block with a file's own newlines, one after every line."""
@@ -47,7 +45,7 @@ def intact_block(content: bytes) -> slice | None:
     markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
     if markers != [BEGIN.encode(), END.encode()]:
         return None
-    for newline in _NEWLINES:
+    for newline in (b"\r\n", b"\n", b"\r"):
         whole = as_bytes(newline)
         unfinished = newline + whole[: -len(newline)]
         start = content.find(newline + whole)
