@@ -24,7 +24,7 @@ _FIRST = (
     "test_configs",
     "test_megatron_2023_whole_params",
     "test_megatron_core_muon",
-    "test_triton_interpreted",
+    "test_low_precision_kernel",
     "test_promise_2023",
     "test_end",
 )

@@ -55,7 +55,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
-    package_data={"megatron_distopt": ["py.typed", "optimizer/*.c"]},
+    package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["numpy", "rich>=13", "torch>=2.1"],
     entry_points={

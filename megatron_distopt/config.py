@@ -35,7 +35,7 @@ from megatron_distopt.options import (
 )
 
 #: Names that `adam` accepts, apart from "auto"; optimizer/adam.py says which of them "auto" is.
-ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu", "triton")
+ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
 
 #: Names under which Adam runs: those, and ours for state in other precisions than fp32.
 LOW_PRECISION = "low_precision"

@@ -84,7 +84,6 @@ class MuteDataParallel(DataParallel):
 def step_peers(place: Place) -> list[StepEntry]:
     """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
     ours = [
-        StepEntry("ours, triton", partial(steppers.Ours, adam="triton")),
         StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")),
     ]
     first, *others = step_entries(may_compile=False)

@@ -38,7 +38,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.coded import plain
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.inner import count_updates, moments_of
 from megatron_distopt.optimizer.step import StepDecision
 from megatron_distopt.version import VERSION
@@ -141,7 +141,7 @@ def _local_digests(model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping
     for piece in _counted_pieces(model):
         for kind, tensor in tensors_of(piece).items():
             key = kind, piece.placement.name
-            part = digest_of(plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
+            part = digest_of(as_plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
             sums[key] = sums[key] + part if key in sums else part
             dtypes[key] = dtype_name(tensor.dtype)
     return LocalDigests(sums, dtypes)

@@ -18,8 +18,8 @@ from megatron_distopt.checkpoint.whole_model import shards_of
 from megatron_distopt.config import LOW_PRECISION
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import ParamShard
-from megatron_distopt.optimizer.coded import plain
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, bring_into_form, moments_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -27,7 +27,7 @@ _FORMAT = 1
 #: The run that loads chooses the kernel that updates, not the run that saved.
 _NOT_SAVED = ("params", *IMPLEMENTATION)
 #: Inner optimizers that keep the same state.
-_INTERCHANGEABLE = ("torch_fused", "torch_foreach", "triton", LOW_PRECISION)
+_INTERCHANGEABLE = ("torch_fused", "torch_foreach", LOW_PRECISION)
 
 
 def local_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def _without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
 def _main_of(flat: FlatParam, shard: ParamShard) -> Tensor:
     """A copy for an fp32 param: its main param is a view of the param buffer, all of which would be saved with it."""
     main = flat.cut(flat.main, shard)
-    return plain(main) if flat.owns_memory else main.clone()
+    return as_plain(main) if flat.owns_memory else main.clone()
 
 
 def _state_of(optimizer: ShardedOptimizer, flat: FlatParam, shard: ParamShard) -> dict[str, Any]:
     state = optimizer.inner.state.get(flat.main, {})
     cut = moments_of(optimizer.inner, flat.main)
     whole = {key: value for key, value in state.items() if key not in cut}
-    return {"cut": {key: plain(flat.cut(value, shard)) for key, value in cut.items()}, "whole": whole}
+    return {"cut": {key: as_plain(flat.cut(value, shard)) for key, value in cut.items()}, "whole": whole}
 
 
 def _check_inner(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.coded import plain
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 
 #: After so many bytes the disk is told to begin writing.
 _PIECE_NBYTES = 8 << 20
@@ -151,7 +151,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
     A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as `tensor` lives.
     """
-    tensor = plain(tensor.detach()).cpu().contiguous()
+    tensor = as_plain(tensor.detach()).cpu().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() == nbytes:
         return tensor

@@ -23,8 +23,8 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
+from megatron_distopt.optimizer.low_precision.state_precision import check_precision
 from megatron_distopt.optimizer.main_params import ParamGroup
-from megatron_distopt.optimizer.precision import check_precision
 from megatron_distopt.optimizer.sharded import StepPlan
 from megatron_distopt.version import VERSION
 

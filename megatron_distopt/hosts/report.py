@@ -16,7 +16,7 @@ from megatron_distopt.layout.balance import MatrixWidths, balance_of
 from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale
-from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, measure_memory
 from megatron_distopt.version import VERSION
 
@@ -63,10 +63,9 @@ def describe(
         memory = measure_memory(optimizer)
         nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
         if plan.choice.is_adam:
-            nbytes["moments"] = round(
-                sum(flat.main.numel() for flat in optimizer.flat_params)
-                * Precision.of(optimizer.config).nbytes_of_moments
-            )
+            on_device = Precision.of(optimizer.config).nbytes_of_moments
+            widths = ((8 if flat.on_host else on_device) * flat.main.numel() for flat in optimizer.flat_params)
+            nbytes["moments"] = round(sum(widths))
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
         lines += [f"  owners     {line}" for line in _describe_owners(optimizer)]
         lines += [f"  host state {line}" for line in _describe_host_state(optimizer)]
@@ -82,7 +81,8 @@ def _describe_host_state(optimizer: ShardedOptimizer) -> list[str]:
     moved = [flat.main.numel() for flat in optimizer.flat_params if flat.on_host is not None]
     total = sum(flat.main.numel() for flat in optimizer.flat_params)
     staged = measure_memory(optimizer).staging_nbytes
-    return [f"of {sum(moved):,} of {total:,} elements of this rank, with {_with_unit(staged)} of pinned memory"]
+    place = f"of {sum(moved):,} of {total:,} elements of this rank, in fp32"
+    return [f"{place}, with {_with_unit(staged)} of pinned memory"]
 
 
 def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:

@@ -9,7 +9,6 @@ by default; the Megatron forks of 2023 silently use L2 decay off CUDA.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,19 +27,13 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
-from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
-from megatron_distopt.optimizer.precision import Precision
-from megatron_distopt.optimizer.triton_low_precision import Wanted
+from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 
-#: By source, the one that updates what is on the host. They keep the same state; those of other packages do not.
-_ON_HOST = {**dict.fromkeys(("torch_fused", "triton"), "torch_fused"), "torch_foreach": "torch_foreach"}
-#: By value of `adam`, what updates state in low precision; others keep fp32 state only.
-_LOW_PRECISION_FROM = {
-    "auto": Wanted.BEST,
-    "triton": Wanted.KERNEL,
-    "torch_fused": Wanted.STRETCHES,
-    "torch_foreach": Wanted.STRETCHES,
-}
+#: Sources that can update what is on the host. They keep the same state; those of other packages do not.
+_ON_HOST = ("torch_fused", "torch_foreach")
+#: Values of `adam` with which state may be in low precision; others keep fp32 state only.
+_LOW_PRECISION_FROM = ("auto", "torch_fused", "torch_foreach")
 
 
 @dataclass(frozen=True)
@@ -73,11 +66,23 @@ def best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
 
 
 def _chosen(name: str, config: DistOptConfig, why: tuple[str, ...]) -> InnerChoice:
-    on_host = _ON_HOST.get(name)
-    if on_host == "torch_fused" and not has_torch_fused(CPU):
-        on_host = "torch_foreach"
-    build_there = None if on_host is None else partial(_ADAMS[on_host].build, config=config)
+    build_there = adam_on_host(config, for_each=name == "torch_foreach") if name in _ON_HOST else None
     return InnerChoice(name, partial(_ADAMS[name].build, config=config), why, on_host=build_there)
+
+
+def adam_on_host(config: DistOptConfig, options: Mapping[str, Any] | None = None, *, for_each: bool = False) -> Build:
+    """Builds torch's Adam for the fp32 state of the host.
+
+    Args:
+        config: see `low_precision_adam`, as are the options.
+        options: as given, or those of the config.
+        for_each: whether the device has torch's for-each kernel; torch's fused one otherwise, where torch has it.
+    """
+    given = {**adam_options(config), "decoupled": config.is_decoupled} if options is None else dict(options)
+    is_decoupled = given.pop("decoupled")
+    if for_each or not has_torch_fused(CPU):
+        return partial(torch.optim.AdamW if is_decoupled else torch.optim.Adam, **given, foreach=True)
+    return partial(blocked_adam.AdamW if is_decoupled else blocked_adam.Adam, **given, fused=True)
 
 
 def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -103,14 +108,12 @@ def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping
     if config.adam not in _LOW_PRECISION_FROM:
         got, rule = f"{config.adam!r} for state in low precision", f"be one of {', '.join(_LOW_PRECISION_FROM)}"
         raise ConfigError(refusal("adam", got, rule, "Write adam='auto', or leave the dtypes of the state at float32"))
-    if config.adam == "triton":
-        named_adam(config, device_type)
     given = {**adam_options(config), "decoupled": config.is_decoupled} if options is None else dict(options)
 
     def build(groups: Groups) -> Optimizer:
         _check_groups(groups, LOW_PRECISION, is_decoupled=given["decoupled"])
-        wanted = _LOW_PRECISION_FROM[config.adam]
-        return LowPrecisionAdam(groups, **given, precision=Precision.of(config), wanted=wanted)
+        precision, by_kernel = Precision.of(config), config.adam == "auto"
+        return LowPrecisionAdam(groups, **given, precision=precision, device_type=device_type, by_kernel=by_kernel)
 
     return build
 
@@ -183,14 +186,6 @@ def _missing_deepspeed_cpu(device_type: str) -> str | None:
     return None if _is_installed("deepspeed") else "not installed"
 
 
-def _missing_triton(device_type: str) -> str | None:
-    if not _is_installed("triton"):
-        return "not installed"
-    if device_type != CUDA and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"has no kernels for {device_type} (TRITON_INTERPRET=1 interprets them there, which is for tests)"
-    return _missing_symbol("triton", "jit")
-
-
 def _missing_torch_fused(device_type: str) -> str | None:
     return None if has_torch_fused(device_type) else f"torch {torch.__version__} has no fused AdamW for {device_type}"
 
@@ -235,13 +230,6 @@ def _builder(name: str, module: str, symbol: str, mode: str) -> Callable[[Groups
     return build
 
 
-def _build_triton(groups: Groups, config: DistOptConfig) -> Optimizer:
-    _check_groups(groups, "triton", is_decoupled=config.is_decoupled)
-    chosen = import_module("megatron_distopt.optimizer.triton_adam").TritonAdamW
-    optimizer: Optimizer = chosen(groups, **adam_options(config), decoupled=config.is_decoupled)
-    return optimizer
-
-
 _ADAMS = {
     "transformer_engine": _AdamSource(
         _missing_transformer_engine,
@@ -260,7 +248,6 @@ _ADAMS = {
     "torch_foreach": _AdamSource(
         lambda device_type: None, lambda groups, config: _build_torch(groups, config, foreach=True)
     ),
-    "triton": _AdamSource(_missing_triton, _build_triton),  # in no preference: only for one that asks for it by name
 }
 
 _PREFERENCE_ELSEWHERE = ("deepspeed", "torch_fused", "torch_foreach")

@@ -17,13 +17,13 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import adam_options, best_adam, low_precision_adam, named_adam
-from megatron_distopt.optimizer.codes import CODES
+from megatron_distopt.optimizer.adam import adam_on_host, adam_options, best_adam, low_precision_adam, named_adam
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
+from megatron_distopt.optimizer.low_precision.block_codes import CODES
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from megatron_distopt.optimizer.owners.elementwise import check_elementwise
 from megatron_distopt.optimizer.owners.given import build_alike, check_new
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams, choose_whole
-from megatron_distopt.optimizer.precision import Precision
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
@@ -73,8 +73,9 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
     if not Precision.of(config).is_full:
         if config.optimizer != "adam":
             raise _keeps_fp32(repr(config.optimizer))
-        builds = _low_precision_builds(config, device_type)
-        return InnerChoice(LOW_PRECISION, builds[0], ("the precision of the state asks for it",), on_host=builds[1])
+        _check_codes(config, device_type)
+        why, build = ("the precision of the state asks for it",), low_precision_adam(config, device_type)
+        return InnerChoice(LOW_PRECISION, build, why, on_host=adam_on_host(config))
     if config.optimizer == "sgd":
         here, on_host = (partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU))
         return InnerChoice("torch_sgd", here, on_host=on_host)
@@ -167,17 +168,9 @@ def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_t
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
-    builds = _low_precision_builds(config, device_type, options)
-    return InnerChoice(LOW_PRECISION, builds[0], why, defaults, builds[1])
-
-
-def _low_precision_builds(
-    config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None
-) -> tuple[Build, Build]:
-    """For the device, and for the host, where a kernel of the device that was asked for by name is not."""
     _check_codes(config, device_type)
-    on_host = replace(config, adam="auto") if config.adam == "triton" else config
-    return low_precision_adam(config, device_type, options), low_precision_adam(on_host, CPU, options)
+    build = low_precision_adam(config, device_type, options)
+    return InnerChoice(LOW_PRECISION, build, why, defaults, adam_on_host(config, options))
 
 
 def _check_codes(config: DistOptConfig, device_type: str) -> None:

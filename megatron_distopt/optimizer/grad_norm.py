@@ -10,7 +10,6 @@ which costs nothing there, and is made again in float64 where it is not finite. 
 for the device; there each element is squared in float64 in the first place, in the same single read of 4 bytes. Devices
 without float64 take so large a gradient for an infinite one, and `nonfinite_params` says so.
 
-Where Triton compiles for the device, one launch makes all of them (triton_stats.py); elsewhere they are torch's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from torch import Tensor
 from megatron_distopt.comm import Group, exchange, sum_over
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import NonFiniteGradError, refusal
-from megatron_distopt.optimizer import triton_stats
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 
@@ -76,8 +74,6 @@ def local_stats(flat_params: Sequence[FlatParam], device: torch.device, *, count
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
-    if flat_params and triton_stats.has_kernel(device):
-        return triton_stats.measure(flat_params, device, count_zeros=count_zeros)[:3]
     grads = [flat.main_grad for flat in flat_params]
     sums = [_sum_of_squares(grad) for grad in grads] if device.type == CPU else _sums_unseen(grads, device)
     return _add_up(flat_params, sums, device, count_zeros=count_zeros)
@@ -91,9 +87,6 @@ def local_numbers(
     Returns:
         What `local_stats` returns, and [len(flat_params)] of that dtype: 1 where the gradient of one is not finite.
     """
-    if flat_params and triton_stats.has_kernel(device):
-        numbers = triton_stats.measure(flat_params, device, count_zeros=count_zeros)
-        return numbers[:3], numbers[3:]
     sums = _sums_unseen([flat.main_grad for flat in flat_params], device)
     stats = _add_up(flat_params, sums, device, count_zeros=count_zeros)
     return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]

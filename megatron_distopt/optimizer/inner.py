@@ -15,10 +15,10 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.config import ADAM_NAMES, DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import OwnerPlan, Span
-from megatron_distopt.optimizer.coded import Coded, kept_of, part_of
-from megatron_distopt.optimizer.kept import Remainder
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of, stored_of
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.precision import Precision
 
 #: What a class keeps for every element. Of a class that a user names it is known after its first step only.
 _MOMENTS = {
@@ -191,8 +191,8 @@ def step_divided(
     """One step of the inner optimizer with every gradient divided by `divisor` (loss scale, average and clip in one).
 
     torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of its own. Where
-    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way; those of
-    `triton_adam` are left as they are.
+    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way; the kernel of
+    low_precision/one_pass.py leaves them as they are.
 
     Args:
         grads: the `.grad` of all params of the inner optimizer.
@@ -354,9 +354,9 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
     state = inner.state.pop(main, None)
     for part, tensor in parts.items() if state else ():
         inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
-        kept = kept_of(tensor)
-        if isinstance(kept, Remainder) and "exp_avg_sq" in state:
-            inner.state[tensor]["exp_avg_sq"] = Coded(kept.second)
+        kept = stored_of(tensor)
+        if isinstance(kept, RemainderValues) and "exp_avg_sq" in state:
+            inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(kept.second)
 
 
 def _cut(value: Any, part: Span, main: Tensor) -> Any:

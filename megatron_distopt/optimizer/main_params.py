@@ -23,9 +23,9 @@ from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.device import pinned
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
-from megatron_distopt.optimizer.coded import Coded, part_of
-from megatron_distopt.optimizer.kept import IN_PHASE, Remainder, phase_of, zeros_in_phase
-from megatron_distopt.optimizer.precision import FULL, Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of
+from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
+from megatron_distopt.optimizer.low_precision.stored_values import IN_PHASE, RemainderValues, phase_of, zeros_in_phase
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class OnHost:
     """What a flat param has beside its main param where that is kept on the host; see offload.py.
 
     Args:
-        model: pinned, 1-D; what the main param is rounded into before it is copied to the model param. Main params in
-            low precision may use it as a part of themselves, as they use the model param on a device.
+        model: pinned, 1-D; what the main param is rounded into before it is copied to the model param.
         arrived: pinned, fp32 1-D; where the gradient is copied to.
         grad: fp32 1-D; the gradient on the device, while it is attached.
     """
@@ -146,16 +145,16 @@ class FlatParam:
     def changes_with_model(self) -> bool:
         """Whether the main param is a remainder of the model param, so that others who change the one change both.
 
-        Not on the host, where it is one of a copy, and not while it is held in fp32.
+        Not while it is held in fp32.
         """
-        kept = self.main.kept if isinstance(self.main, Coded) and self.on_host is None else None
-        return isinstance(kept, Remainder) and not kept.held
+        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
+        return isinstance(stored, RemainderValues) and stored.held is None
 
     @property
     def can_tell_changes(self) -> bool:
         """Whether it has what is needed to find out that the model param was changed by others."""
-        kept = self.main.kept if isinstance(self.main, Coded) else None
-        return not self.changes_with_model or not isinstance(kept, Remainder) or not bool(kept.low.any())
+        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
+        return not self.changes_with_model or not isinstance(stored, RemainderValues) or not bool(stored.low.any())
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
@@ -202,8 +201,7 @@ def _of_buffer(
     )
     models = [buffer.param_of(plan.in_buffer) for plan in plans]
     hosts = _on_host(plans, models, on_host)
-    sources = [model if host is None else host.model for host, model in zip(hosts, models, strict=True)]
-    mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(sources, precision)
+    mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(models, hosts, precision)
     grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
     return [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
 
@@ -228,18 +226,14 @@ def _on_host(
     return hosts
 
 
-def _mains_by_place(models: Sequence[Tensor], precision: Precision) -> list[Tensor]:
-    """Main params beside model params, some of which may be copies on the host."""
-    places = list(dict.fromkeys(model.device for model in models))
-    by_place = {
-        place: iter(_mains([model for model in models if model.device == place], precision)) for place in places
-    }
-    return [next(by_place[model.device]) for model in models]
-
-
-def _mains(models: Sequence[Tensor], precision: Precision) -> list[Tensor]:
+def _mains_by_place(models: Sequence[Tensor], hosts: Sequence[OnHost | None], precision: Precision) -> list[Tensor]:
+    """Main params that begin as their model params: on the host in fp32, on the device in the form of `precision`."""
+    here = [model for model, host in zip(models, hosts, strict=True) if host is None]
     is_full = precision.main_params_dtype == FULL.main_params_dtype
-    return _copy_flat(models, models) if is_full else precision.mains(models)
+    on_device = iter(_copy_flat(here, here) if is_full else map(precision.main, here))
+    there = [host.model for host in hosts if host is not None]
+    on_host = iter(_copy_flat(there, there))
+    return [next(on_device if host is None else on_host) for host in hosts]
 
 
 def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
@@ -301,21 +295,9 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
 
 def _phase(tensor: Tensor) -> int:
     """How many elements behind the beginning of a vector of `IN_PHASE` elements its first one lies."""
-    if isinstance(tensor, Coded):
-        return phase_of(tensor.kept) % IN_PHASE
+    if isinstance(tensor, LowPrecisionTensor):
+        return phase_of(tensor.stored) % IN_PHASE
     return tensor.data_ptr() // tensor.element_size() % IN_PHASE
-
-
-def beside(main: Tensor, kept: Tensor) -> Tensor:
-    """What is kept for every element of a flat param: itself, or a copy that is in phase with the param.
-
-    Args:
-        main: fp32 1-D.
-        kept: of the same shape and dtype.
-    """
-    if (kept.data_ptr() - main.data_ptr()) % (IN_PHASE // 2 * main.element_size()) == 0:
-        return kept
-    return zeros_beside(main, kept.dtype).copy_(kept)
 
 
 def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -47,9 +47,7 @@ from megatron_distopt.optimizer.inner import (
     divides_in_place,
     step_divided,
 )
-from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.main_params import FlatParam, OnHost
-from megatron_distopt.optimizer.precision import Precision
 
 
 def buckets_on_host(
@@ -81,15 +79,13 @@ def host_nbytes(
 def _host_nbytes(
     layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, fraction: float, device: torch.device
 ) -> int:
-    precision = Precision.of(config)
-    by_element = precision.nbytes_of_main + precision.nbytes_of_moments
-    total = 0.0
+    total = 0
     chosen = buckets_on_host(layouts, fraction, device)
     for (layout, dtype), buckets in zip(layouts, chosen, strict=True):
         for bucket in buckets:
             numel = layout.buckets[bucket].in_buffer.numel // layout.num_shards
-            total += numel * by_element + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
-    return round(total)
+            total += 12 * numel + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
+    return total
 
 
 def check_offload(
@@ -273,8 +269,6 @@ class HostUpdates:
         inner = self._on_host
         if isinstance(inner, RoundsItself):
             inner.round_into({flat.main: _host_of(flat).model for flat in flat_params})
-        if isinstance(inner, LowPrecisionAdam) and isinstance(self._inner, LowPrecisionAdam):
-            inner.numbers = self._inner.numbered()
         return inner
 
     def _step(self, inner: Optimizer, bucket: Sequence[FlatParam], options: Groups, divisor: float) -> None:

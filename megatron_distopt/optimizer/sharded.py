@@ -18,8 +18,7 @@ The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 
 gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4),
 even for a divisor of 1 if that is a tensor, as with a deferred check and clipping. No kernel of torch's writes the
 rounded param in the same pass (4). tests/optimizer/test_bytes.py counts these bytes.
-adam='triton' saves the last two of these, 8 bytes: 34 ([Note: one sweep] in triton_adam.py). On a CPU large flat params
-are cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
+On a CPU large flat params are cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
-from megatron_distopt.optimizer.coded import Coded, storages_of
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import (
     Groups,
@@ -50,8 +48,10 @@ from megatron_distopt.optimizer.inner import (
     skips_by_itself,
     split_state,
 )
-from megatron_distopt.optimizer.kept import Plain
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, memory_of
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.stored_values import PlainValues
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
     FlatParamKey,
@@ -61,7 +61,6 @@ from megatron_distopt.optimizer.main_params import (
     split_flat_param,
 )
 from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
-from megatron_distopt.optimizer.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -331,7 +330,7 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
 
 
 def _main_nbytes(flat: FlatParam) -> int:
-    is_model = isinstance(flat.main, Coded) and isinstance(flat.main.kept, Plain)
+    is_model = isinstance(flat.main, LowPrecisionTensor) and isinstance(flat.main.stored, PlainValues)
     return 0 if is_model else _nbytes(flat.main)
 
 
@@ -379,4 +378,4 @@ def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return sum(each.nbytes for each in storages_of(tensor))
+    return sum(each.nbytes for each in memory_of(tensor))

@@ -18,8 +18,8 @@ from megatron_distopt.checkpoint.digests import (
     grad_digests,
     state_digests,
 )
-from megatron_distopt.optimizer.coded import Coded, plain
-from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from tests.checkpoint.test_reshard import LAYOUTS, MODEL
 from tests.support.simulated import KINDS, World
 
@@ -149,8 +149,8 @@ def test_digest_when_two_bits_differ_somewhere_then_none_of_many_pairs_is_missed
 
 @pytest.mark.parametrize("dtype", ["remainder", "bfloat16", "float16"])
 def test_digest_when_main_params_are_coded_then_it_is_that_of_their_values(dtype: str) -> None:
-    (main,) = Precision(dtype).mains([torch.randn(300).bfloat16()])
-    assert isinstance(main, Coded)
+    main = Precision(dtype).main(torch.randn(300).bfloat16())
+    assert isinstance(main, LowPrecisionTensor)
     cut = [main[:130].view(13, 10), main[130:].view(17, 10)]
-    parts = digest_of(plain(cut[0]), (0, 0)) + digest_of(plain(cut[1]), (13, 0))
+    parts = digest_of(as_plain(cut[0]), (0, 0)) + digest_of(as_plain(cut[1]), (13, 0))
     assert int(parts) % MODULUS == _digest(main.clone().view(30, 10))

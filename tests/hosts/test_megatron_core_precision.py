@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from megatron_distopt.checkpoint.source import open_checkpoint
-from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from tests.checkpoint.test_precision_resume import PRECISIONS
 from tests.hosts.test_megatron_core_checkpoints import BF16, MORE_STEPS, STEPS, Run, _Bench, _model_of, pytestmark
 from tests.support.crossed import PAIRS, SAVED, Found, Loaded, Pair, check_losses, check_values, compare

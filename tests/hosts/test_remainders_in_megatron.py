@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from tests.hosts import promises, test_promise_2023, test_promise_core
 from tests.hosts.promises import Act, Outcome, Program
 from tests.hosts.test_state_precision import asked_for

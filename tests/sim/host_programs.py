@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FORK = "--use-distributed-optimizer --distopt-adam torch_fused --lr 0.01 --train-iters 3 --distopt-bucket-size 700"
 _BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather"
-_LOW = "--distopt-offload-fraction 0.5 --distopt-main-params-dtype remainder --distopt-exp-avg-dtype int8"
+_REMAINDER = "--distopt-offload-fraction 0.5 --distopt-main-params-dtype remainder"
 _CORE = Case("distopt", steps=3, precision="bf16", clip_grad=0.0)
 _OVERLAP = _CORE.of(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=4000)
 
@@ -36,7 +36,7 @@ FORK = {
     "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 {_BOTH}",
     "host half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms --distopt-offload-fraction 0.5 {_BOTH}",
     "host all, fp16": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 --cpu-optimizer --cpu-torch-adam",
-    "host half, low precision": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_LOW} {_BOTH}",
+    "host half, remainders": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_REMAINDER} {_BOTH}",
     "reduced in bf16": f"{_FORK} --clip-grad 0 --bf16 --distopt-reduce-dtype bfloat16 {_BOTH}",
 }
 CORE = {
@@ -46,28 +46,23 @@ CORE = {
     "fp16 overlap": _OVERLAP.of(dp=2, precision="fp16"),
     "average in the collective": _OVERLAP.of(dp=2, average_in_collective=True),
     "host half": _OVERLAP.of(dp=2),
-    "host all, low precision": _OVERLAP.of(dp=2),
+    "host half, remainders": _OVERLAP.of(dp=2),
     "moved away and back": _OVERLAP.of(dp=2),
+    "moved away and back in low precision": _OVERLAP.of(dp=2),
     "tp2": _OVERLAP.of(tp=2),
     "pp2": _OVERLAP.of(pp=2, tied=False),
 }
-_ANY_STATE = f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 {_BOTH}"
-#: By the dtype of the params, trainings that have their state as variables of the environment ask for it.
-FORK_STATES = {
-    "bfloat16": f"{_ANY_STATE} --bf16",
-    "float16": f"{_ANY_STATE} --fp16 --initial-loss-scale 4096",
-    "float32": _ANY_STATE,
-}
-CORE_STATES = {
-    name: _OVERLAP.of(dp=2, precision=precision)
-    for name, precision in {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.items()
-}
-_REMAINDER = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}
 #: Variables of some of megatron-core's.
+_HALF = {"OFFLOAD_FRACTION": "0.5"}
 VARIABLES = {
-    "host half": {"OFFLOAD_FRACTION": "0.5"},
-    "host all, low precision": {"OFFLOAD_FRACTION": "1", **_REMAINDER},
-    "moved away and back": {"OFFLOAD_FRACTION": "0.5", **_REMAINDER},
+    "host half": _HALF,
+    "host half, remainders": {**_HALF, "MAIN_PARAMS_DTYPE": "remainder"},
+    "moved away and back": {**_HALF, "MAIN_PARAMS_DTYPE": "remainder"},
+    "moved away and back in low precision": {
+        "MAIN_PARAMS_DTYPE": "remainder",
+        "EXP_AVG_DTYPE": "int8",
+        "EXP_AVG_SQ_DTYPE": "int8",
+    },
 }
 
 
@@ -95,7 +90,7 @@ def train_fork(name: str, device: str) -> Trained:
     for module in [each for key, each in sys.modules.items() if key.split(".")[0] in ("megatron", "pretrain")]:
         if hasattr(module, "DEVICE"):
             module.DEVICE = device  # type: ignore[attr-defined]
-    run = fork.train(*(FORK | FORK_STATES)[name].split())
+    run = fork.train(*FORK[name].split())
     norms = [float(each.grad_norm) for each in run.iterations if each.grad_norm is not None]
     return Trained(run.losses, norms, {key: param.cpu() for key, param in run.params.items()})
 
@@ -119,8 +114,8 @@ def train_core(name: str, device: str) -> Trained:
 
     prepare_core(device)
     with streams_of(device), variables(VARIABLES.get(name, {})):
-        case = (CORE | CORE_STATES)[name]
-        curve = _train_and_move(case) if name == "moved away and back" else gpt.train(case)
+        case = CORE[name]
+        curve = _train_and_move(case) if name.startswith("moved away") else gpt.train(case)
     norms = [float(step.grad_norm) for step in curve.steps if step.grad_norm is not None]
     losses = [float(step.loss) for step in curve.steps]
     return Trained(losses, norms, {key: param.cpu() for key, param in curve.params.items()})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import measure_memory
 from tests.sim.trial import begin
@@ -24,11 +24,9 @@ from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import run_ranks
 
 _BF16 = torch.bfloat16
-_FORMS: Mapping[str, Mapping[str, Any]] = {
-    "fp32": {},
-    "remainder": {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
-    "bf16": dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16"),
-}
+#: Of the part on the device; that on the host is in fp32, so that bits stay where the form is exact.
+_FORMS: Mapping[str, Mapping[str, Any]] = {"fp32": {}, "remainder": {"main_params_dtype": "remainder"}}
+_LOW = {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 #: What is not long.
 _SHORT = ("remainder",)
 #: Fractions of one resume after the other: from each to each.
@@ -109,7 +107,7 @@ def _held(rank: int, fraction: float, options: Mapping[str, Any]) -> _Held:
     places = set()
     for flat in run.flat_params if fraction == 1.0 else ():
         state = [flat.main, *(each for each in inner.state[flat.main].values() if each.dim())]
-        places |= {part.device.type for each in state for part in storages_of(each)}
+        places |= {part.device.type for each in state for part in memory_of(each)}
     on_host = sum(flat.main.numel() for flat in run.flat_params if flat.on_host is not None)
     numels = on_host, sum(flat.main.numel() for flat in run.flat_params)
     run.end()
@@ -128,6 +126,7 @@ def collect(rank: int, size: int, folder: str, forms: Sequence[str]) -> Facts:
         digests = {"log_digests": 1, "digest_file": str(Path(folder) / "digests")}
         held = [(0.0, options), (0.5, {**options, **digests}), (1.0, options)]
         facts[f"{name} held"] = {fraction: _held(rank, fraction, given) for fraction, given in held}
+    facts["low precision"] = _held(rank, 1.0, _LOW)
     facts["fp32 params"] = _text_of(rank, offload_fraction=1.0, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: 3000)
@@ -163,8 +162,8 @@ def _check_bytes(facts: Facts, form: str) -> None:
     assert whole.numels[0] == whole.numels[1]
     assert 0.5 * half.numels[1] <= half.numels[0] < half.numels[1]
     assert 0 < half.host_nbytes < whole.host_nbytes
-    # A bf16 main param is the rounded param itself, which is pinned memory. Counts of updates are on the host, too.
-    assert whole.host_nbytes == whole.state_nbytes == none.state_nbytes
+    counts = whole.host_nbytes - 12 * whole.numels[0]  # of updates, which are on the host, too
+    assert whole.host_nbytes == whole.state_nbytes and 0 < counts < 100
     assert whole.staging_nbytes == 6 * whole.numels[0]
     assert whole.places == {"cpu"}
 
@@ -175,6 +174,11 @@ def test_training_when_it_resumes_in_other_places_then_the_same_holds_in_every_p
         for form in _FORMS:
             assert all(facts[form]), form
             _check_bytes(facts, form)
+
+
+def test_state_when_low_precision_is_asked_for_then_what_is_on_the_host_is_in_fp32(found: list[Facts]) -> None:
+    for facts in found:
+        assert facts["low precision"] == facts["remainder held"][1.0]
 
 
 def test_offload_when_it_cannot_be_then_refused_with_what_is_needed(found: list[Facts]) -> None:

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from megatron_distopt import distribute
 from megatron_distopt.cli.plan import StagePlan, plan_stage
 from megatron_distopt.cli.plan_model import Choice, ParallelSizes
-from megatron_distopt.optimizer.coded import storages_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import Memory
 from tests.sim.trial import begin
@@ -93,7 +93,7 @@ def _held(rank: int, choice: Choice) -> Held:
 
 def _state(sharded: Any, flat: FlatParam) -> list[Tensor]:
     state = [flat.main, *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each))]
-    return [part for each in state for part in storages_of(each)]
+    return [part for each in state for part in memory_of(each)]
 
 
 def collect(rank: int, size: int) -> dict[str, Held]:

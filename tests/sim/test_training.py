@@ -16,7 +16,7 @@ Found = list[dict[str, list[str]]]
 SHORT = (
     *("mixed overlap", "bf16 overlap, two streams", "reduced in bf16, forward on a stream", "step on a stream"),
     *("fp16 dynamic", "nan raise", "saved in the background", "a param begins to train"),
-    *("low precision, nan skip", "host half, low precision", "muon, step on a stream"),
+    *("low precision, nan skip", "host half, remainders", "muon, step on a stream"),
 )
 #: On a device that DeepSpeed names.
 NAMED = ("mixed overlap", "a module's buffers", "saved in the background")

@@ -1,7 +1,6 @@
 """The Triton kernels compiled for GPUs that are not here, and what their machine code shows.
 
-Triton's compiler and the ptxas that it brings need no GPU. docs/kernels.md is written from this by
-scripts/kernels_table.py, and tests/optimizer/test_compiled_kernels.py asserts it.
+Triton's compiler and the ptxas that it brings need no GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
-from megatron_distopt.optimizer.codes import CODES
-from megatron_distopt.optimizer.triton_low_precision import BLOCKS, FORMS, MOST_REGISTERS
-from megatron_distopt.optimizer.triton_table import REST_BLOCK, STATS_BLOCK, SWEEP_BLOCK
-
-__all__ = ["CODED", "SOME_CODED", "TARGETS", "VARIANTS", "Compiled", "Variant", "compile_for"]
+from megatron_distopt.optimizer.low_precision.block_codes import CODES
+from megatron_distopt.optimizer.low_precision.one_pass import BLOCKS, FORMS, MOST_REGISTERS
 
 #: By name: backend, architecture and lanes of a warp.
 TARGETS = {
@@ -30,160 +25,104 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 
-_SOURCES = {f"grads{number}": "i64" for number in range(4)}
+_TENSORS = {"table": "*i64", "scalars": "*fp32", "found_inf": "*fp32"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile a kernel.
-
-    Args:
-        kernel: its name.
-        types: of its arguments, in Triton's spelling.
-        constants: values of the others.
-        lane_numel: elements of one lane, in a body; None for a kernel that moves no flat params, with 4 warps.
-        reads, writes: how many tensors of a flat param, by bytes of an element.
-        scales: tensors with one byte a block, which are read and written.
-        module: where the kernel is.
-    """
+    """One way to compile a kernel: the types of its arguments, in Triton's spelling, and values of the others."""
 
     kernel: str
     types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    lane_numel: int | None = None
-    reads: Mapping[int, int] = field(default_factory=dict)
-    writes: Mapping[int, int] = field(default_factory=dict)
-    scales: int = 0
-    module: str = "triton_kernels"
+    constants: Mapping[str, int]
 
-    def num_warps(self, lanes: int) -> int:
-        """Of one program, on a device with that many lanes a warp."""
-        return 4 if self.lane_numel is None else self._program_numel // self.lane_numel // lanes
 
-    def wide_loads(self, lanes: int) -> int:
-        """128-bit loads that bring all that one lane reads of a body."""
-        return self._vectors(self.reads, lanes)
+@dataclass(frozen=True)
+class Update:
+    """The kernel `update` for main params and moments in some forms, with a kind of model param (`one_pass.MODELS`)."""
 
-    def wide_stores(self, lanes: int) -> int:
-        """128-bit stores that write all that one lane writes of a body."""
-        return self._vectors(self.writes, lanes)
+    main: str
+    model: int
+    first: str
+    second: str
 
     @property
-    def stores_of_coded(self) -> dict[int, int]:
-        """All stores of one lane of `update_coded` by bits, in whole vectors and of single values.
+    def variant(self) -> Variant:
+        forms = {"MAIN": self.main, "FIRST": self.first, "SECOND": self.second}
+        constants = {name: FORMS[form] for name, form in forms.items()}
+        types = {**_TENSORS, "owners": "*i32", "divisor": "*fp32", "first_program": "i32"}
+        types |= {f"grads{number}": "i64" for number in range(4)}
+        return Variant("update", types, {**constants, "MODEL": self.model, "DECOUPLED": True, "BLOCKS": BLOCKS})
+
+    @property
+    def reads(self) -> Counter[int]:
+        """How many tensors of a flat param are read, by bytes of an element; the gradient is fp32."""
+        return Counter([4, *self._stored, *[2] * (self.main == "remainder")])
+
+    @property
+    def wide_loads(self) -> int:
+        """128-bit loads that bring all that the 8 elements of one lane need."""
+        return _vectors(self.reads)
+
+    @property
+    def stores(self) -> dict[int, int]:
+        """All stores of one lane by bits, in whole vectors and of single values.
 
         8 values are 128 bits of 16-bit tensors, twice 128 of fp32 and 64 of codes of 8 bits. Scales are written in both
         ways.
         """
-        single = {8 * nbytes: 8 * count for nbytes, count in self.writes.items()}
-        single[8] = single.get(8, 0) + 2 * self.scales
-        found = {**single, 64: self.writes.get(1, 0), 128: self._vectors(self.writes, 32)}
-        return {bits: count for bits, count in sorted(found.items()) if count}
-
-    def _vectors(self, streams: Mapping[int, int], lanes: int) -> int:
-        return sum(nbytes * count for nbytes, count in streams.items() if nbytes > 1) * self._numel(lanes) // 16
-
-    def _numel(self, lanes: int) -> int:
-        return self._program_numel // lanes // self.num_warps(lanes)
+        writes = Counter([*self._stored, *[2] * (self.main == "remainder" or self.model > 0)])
+        single = Counter({8 * nbytes: 8 * count for nbytes, count in writes.items()})
+        single[8] += 2 * sum(name in CODES for name in (self.main, self.first, self.second))
+        return {bits: count for bits, count in {**single, 64: writes[1], 128: _vectors(writes)}.items() if count}
 
     @property
-    def _program_numel(self) -> int:
-        return int(self.constants["BLOCK"] if "BLOCK" in self.constants else 128 * self.constants["BLOCKS"])
+    def _stored(self) -> list[int]:
+        """Bytes of an element of main param and moments."""
+        names = (self.main, self.first, self.second)
+        return [4 if name == "float32" else 1 if FORMS[name] >= 32 else 2 for name in names]
 
 
-def _sweep(*, decoupled: bool) -> Variant:
-    types = {"table": "*i64", "owners": "*i32", "scalars": "*fp32", "divisor": "*fp32", "found_inf": "*fp32"}
-    types |= {"num": "i32", "num_bodies": "i32", **_SOURCES}
-    constants = {"DECOUPLED": decoupled, "BLOCK": SWEEP_BLOCK, "REST_BLOCK": REST_BLOCK}
-    return Variant("sweep", types, constants, 8, {4: 4}, {4: 3, 2: 1})
+def _vectors(streams: Mapping[int, int]) -> int:
+    return sum(nbytes * count for nbytes, count in streams.items() if nbytes > 1) * 8 // 16
 
 
-def _statistics(dtype: str) -> Variant:
-    types = {"table": "*i64", "owners": "*i32", "sums": f"*{dtype}", "zeros": "*i32", "counter": "*i32"}
-    types |= {"out": f"*{dtype}", **dict.fromkeys(("num", "num_programs", "blocks", "padding", "counts_zeros"), "i32")}
-    return Variant("statistics", {**types, **_SOURCES}, {"WIDE": dtype == "fp64", "BLOCK": STATS_BLOCK}, None, {4: 1})
-
-
-def _coded(main: str, model: int, first: str, second: str, *, decoupled: bool = True) -> Variant:
-    types = {"table": "*i64", "owners": "*i32", "scalars": "*fp32", "divisor": "*fp32", "found_inf": "*fp32"}
-    names = (main, first, second)
-    held = [4 if name == "float32" else 1 if FORMS[name] >= 32 else 2 for name in names]
-    read, written = [2] * (main == "remainder"), [2] * (main == "remainder" or model > 0)  # of the model param
-    constants = {"MAIN": FORMS[main], "MODEL": model, "FIRST": FORMS[first], "SECOND": FORMS[second]}
-    return Variant(
-        "update_coded",
-        {**types, "first_program": "i32", **_SOURCES},
-        {**constants, "DECOUPLED": decoupled, "BLOCKS": BLOCKS},
-        8,
-        Counter([4, *held, *read]),  # the gradient is fp32
-        Counter([*held, *written]),
-        sum(name in CODES for name in names),
-        "triton_coded_kernels",
-    )
-
-
-_PREPARE = {"table": "*i64", "rates": "*fp64", "hyperparameters": "*fp64", "found_inf": "*fp32", "scalars": "*fp32"}
-
-VARIANTS = {
-    "sweep": _sweep(decoupled=True),
-    "prepare": Variant("prepare", {**_PREPARE, "num": "i32"}, {"BLOCK": 128, "ROW_CELLS": 0}),
-    "statistics in float64": _statistics("fp64"),
-    "sweep with L2 decay": _sweep(decoupled=False),
-    "statistics in fp32": _statistics("fp32"),
-}
-
-
+PREPARE = Variant("prepare", {**_TENSORS, "rates": "*fp64", "hyperparameters": "*fp64", "num": "i32"}, {"BLOCK": 128})
 _MOMENTS = ("float32", "bfloat16", *CODES)
 #: Forms of main params with the kinds of model params that they are rounded into.
 _MAINS = {"float32": (0, 1, 2), "remainder": (0,), "bfloat16": (0,), "float16": (1, 2)}
-
-#: Every combination of forms, by its name.
-CODED = {
-    f"{main}{('', ' to bf16', ' to fp16')[model]}, {first}, {second}": _coded(main, model, first, second)
+UPDATES = [
+    Update(main, model, first, second)
     for main, models in _MAINS.items()
     for model in models
     for first in _MOMENTS
     for second in _MOMENTS
-}
+]
 #: Each form of main params and of moments at least once.
-SOME_CODED = (
-    "remainder, int8, int8",
-    "remainder, bfloat16, bfloat16",
-    "bfloat16, float8_e4m3fn, float8_e5m2",
-    "float16 to fp16, float16, float16",
-    "float32 to bf16, int8, float8_e4m3fn",
-    "float32, float32, int8",
+SOME_UPDATES = (
+    Update("remainder", 0, "int8", "int8"),
+    Update("bfloat16", 0, "float8_e4m3fn", "float8_e5m2"),
+    Update("float16", 2, "float16", "bfloat16"),
+    Update("float32", 1, "float32", "float8_e4m3fn"),
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the machine code of a kernel shows.
-
-    Args:
-        registers: of one lane.
-        spilled_nbytes: of one lane, that registers did not hold.
-        local_nbytes: of one lane, memory of its own (a stack frame, or scratch).
-        loads, stores: of global memory, by bits of one lane; of how many instructions.
-    """
+    """What the machine code of a kernel shows of one lane."""
 
     registers: int
-    spilled_nbytes: int
-    local_nbytes: int
-    loads: Mapping[int, int] = field(default_factory=dict)
-    stores: Mapping[int, int] = field(default_factory=dict)
+    spilled_nbytes: int  # that registers did not hold
+    local_nbytes: int  # memory of its own (a stack frame, or scratch)
+    loads: Mapping[int, int]  # of global memory, by bits, how many instructions
+    stores: Mapping[int, int]
 
 
 def compile_for(target: str, variant: Variant) -> Compiled:
-    """Compiles a kernel.
-
-    Args:
-        target: one of `TARGETS`.
-        variant: of which kernel.
-    """
+    """Compiles a kernel for one of `TARGETS`."""
     triton = import_module("triton")
     compiler, backends = import_module("triton.compiler"), import_module("triton.backends.compiler")
-    kernel = getattr(import_module(f"megatron_distopt.optimizer.{variant.module}"), variant.kernel)
+    kernel = getattr(import_module("megatron_distopt.optimizer.low_precision.triton_kernels"), variant.kernel)
     names = list(kernel.arg_names)
     pointers = [(number,) for number, name in enumerate(names) if variant.types.get(name, "").startswith("*")]
     source = compiler.ASTSource(
@@ -193,8 +132,8 @@ def compile_for(target: str, variant: Variant) -> Compiled:
         {pointer: [["tt.divisibility", 16]] for pointer in pointers},  # what torch allocates
     )
     backend, arch, lanes = TARGETS[target]
-    options = {"num_warps": variant.num_warps(lanes), "enable_fp_fusion": False}
-    if variant.module == "triton_coded_kernels" and backend == "cuda":
+    options = {"num_warps": 128 // lanes, "enable_fp_fusion": False}  # a lane of `update` has 8 elements then
+    if variant.kernel == "update" and backend == "cuda":
         options["maxnreg"] = MOST_REGISTERS
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(said), warnings.catch_warnings():

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
-from megatron_distopt.optimizer.precision import Precision
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from tests.checkpoint.test_precision_resume import ERRORS, PRECISIONS
 
 

@@ -42,8 +42,8 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.coded import plain
 from megatron_distopt.optimizer.inner import InnerChoice, moments_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in the state; every other entry is one box.
@@ -164,7 +164,7 @@ def _key(model: WholeModel, key: str) -> str:
 
 def _shard(model: WholeModel, each: Written) -> ShardedTensor:
     dtype, box = each.tensor.dtype, each.box
-    return ShardedTensor(_key(model, each.key), plain(each.tensor), dtype, box.sizes, each.shape, box.offsets, None)
+    return ShardedTensor(_key(model, each.key), as_plain(each.tensor), dtype, box.sizes, each.shape, box.offsets, None)
 
 
 def _shard_to_fill(model: WholeModel, key: str, piece: OwnedPiece) -> ShardedTensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.optimizer.coded import Coded
-from megatron_distopt.optimizer.kept import Kept
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
+from megatron_distopt.optimizer.low_precision.stored_values import StoredValues
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -74,15 +74,15 @@ def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> li
     """
     views: dict[int, list[Tensor]] = {}
     on_host = [flat.main for flat in sharded.flat_params if flat.on_host is not None]
-    stays = {_address(main) for main in on_host if not isinstance(main, Coded)}
-    others = [each for each in published if not isinstance(each, Coded) and _address(each) not in stays]
+    stays = {_address(main) for main in on_host if not isinstance(main, LowPrecisionTensor)}
+    others = [each for each in published if not isinstance(each, LowPrecisionTensor) and _address(each) not in stays]
     for view in (*(flat.main for flat in _owning(sharded)), *others):
         views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
     return [MainParams.of(each) for each in views.values()]
 
 
 def _owning(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
-    return (flat for flat in _on_device(sharded) if flat.owns_memory and not isinstance(flat.main, Coded))
+    return (flat for flat in _on_device(sharded) if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor))
 
 
 def _on_device(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
@@ -96,7 +96,7 @@ def _address(tensor: Tensor) -> int:
 
 def _device_of(tensor: Tensor) -> torch.device:
     """Where the values are; a coded tensor itself names the device on which it was made."""
-    return tensor.kept.device if isinstance(tensor, Coded) else tensor.device
+    return tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
 
 
 class OffloadedState:
@@ -171,7 +171,7 @@ class OffloadedState:
         """Moments of main params on the host, which others have moved to the device."""
         elsewhere = [flat for flat in self._sharded.flat_params if flat.on_host is not None]
         for flat, kept, name in self._all_kept(elsewhere):
-            if not isinstance(kept[name], Coded) and kept[name].device != flat.main.device:
+            if not isinstance(kept[name], LowPrecisionTensor) and kept[name].device != flat.main.device:
                 kept[name] = kept[name].to(flat.main.device)
 
     def _devices(self) -> list[torch.device]:
@@ -181,21 +181,21 @@ class OffloadedState:
     def _kept(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         """Every plain tensor that the inner optimizer keeps on the device: of what, in which dict, under which name."""
         found = self._all_kept(_on_device(self._sharded))
-        return ((flat, kept, name) for flat, kept, name in found if not isinstance(kept[name], Coded))
+        return ((flat, kept, name) for flat, kept, name in found if not isinstance(kept[name], LowPrecisionTensor))
 
     def _all_kept(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         for flat in flat_params:
             kept = self._sharded.inner.state.get(flat.main, {})
             yield from ((flat, kept, name) for name in list(kept) if torch.is_tensor(kept[name]))
 
-    def _forms(self) -> Iterator[tuple[FlatParam, Kept]]:
+    def _forms(self) -> Iterator[tuple[FlatParam, StoredValues]]:
         """Everything that is kept in another form on the device, with the flat param that it is of."""
         for flat in _on_device(self._sharded):
             kept = self._sharded.inner.state.get(flat.main, {}).values()
-            forms = [each.kept for each in (flat.main, *kept) if isinstance(each, Coded)]
+            forms = [each.stored for each in (flat.main, *kept) if isinstance(each, LowPrecisionTensor)]
             yield from ((flat, form) for form in forms if not _is_model(form, flat.model))
 
 
-def _is_model(form: Kept, model: Tensor) -> bool:
+def _is_model(form: StoredValues, model: Tensor) -> bool:
     """Whether what is kept is the model param itself, which is a main param in bf16."""
     return any(_address(part) == _address(model) for part in form.parts)

@@ -9,7 +9,7 @@ block with smaller values as well, and a checkpoint that is loaded in the same p
 [Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam divides by. A value that
 is not zero never becomes zero, because Adam would divide by eps alone. Codes have 11 bits of mantissa at most, so the
 square of a root is exact in fp32, and so is the root of the square. Of other values the root is rounded to nearest, as
-by a GPU and by native_codes.c; MKL's root of fp32, which torch takes on a CPU, is an ulp off at times.
+by a GPU; MKL's root of fp32, which torch takes on a CPU, is an ulp off at times.
 
 [Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at most where the
 gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest would keep it up for ever. Second
@@ -39,20 +39,13 @@ _SIGN16, _MAGNITUDE8 = -0x8000, 0x7F
 
 
 @dataclass(frozen=True)
-class Code:
-    """How a value that was divided by the scale of its block becomes a code.
+class BlockCode:
+    """How a value that was divided by the scale of its block becomes a code."""
 
-    Args:
-        name: as an option has it.
-        storage: of the codes.
-        shift: how many of the lowest bits of fp16 are cut off.
-        top: the exponent, as fp16 keeps it, that the largest value of a block gets.
-    """
-
-    name: str
-    storage: torch.dtype
-    shift: int
-    top: int
+    name: str  # as an option has it
+    storage: torch.dtype  # of the codes
+    shift: int  # how many of the lowest bits of fp16 are cut off
+    top: int  # the exponent, as fp16 keeps it, that the largest value of a block gets
 
     @property
     def has_short_exponent(self) -> bool:
@@ -74,20 +67,20 @@ class Code:
 CODES = {
     each.name: each
     for each in (
-        Code("float16", torch.int16, 0, 29),
-        Code("float8_e5m2", torch.uint8, 8, 29),
-        Code("float8_e4m3fn", torch.uint8, 7, 14),
-        Code("int8", torch.uint8, 6, 7),
+        BlockCode("float16", torch.int16, 0, 29),
+        BlockCode("float8_e5m2", torch.uint8, 8, 29),
+        BlockCode("float8_e4m3fn", torch.uint8, 7, 14),
+        BlockCode("int8", torch.uint8, 6, 7),
     )
 }
 
 
-def encode(values: Tensor, code: Code, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rounds blocks of values to codes.
 
     Args:
         values: fp32 [blocks, 128]; overwritten.
-        code: see `Code`.
+        code: see `BlockCode`.
         noise: int16 of the same shape with random bits, to round at random; None to round to nearest.
 
     Returns:
@@ -117,7 +110,7 @@ def root_of(values: Tensor) -> Tensor:
     return values.double().sqrt_().float() if values.device.type == CPU else values.sqrt()
 
 
-def decode(codes: Tensor, exponents: Tensor, code: Code) -> Tensor:
+def decode(codes: Tensor, exponents: Tensor, code: BlockCode) -> Tensor:
     """Reads what `encode` returned.
 
     Args:

@@ -1,14 +1,18 @@
 """State in low precision, updated by the kernel, against the same formula in torch's operators: every bit.
 
-The kernel runs on a GPU or by Triton's interpreter; test_triton_interpreted.py runs these tests so:
-TRITON_INTERPRET=1 python -m pytest tests/optimizer/test_triton_low_precision.py
+The kernel runs on a GPU or by Triton's interpreter, in a process of its own: Triton decides when it is imported whether
+it interprets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +22,22 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer import triton_low_precision
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.coded import Coded, part_of
-from megatron_distopt.optimizer.codes import CODES
-from megatron_distopt.optimizer.forms import Forms
 from megatron_distopt.optimizer.inner import divides_in_place, split_state, step_divided
-from megatron_distopt.optimizer.kept import Kept, Plain, Remainder
-from megatron_distopt.optimizer.low_precision_adam import LowPrecisionAdam
-from megatron_distopt.optimizer.precision import Precision
-from megatron_distopt.optimizer.triton_low_precision import Kinds, OnePass, Wanted
-from tests.optimizer.test_triton_adam import DEVICE, needs_kernel
+from megatron_distopt.optimizer.low_precision import one_pass
+from megatron_distopt.optimizer.low_precision.block_codes import CODES
+from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam, _gathered
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import part_of, stored_of
+from megatron_distopt.optimizer.low_precision.one_pass import Combination, Table, grad_addresses
+from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, RemainderValues, phase_of
+
+HAS_GPU, HAS_TRITON = torch.cuda.is_available(), find_spec("triton") is not None
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernel = pytest.mark.skipif(
+    not HAS_TRITON or not (HAS_GPU or IS_INTERPRETED), reason="needs triton, and a GPU or TRITON_INTERPRET=1"
+)
+DEVICE = torch.device("cuda" if HAS_GPU and not IS_INTERPRETED else "cpu")
 
 MOMENTS = ("float32", "bfloat16", *CODES)
 MAINS = ("float32", "remainder", "bfloat16", "float16")
@@ -53,14 +62,13 @@ DIVISOR = 3.5
 class _Formula(LowPrecisionAdam):
     """The update as torch's operators make it: each rounds once, as each operation of the kernel does."""
 
-    def _update_natively(self, waiting: Sequence[Forms], given: Mapping[str, Tensor | None]) -> list[Forms]:
-        return []
-
-    def _compute(self, group: dict[str, Any], stretches: Sequence[Any]) -> None:
+    def _update_in_stretches(self, group: dict[str, Any], updates: list[ParamUpdate], tensors: Any) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        for each in stretches:
-            count, x, m, v = int(each.forms.step), each.main, each.first, each.second
-            g = each.grad / self.grad_scale
+        for update in updates:
+            update.step.add_(1)
+        for stretch in (stretch for stretches in _gathered(updates) for stretch in stretches):
+            count, x, m, v = int(stretch.update.step), stretch.main, stretch.first, stretch.second
+            g = stretch.grad / tensors["grad_scale"]
             if self.decoupled:
                 x.mul_(_rounded(1 - lr * decay))
             else:
@@ -69,6 +77,7 @@ class _Formula(LowPrecisionAdam):
             v.copy_(beta2 * v + (1 - beta2) * g * g)
             root = _rounded((1 - beta2**count) ** 0.5)
             x.sub_(_rounded(lr / (1 - beta1**count)) * (m / (_root(v) / root + group["eps"])))
+            stretch.update.write(stretch.start, stretch.stop, x, m, v)
 
 
 def _rounded(number: float) -> Tensor:
@@ -94,13 +103,10 @@ class Trained:
     @property
     def bits(self) -> list[Tensor]:
         """All that a step writes."""
-        held = [[main, *self.inner.state[main].values()] for main in self.mains]
-        kepts = [each.kept if isinstance(each, Coded) else Plain(each) for members in held for each in members]
-        return [part for kept in kepts for part in _written(kept)] + list(self.models.values())
-
-
-def _written(kept: Kept) -> tuple[Tensor, ...]:
-    return (*kept.parts, kept.model) if isinstance(kept, Remainder) else kept.parts
+        tensors = [tensor for main in self.mains for tensor in (main, *self.inner.state[main].values())]
+        stored = list(map(stored_of, tensors))
+        rounded = [each.model for each in stored if isinstance(each, RemainderValues)]
+        return [part for each in stored for part in each.parts] + rounded + list(self.models.values())
 
 
 def _trained(kind: type[LowPrecisionAdam], precision: Precision, dtype: torch.dtype, **options: Any) -> Trained:
@@ -111,7 +117,7 @@ def _trained(kind: type[LowPrecisionAdam], precision: Precision, dtype: torch.dt
     if precision.main_params_dtype == "float32":
         mains = [wide.clone()[start:stop] for start, stop in SPANS[:FP32]]
     else:
-        mains = precision.mains(models[:FP32])
+        mains = list(map(precision.main, models[:FP32]))
     groups = [
         {"params": [*mains[:2], models[FP32]]},
         {"params": mains[2:], "lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.0},
@@ -127,8 +133,7 @@ def _step(trained: Trained, number: int, divisor: float = DIVISOR, found_inf: Te
     generator = torch.Generator().manual_seed(number)
     grads, start = torch.randn(2 * SPANS[-1][1], generator=generator).to(DEVICE), 0
     for index, main in enumerate(trained.mains):
-        kept = main.kept if isinstance(main, Coded) else Plain(main)
-        start += (triton_low_precision.phase_of(kept) - start) % 8
+        start += (phase_of(stored_of(main)) - start) % 8
         main.grad = None if number == 1 and index == 1 else grads[start : start + main.numel()]
         start += main.numel()
     given = [main.grad for main in trained.mains if main.grad is not None]
@@ -148,10 +153,8 @@ def _split(trained: Trained) -> None:
 
 def _check(precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, decoupled: bool) -> None:
     monkeypatch.setattr(torch.Tensor, "sqrt", _root)
-    ours, theirs = (
-        _trained(kind, precision, dtype, decoupled=decoupled, **options)
-        for kind, options in ((LowPrecisionAdam, {"wanted": Wanted.KERNEL}), (_Formula, {}))
-    )
+    ours = _trained(LowPrecisionAdam, precision, dtype, decoupled=decoupled)
+    theirs = _trained(_Formula, precision, dtype, decoupled=decoupled, by_kernel=False)
     for number in range(3):
         if number == 2:
             _split(ours)
@@ -165,7 +168,7 @@ def _check(precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 @needs_kernel
 @pytest.mark.parametrize(("precision", "dtype"), SOME, ids=str)
-def test_step_when_state_is_kept_in_other_forms_then_every_bit_is_that_of_the_formula(
+def test_step_when_state_is_stored_in_other_forms_then_every_bit_is_that_of_the_formula(
     precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _check(precision, dtype, monkeypatch, decoupled=dtype is torch.bfloat16)
@@ -174,7 +177,7 @@ def test_step_when_state_is_kept_in_other_forms_then_every_bit_is_that_of_the_fo
 @needs_kernel
 @pytest.mark.long
 @pytest.mark.parametrize(("precision", "dtype"), ALL, ids=str)
-def test_step_when_state_is_kept_in_any_forms_then_every_bit_is_that_of_the_formula(
+def test_step_when_state_is_stored_in_any_forms_then_every_bit_is_that_of_the_formula(
     precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _check(precision, dtype, monkeypatch, decoupled=precision.exp_avg_dtype != "float16")
@@ -182,7 +185,7 @@ def test_step_when_state_is_kept_in_any_forms_then_every_bit_is_that_of_the_form
 
 @needs_kernel
 def test_step_when_something_is_not_finite_then_not_a_bit_changes() -> None:
-    trained = _trained(LowPrecisionAdam, *SOME[0], wanted=Wanted.KERNEL)
+    trained = _trained(LowPrecisionAdam, *SOME[0])
     _step(trained, 0)
     before = [each.clone() for each in trained.bits]
     grads = _step(trained, 2, found_inf=torch.ones((), device=DEVICE))
@@ -196,91 +199,90 @@ def test_step_when_there_are_many_flat_params_then_two_launches_for_one_combinat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: list[str] = []
-    real = triton_low_precision.launch
-    monkeypatch.setattr(
-        triton_low_precision, "launch", lambda name, *args, **kw: (launched.append(name), real(name, *args, **kw))
-    )
+    real = one_pass.launch
+    monkeypatch.setattr(one_pass, "launch", lambda name, *args, **kw: (launched.append(name), real(name, *args, **kw)))
     precision = SOME[0][0]
     for num in (1, 5):
-        mains = precision.mains([torch.ones(20, dtype=torch.bfloat16, device=DEVICE) for _ in range(num)])
+        mains = [precision.main(torch.ones(20, dtype=torch.bfloat16, device=DEVICE)) for _ in range(num)]
         mains.append(torch.ones(20, device=DEVICE))
-        inner = LowPrecisionAdam([{"params": mains}], precision=precision, wanted=Wanted.KERNEL)
+        inner = LowPrecisionAdam([{"params": mains}], precision=precision)
         for _ in range(2):
             launched.clear()
             for main in mains:
                 main.grad = torch.ones(20, device=DEVICE)
             inner.step()
-        assert launched == ["prepare", "update_coded", "update_coded"]
+        assert launched == ["prepare", "update", "update"]
 
 
-def _own(wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> LowPrecisionAdam:
-    """An optimizer on the CPU, which counts as a device of Triton's here, before its first step."""
-    monkeypatch.setattr(triton_low_precision, "CUDA", "cpu")
-    monkeypatch.setattr(triton_low_precision, "_TRIED", {})
-    (main,) = Precision("remainder").mains([torch.ones(20, dtype=torch.bfloat16)])
-    inner = LowPrecisionAdam([{"params": [main]}], precision=Precision("remainder"), wanted=wanted)
+def test_step_when_triton_cannot_compile_then_the_error_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: str) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(one_pass, "has_kernel", lambda device: True)
+    monkeypatch.setattr(one_pass, "import_module", fail)
+    main = Precision("remainder").main(torch.ones(20, dtype=torch.bfloat16))
+    inner = LowPrecisionAdam([{"params": [main]}], precision=Precision("remainder"))
     main.grad = torch.ones(20)
-    return inner
+    with pytest.raises(ConfigError, match=r"no compiler.*adam='torch_fused'"):
+        inner.step()
 
 
-def _raise(*args: Any, **constants: Any) -> None:
-    raise RuntimeError("no compiler")
-
-
-@pytest.mark.parametrize("launch", [_raise, lambda *args, **constants: None], ids=["raises", "does nothing"])
-def test_step_when_the_kernel_is_not_right_then_torch_updates_and_one_that_was_asked_for_by_name_is_refused(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(triton_low_precision, "launch", launch)
-    inner = _own(Wanted.BEST, monkeypatch)
-    inner.step()
-    assert "updated by torch" in caplog.text
-    (main,) = inner.param_groups[0]["params"]
-    torch.testing.assert_close(main.values(), torch.full((20,), 1 - 1e-3 - 1e-5))
-    assert divides_in_place(inner)
-    with pytest.raises(ConfigError, match="adam 'triton'"):
-        _own(Wanted.KERNEL, monkeypatch).step()
-
-
-@pytest.mark.parametrize(
-    ("adam", "wanted"), [("auto", Wanted.BEST), ("torch_fused", Wanted.STRETCHES), ("triton", Wanted.KERNEL)]
-)
+@pytest.mark.parametrize(("adam", "by_kernel"), [("auto", True), ("torch_fused", False), ("torch_foreach", False)])
 def test_choose_inner_when_state_is_in_low_precision_then_adam_says_what_updates_it(
-    adam: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+    adam: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("megatron_distopt.optimizer.adam._missing_symbol", lambda *names: None)
-    monkeypatch.setattr("megatron_distopt.optimizer.adam._is_installed", lambda package: True)
     choice = choose_inner(DistOptConfig(adam=adam, exp_avg_dtype="bfloat16"), "cpu")
-    inner = choice.build([{"params": [torch.zeros(1)]}])
-    assert isinstance(inner, LowPrecisionAdam)
-    assert inner._one_pass._wanted is wanted
+    main = torch.zeros(8)
+    inner = choice.build([{"params": [main]}])
+    launched: list[str] = []
+    monkeypatch.setattr(one_pass, "has_kernel", lambda device: True)
+    monkeypatch.setattr(one_pass, "launch", lambda name, *args, **kw: launched.append(name))
+    main.grad = torch.ones(8)
+    inner.step()
+    assert launched == (["prepare", "update"] if by_kernel else [])
 
 
-def test_kinds_when_of_any_forms_then_each_has_a_number_of_its_own() -> None:
+def test_combination_when_of_any_forms_then_each_has_a_number_of_its_own() -> None:
     model = torch.zeros(4, dtype=torch.bfloat16)
     found = set()
     for precision, _ in ALL:
-        (main,) = [model.float()] if precision.main_params_dtype == "float32" else precision.mains([model])
+        main = model.float() if precision.main_params_dtype == "float32" else precision.main(model)
         inner = LowPrecisionAdam([{"params": [main]}], precision=precision)
         inner.round_into({main: model})
-        main.grad = torch.zeros(4)
-        found.add(Kinds.of(inner._forms(0, 0, main)))
+        found.add(Combination.of(inner._prepared(0, 0, main, torch.zeros(4))))
     assert len(found) == len(MAINS) * len(MOMENTS) ** 2
 
 
 @needs_kernel
-def test_table_when_flat_params_lie_in_phase_then_their_vectors_are_whole() -> None:
+def test_table_when_flat_params_lie_in_phase_then_their_vectors_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = []
-    real = triton_low_precision._Table.of
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            triton_low_precision._Table, "of", lambda given, device: rows.extend(given) or real(given, device)
-        )
-        trained = _trained(LowPrecisionAdam, *SOME[0], wanted=Wanted.KERNEL)
-        _step(trained, 0)
-        _split(trained)
-        _step(trained, 2)
+    real = Table.of
+    monkeypatch.setattr(Table, "of", lambda given, device: rows.extend(given) or real(given, device))
+    trained = _trained(LowPrecisionAdam, *SOME[0])
+    _step(trained, 0)
+    _split(trained)
+    _step(trained, 2)
     assert len(rows) >= 9 and all(row.is_aligned for row in rows)
     assert {row.phase for row in rows} > {0, 3}
-    assert OnePass(Wanted.STRETCHES).choose([], [], decoupled=True) == []
+
+
+def test_grad_addresses_when_in_many_allocations_then_the_last_ones_are_absolute() -> None:
+    buffers = [torch.zeros(16) for _ in range(6)]
+    starts, addresses = grad_addresses([buffer[4:] for buffer in buffers])
+    assert starts == [buffer.data_ptr() for buffer in buffers[:4]]
+    for buffer, (source, offset, phase) in zip(buffers, addresses, strict=True):
+        assert offset + (starts[source] if source < 4 else 0) == buffer[4:].data_ptr()
+        assert phase == buffer[4:].data_ptr() % 16
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.skipif(IS_INTERPRETED, reason="is interpreted already")
+@pytest.mark.parametrize("marker", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernel_when_it_is_interpreted_then_its_tests_pass(marker: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3000, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

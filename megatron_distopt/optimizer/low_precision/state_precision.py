@@ -1,12 +1,12 @@
-"""In which precision main params and moments are kept: what the options say, and memory of that form.
+"""In which precision main params and moments are stored: what the options say, and memory of that form.
 
-Nothing else of the package knows the forms: a main param or a moment is a tensor of fp32 values, see [Note: coded
-tensors] in coded.py.
+Nothing else of the package knows the forms: a main param or a moment is a tensor of fp32 values, see [Note:
+low-precision tensors] in low_precision_tensor.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,8 +16,16 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
-from megatron_distopt.optimizer.coded import Coded, kept_of
-from megatron_distopt.optimizer.kept import Blocks, Kept, Plain, Remainder, phase_of, zeros_in_phase, zeros_kept
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
+from megatron_distopt.optimizer.low_precision.stored_values import (
+    BlockValues,
+    PlainValues,
+    RemainderValues,
+    StoredValues,
+    phase_of,
+    zeros_in_phase,
+    zeros_stored,
+)
 
 _FP32 = "float32"
 #: By form of the main params, the dtypes of params that can have it.
@@ -26,14 +34,9 @@ _PARAMS_OF = {"remainder": (torch.bfloat16,), "bfloat16": (torch.bfloat16,), "fl
 
 @dataclass(frozen=True)
 class Precision:
-    """The forms of a state, as the options of the same names have them.
+    """The forms of a state, as the options of the same names have them."""
 
-    Args:
-        main_params_dtype: of the main params of 16-bit params.
-        exp_avg_dtype, exp_avg_sq_dtype: of the two moments.
-    """
-
-    main_params_dtype: str = _FP32
+    main_params_dtype: str = _FP32  # of the main params of 16-bit params
     exp_avg_dtype: str = _FP32
     exp_avg_sq_dtype: str = _FP32
 
@@ -57,48 +60,51 @@ class Precision:
         """Bytes an element of both moments."""
         return sum(_with_scales(MOMENT_NBYTES, each) for each in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
-    def mains(self, models: Sequence[Tensor]) -> list[Tensor]:
-        """Main params that begin as their 16-bit model params.
+    def main(self, model: Tensor) -> Tensor:
+        """A main param that begins as its 16-bit model param.
 
         Args:
-            models: 1-D; those of the param buffer itself.
+            model: 1-D; that of the param buffer itself.
         """
-        return [self._main(model) for model in models]
-
-    def _main(self, model: Tensor) -> Tensor:
-        kept = Plain(model)
+        plain = PlainValues(model)
         if self.main_params_dtype == "remainder":
-            low = zeros_in_phase(model.numel(), phase_of(kept), torch.int16, model.device)
-            return Coded(Remainder(model, low, self._zeros(kept, self.exp_avg_sq_dtype, is_second=True, has_ties=True)))
+            low = zeros_in_phase(model.numel(), phase_of(plain), torch.int16, model.device)
+            second = self._zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
+            return LowPrecisionTensor(RemainderValues(model, low, second))
         if self.main_params_dtype == "bfloat16":
-            return Coded(kept)
-        return Coded(self._zeros(kept, self.main_params_dtype)).copy_(model)
-
-    def _zeros(self, like: Kept, dtype: str, *, is_second: bool = False, has_ties: bool = False) -> Plain | Blocks:
-        phase = phase_of(like)
-        return zeros_kept(like.numel, like.device, dtype, is_second=is_second, has_ties=has_ties, phase=phase)
+            return LowPrecisionTensor(plain)
+        return LowPrecisionTensor(self._zeros(plain, self.main_params_dtype)).copy_(model)
 
     def first(self, main: Tensor) -> Tensor:
         """A first moment of zeros for a main param."""
-        return _tensor(self._zeros(kept_of(main), self.exp_avg_dtype))
+        return _shown(self._zeros(stored_of(main), self.exp_avg_dtype))
 
     def second(self, main: Tensor) -> Tensor:
         """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
-        kept = kept_of(main)
-        return Coded(kept.second).zero_() if isinstance(kept, Remainder) else self.second_to_fill(main)
+        stored = stored_of(main)
+        if isinstance(stored, RemainderValues):
+            return LowPrecisionTensor(stored.second).zero_()
+        return self.second_to_fill(main)
 
     def second_to_fill(self, main: Tensor) -> Tensor:
         """A second moment of zeros in memory of its own, also where the one in use holds bits of the main param."""
-        return _tensor(self._zeros(kept_of(main), self.exp_avg_sq_dtype, is_second=True))
+        return _shown(self._zeros(stored_of(main), self.exp_avg_sq_dtype, is_second=True))
+
+    @staticmethod
+    def _zeros(
+        beside: StoredValues, dtype: str, *, is_second: bool = False, has_ties: bool = False
+    ) -> PlainValues | BlockValues:
+        phase = phase_of(beside)
+        return zeros_stored(beside.numel, beside.device, dtype, is_second=is_second, has_ties=has_ties, phase=phase)
 
 
-#: What is kept where no option says anything.
+#: Where no option says anything.
 FULL = Precision()
 
 
-def _tensor(kept: Kept) -> Tensor:
+def _shown(stored: StoredValues) -> Tensor:
     """A plain tensor where operators may as well use it as it is."""
-    return kept.tensor if isinstance(kept, Plain) and not kept.has_ties else Coded(kept)
+    return stored.tensor if isinstance(stored, PlainValues) and not stored.has_ties else LowPrecisionTensor(stored)
 
 
 def _with_scales(nbytes: Mapping[str, int], form: str) -> float:

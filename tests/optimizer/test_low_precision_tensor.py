@@ -10,8 +10,13 @@ from torch import Tensor
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.coded import Coded, part_of, plain, storages_of
-from megatron_distopt.optimizer.kept import Plain, Remainder, zeros_kept
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    LowPrecisionTensor,
+    as_plain,
+    memory_of,
+    part_of,
+)
+from megatron_distopt.optimizer.low_precision.stored_values import PlainValues, RemainderValues, zeros_stored
 
 CPU = torch.device("cpu")
 MOMENTS = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "int8")
@@ -21,8 +26,8 @@ TIES = (1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, -1 - 3 * 2.0**-8)
 CUTS = ((0, 77), (77, 500), (500, NUMEL))
 
 
-def _moment(dtype: str, *, has_ties: bool = False) -> Coded:
-    return Coded(zeros_kept(NUMEL, CPU, dtype, is_second=True, has_ties=has_ties))
+def _moment(dtype: str, *, has_ties: bool = False) -> LowPrecisionTensor:
+    return LowPrecisionTensor(zeros_stored(NUMEL, CPU, dtype, is_second=True, has_ties=has_ties))
 
 
 def _values() -> Tensor:
@@ -32,7 +37,7 @@ def _values() -> Tensor:
     return values
 
 
-def _kept_values(dtype: str) -> tuple[Coded, Tensor]:
+def _kept_values(dtype: str) -> tuple[LowPrecisionTensor, Tensor]:
     moment = _moment(dtype)
     moment.copy_(_values())
     return moment, moment.clone()
@@ -86,40 +91,44 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     values[:4] = torch.tensor(TIES)
     values[4:8] = torch.tensor([torch.inf, -torch.inf, 3.4e38, 1e-42])
-    main.kept.update(0, NUMEL, values.clone())
-    assert torch.equal(plain(main), values)
+    main.stored.update(0, NUMEL, values.clone())
+    assert torch.equal(as_plain(main), values)
     assert torch.equal(model, values.bfloat16())
     second.copy_(_values())
-    assert torch.equal(plain(main), values)  # the signs of the second moment are the main param's
+    assert torch.equal(as_plain(main), values)  # the signs of the second moment are the main param's
     assert bool((second >= 0).all())
     values[0] = torch.nan
-    main.kept.update(0, NUMEL, values.clone())
-    assert bool(plain(main)[0].isnan()) and torch.equal(plain(main)[1:], values[1:])
+    main.stored.update(0, NUMEL, values.clone())
+    assert bool(as_plain(main)[0].isnan()) and torch.equal(as_plain(main)[1:], values[1:])
 
 
-def _remainder(dtype: str) -> tuple[Coded, Coded, Tensor]:
-    second = zeros_kept(NUMEL, CPU, dtype, is_second=True, has_ties=True)
+def _remainder(dtype: str) -> tuple[LowPrecisionTensor, LowPrecisionTensor, Tensor]:
+    second = zeros_stored(NUMEL, CPU, dtype, is_second=True, has_ties=True)
     model = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).bfloat16()
-    return Coded(Remainder(model, torch.zeros(NUMEL, dtype=torch.int16), second)), Coded(second), model
+    return (
+        LowPrecisionTensor(RemainderValues(model, torch.zeros(NUMEL, dtype=torch.int16), second)),
+        LowPrecisionTensor(second),
+        model,
+    )
 
 
 def test_remainder_when_others_write_to_it_then_the_param_stays_until_the_next_step() -> None:
     main, _, model = _remainder("float32")
-    assert torch.equal(plain(main), model.float())
+    assert torch.equal(as_plain(main), model.float())
     before, values = model.clone(), torch.randn(NUMEL)
     main[100:200].copy_(values[100:200])
     assert torch.equal(model, before)
     assert torch.equal(main[100:200].clone(), values[100:200]) and torch.equal(main[:100].clone(), before[:100].float())
-    kept = main.kept
-    assert isinstance(kept, Remainder)
+    kept = main.stored
+    assert isinstance(kept, RemainderValues)
     kept.settle()
     assert torch.equal(model[100:200], values[100:200].bfloat16())
     assert torch.equal(main[100:200].clone(), values[100:200])
-    assert sum(part.nbytes for part in storages_of(main)) == 2 * NUMEL
+    assert sum(part.nbytes for part in memory_of(main)) == 2 * NUMEL
 
 
 def test_coded_when_its_memory_is_measured_then_it_is_that_of_codes_and_scales() -> None:
-    nbytes = {dtype: sum(part.nbytes for part in storages_of(_moment(dtype))) for dtype in MOMENTS}
+    nbytes = {dtype: sum(part.nbytes for part in memory_of(_moment(dtype))) for dtype in MOMENTS}
     blocks = -(-NUMEL // 128)
     eight = NUMEL + blocks
     assert nbytes == {
@@ -148,7 +157,7 @@ def test_coded_when_it_is_copied_then_the_copy_is_plain() -> None:
 
 
 def test_plain_when_signs_are_ties_then_values_are_their_sizes() -> None:
-    kept = Plain(torch.tensor([1.0, -2.0, -0.0]), has_ties=True)
+    kept = PlainValues(torch.tensor([1.0, -2.0, -0.0]), has_ties=True)
     assert torch.equal(kept.ties(0, 3), torch.tensor([False, True, True]))
     assert torch.equal(kept.read(0, 3), torch.tensor([1.0, 2.0, 0.0]))
     kept.write(0, 3, torch.tensor([3.0, 4.0, 5.0]))

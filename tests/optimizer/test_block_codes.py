@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.layout.estimate import BLOCK_NUMEL
-from megatron_distopt.optimizer.codes import (
+from megatron_distopt.optimizer.low_precision.block_codes import (
     CODES,
-    Code,
+    BlockCode,
     decode,
     encode,
     random_bits,
@@ -32,7 +32,7 @@ def _noise(values: Tensor) -> Tensor:
     return random_bits(0, values.numel(), torch.tensor(3.0), 1).view(values.shape).to(torch.int16)
 
 
-def _kept(values: Tensor, code: Code, noise: Tensor | None = None) -> Tensor:
+def _kept(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> Tensor:
     return decode(*encode(values.clone(), code, noise), code)
 
 

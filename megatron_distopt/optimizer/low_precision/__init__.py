@@ -1,0 +1,1 @@
+"""Adam whose state is kept in other forms than fp32."""

@@ -1,0 +1,193 @@
+"""Adam whose state is stored in other forms than fp32: read, updated and rounded back.
+
+Where Triton has kernels for the device, one of them does all of it in one pass over memory (one_pass.py). Elsewhere
+torch's kernel updates fp32 values of one stretch after the other. A stretch is small enough to stay in the cache of a
+CPU in between, so memory is read and written once, in the forms in which the state is stored. With [Note: remainder]
+the result is that of fp32 state to the bit (tests/hosts/test_state_precision.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.device import CPU
+from megatron_distopt.optimizer.accelerator import has_torch_fused
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, Groups, KeepsMoments, RoundsItself
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
+from megatron_distopt.optimizer.low_precision.one_pass import OnePass
+from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
+from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, PlainValues, RemainderValues
+
+#: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
+_STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """Some neighbouring elements of a flat param, with fp32 values of its state."""
+
+    update: ParamUpdate
+    start: int
+    stop: int
+    main: Tensor
+    first: Tensor
+    second: Tensor
+
+    @property
+    def grad(self) -> Tensor:
+        return self.update.grad[self.start : self.stop]
+
+
+class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
+    """Adam over flat params, with state in any precision.
+
+    Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
+
+    Args:
+        params: param groups of fp32 1-D tensors, in low precision or plain.
+        lr, betas, eps, weight_decay: as torch's.
+        decoupled: False for a decay that is added to the gradient.
+        precision: of the moments.
+        device_type: where state is stored so; elsewhere, as on the host, it is fp32. None for everywhere.
+        by_kernel: whether Triton's kernel may update; torch's operators do otherwise.
+    """
+
+    #: See `inner.READS_TENSORS`.
+    reads_tensors = True
+
+    def __init__(
+        self,
+        params: Groups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled: bool = True,
+        precision: Precision,
+        device_type: str | None = None,
+        by_kernel: bool = True,
+    ) -> None:
+        device_types = {param.device.type for group in params for param in group["params"]}
+        self._is_fused = all(map(has_torch_fused, device_types if device_type is None else {device_type}))
+        # A group may name the kernel that it had before.
+        plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in params]
+        super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
+        for group in self.param_groups:  # torch's AdamW writes True, and the host's Adam reads it (offload.py)
+            group["decoupled_weight_decay"] = decoupled
+        self.decoupled, self.precision, self._device_type = decoupled, precision, device_type
+        self._one_pass = OnePass(decoupled=decoupled) if by_kernel else None
+        self.leaves_grads = False  # see `inner.LEAVES_GRADS`
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every param that has a gradient."""
+        updates, number = list[ParamUpdate](), 0
+        for index, group in enumerate(self.param_groups):
+            for main in group["params"]:
+                if main.grad is not None:
+                    updates.append(self._prepared(number, index, main, main.grad))
+                number += 1
+        tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        one_pass = self._one_pass
+        self.leaves_grads = one_pass is not None and one_pass.takes(updates, self.param_groups)
+        if one_pass is not None and self.leaves_grads:
+            one_pass.update(updates, self.param_groups, **tensors)
+            return
+        for index, group in enumerate(self.param_groups):
+            members = [update for update in updates if update.group == index]
+            if members:
+                self._update_in_stretches(group, members, tensors)
+
+    def new_moment(self, main: Tensor, kind: str) -> Tensor:
+        precision = self._precision_of(main)
+        return precision.second_to_fill(main) if kind == _SECOND else precision.first(main)
+
+    @torch.no_grad()
+    def take_moments(self, main: Tensor) -> None:
+        state = self.state.get(main, {})
+        for kind in (_FIRST, _SECOND):
+            if kind in state:
+                self._bring_into_form(main, state, kind)
+
+    def _precision_of(self, main: Tensor) -> Precision:
+        return self.precision if self._device_type in (None, main.device.type) else FULL
+
+    def _prepared(self, number: int, group: int, main: Tensor, grad: Tensor) -> ParamUpdate:
+        """Makes the state that is not there yet, and brings the other into its form."""
+        state = self.state[main]
+        if "step" not in state:
+            # As torch does: where its fused kernel reads it, else on the CPU.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if self._is_fused else CPU)
+        for kind in (_FIRST, _SECOND):
+            self._bring_into_form(main, state, kind)
+        stored = stored_of(main)
+        if isinstance(stored, RemainderValues):
+            stored.settle()
+        is_model = isinstance(stored, PlainValues) and stored.tensor is not main
+        model = None if is_model or isinstance(stored, RemainderValues) else self._models.get(main)
+        first, second = (stored_of(state[kind]) for kind in (_FIRST, _SECOND))
+        return ParamUpdate(number, group, stored, first, second, grad, state["step"], model)
+
+    def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
+        """Moments of which others have made plain tensors, as by loading them, go back into the form."""
+        precision = self._precision_of(main)
+        begin = precision.second if kind == _SECOND else precision.first
+        known, stored = state.get(kind), stored_of(main)
+        if known is None:
+            state[kind] = begin(main)
+            return
+        if kind == _SECOND and isinstance(stored, RemainderValues):
+            is_in_form = stored_of(known) is stored.second
+        else:
+            dtype = precision.exp_avg_sq_dtype if kind == _SECOND else precision.exp_avg_dtype
+            is_in_form = isinstance(known, LowPrecisionTensor) or known.dtype == getattr(torch, dtype)
+        if not is_in_form:
+            values = known.to(torch.float32, copy=True)
+            state[kind] = begin(main).copy_(values)
+
+    def _update_in_stretches(
+        self, group: dict[str, Any], updates: list[ParamUpdate], tensors: dict[str, Tensor | None]
+    ) -> None:
+        steps, found_inf = [update.step for update in updates], tensors["found_inf"]
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        options["beta1"], options["beta2"] = group["betas"]
+        torch._foreach_add_(steps, 1)
+        for stretches in _gathered(updates):
+            parts = [[getattr(each, name) for each in stretches] for name in ("main", "grad", "first", "second")]
+            counts = [stretch.update.step for stretch in stretches]
+            if self._is_fused:
+                kernel: Callable[..., None] = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+                kernel(*parts, [], counts, **options, **tensors)
+            else:
+                before = [count - 1 for count in counts]  # it counts by itself
+                name = "adamw" if self.decoupled else "adam"
+                getattr(import_module(f"torch.optim.{name}"), name)(*parts, [], before, foreach=True, **options)
+            for stretch in stretches:
+                stretch.update.write(stretch.start, stretch.stop, stretch.main, stretch.first, stretch.second)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def _gathered(updates: Iterable[ParamUpdate]) -> Iterator[list[_Stretch]]:
+    """Stretches of about the same number of elements in all, for one call of the kernel."""
+    gathered, numel = list[_Stretch](), 0
+    for update in updates:
+        most = _STRETCH_ON_CPU * torch.get_num_threads() if update.grad.device.type == CPU else _STRETCH
+        start = 0
+        while start < update.main.numel:
+            stop = update.second.end_of_stretch(start, most)
+            gathered.append(_Stretch(update, start, stop, *(stored.read(start, stop) for stored in update.state)))
+            numel, start = numel + stop - start, stop
+            if numel >= most:
+                yield gathered
+                gathered, numel = [], 0
+    if gathered:
+        yield gathered

@@ -1,0 +1,322 @@
+"""Adam over state in any precision, by a Triton kernel in one pass over memory, on CUDA and ROCm.
+
+A step is one launch of `triton_kernels.prepare`, which counts the updates, and one of `triton_kernels.update` for each
+combination of forms: two where fp32 params train beside 16-bit ones.
+
+A launch is told of all its flat params by a table on the device. It is built when addresses, groups or the set of
+params with gradients have changed; in a steady step the host compares the rows and uploads nothing. An upload goes
+through pinned memory, so the host does not wait for it either. Gradients may lie in memory that is allocated anew in
+every step: their places count from the start of that memory, whose address is an argument of the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.device import current, pinned
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.optimizer.accelerator import CUDA
+from megatron_distopt.optimizer.low_precision.block_codes import CODES
+from megatron_distopt.optimizer.low_precision.stored_values import (
+    BlockValues,
+    ParamUpdate,
+    RemainderValues,
+    StoredValues,
+    phase_of,
+)
+
+#: Blocks of one program, and its warps: each lane has 8 values, 128 bits of a 16-bit model param.
+BLOCKS = 8
+WARPS = 2 if torch.version.hip else 4
+#: Of one lane: a multiprocessor of NVIDIA's holds three programs of four warps then. Without a limit the compiler
+#: chooses a lower one by itself, for which it spills some bytes of some forms; nearly all forms need less than 128.
+MOST_REGISTERS = 168
+_OPTIONS = {"num_warps": WARPS} | ({} if torch.version.hip else {"maxnreg": MOST_REGISTERS})
+#: Flat params of one program of `prepare`.
+_PREPARE_BLOCK = 128
+#: How the kernel is told of a form: a code by its shift and its top, which it takes out of the number again.
+FORMS = {
+    "float32": 0,
+    "bfloat16": 1,
+    "remainder": 2,
+    **{name: 32 * code.shift + code.top for name, code in CODES.items()},
+}
+#: What the main param is rounded into, by dtype of the model param.
+MODELS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Addresses that the kernel takes for gradients to count from.
+_NUM_SOURCES = 4
+_LANE_NUMEL, _VECTOR_NBYTES = 8, 16
+
+Built = TypeVar("Built")
+
+
+class Combination(NamedTuple):
+    """The forms of a flat param, as the kernel is told of them; `model` is one of `MODELS`, the others of `FORMS`."""
+
+    main: int
+    model: int
+    first: int
+    second: int
+
+    @classmethod
+    def of(cls, update: ParamUpdate) -> Combination:
+        """That of one flat param."""
+        model = MODELS[None if update.model is None else update.model.dtype]
+        return cls(_form_of(update.main), model, _form_of(update.first), _form_of(update.second))
+
+
+def _form_of(stored: StoredValues) -> int:
+    if isinstance(stored, BlockValues):
+        return FORMS[stored.code.name]
+    if isinstance(stored, RemainderValues):
+        return FORMS["remainder"]
+    return FORMS[dtype_name(stored.parts[0].dtype)]
+
+
+class GradAddress(NamedTuple):
+    """Where a gradient lies: `offset` bytes from source number `source`, or at address `offset` for the last number."""
+
+    source: int
+    offset: int
+    phase: int  # its address modulo the bytes of a vector
+
+
+def grad_addresses(grads: Sequence[Tensor]) -> tuple[list[int], list[GradAddress]]:
+    """The addresses of the first allocations that hold the gradients, and where these lie in them."""
+    numbers: dict[int, int] = {}
+    addresses = []
+    for grad in grads:
+        address, start = grad.data_ptr(), grad.untyped_storage().data_ptr()
+        number = min(numbers.setdefault(start, len(numbers)), _NUM_SOURCES)
+        offset = address if number == _NUM_SOURCES else address - start
+        addresses.append(GradAddress(number, offset, address % _VECTOR_NBYTES))
+    starts = list(numbers)[:_NUM_SOURCES]
+    # Filled up with an address, so that the type of the argument does not depend on their number.
+    return starts + starts[:1] * (_NUM_SOURCES - len(starts)), addresses
+
+
+class Row(NamedTuple):
+    """What the kernel is told of one flat param; main to scales and step are addresses."""
+
+    combination: Combination
+    main: int
+    first: int
+    second: int
+    model: int
+    scales: tuple[int, ...]
+    grad: GradAddress
+    numel: int
+    phase: int
+    step: int
+    group: int
+    number: int
+
+    @classmethod
+    def of(cls, update: ParamUpdate, grad: GradAddress) -> Row:
+        main, first, second = (stored.parts[0].data_ptr() for stored in update.state)
+        scales = tuple(stored.exponents.data_ptr() if isinstance(stored, BlockValues) else 0 for stored in update.state)
+        model = 0 if update.rounded is None else update.rounded.data_ptr()
+        phase = next(iter(_phases(update)), phase_of(update.main))
+        numbers = update.step.data_ptr(), update.group, update.number
+        combination = Combination.of(update)
+        return cls(combination, main, first, second, model, scales, grad, update.main.numel, phase, *numbers)
+
+    def cells(self, first_program: int) -> list[int]:
+        """In the order of triton_kernels.py."""
+        addresses = [self.main, self.first, self.second, self.model, self.grad.offset, self.grad.source, *self.scales]
+        shape = [self.numel, first_program, self.phase]
+        return [*addresses, *shape, self.step, self.group, self.number, int(self.is_aligned)]
+
+    @property
+    def num_programs(self) -> int:
+        return -(-(self.phase + self.numel) // (BLOCKS * BLOCK_NUMEL))
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether value number `-phase` is at the beginning of a vector of every tensor.
+
+        Codes with a shift are of 8 bits, and their `FORMS` at least 32.
+        """
+        streams = [(self.model, 2), (self.grad.phase, 4)]
+        forms = self.combination.main, self.combination.first, self.combination.second
+        for address, form in zip((self.main, self.first, self.second), forms, strict=True):
+            streams.append((address, 4 if form == FORMS["float32"] else 1 if form >= 32 else 2))
+        return not any(
+            (address - self.phase * itemsize) % min(_VECTOR_NBYTES, _LANE_NUMEL * itemsize)
+            for address, itemsize in streams
+            if address or itemsize == 4
+        )
+
+
+def _phases(update: ParamUpdate) -> frozenset[int]:
+    """Values of the first block that belong to others, of each form in blocks; the kernel knows one for all."""
+    return frozenset(stored.phase for stored in update.state if isinstance(stored, BlockValues))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What the kernels read, on the device."""
+
+    cells: Tensor  # int64 [flat params, 16]
+    owners: Tensor  # int32 [programs], the flat param of each
+    scalars: Tensor  # fp32 [flat params, 8], written by `prepare`
+    launches: tuple[tuple[Combination, int, int], ...]  # forms, first program and number of programs of each
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: torch.device) -> Table:
+        """Builds and uploads it from rows in the order of their combinations; the host waits for nothing."""
+        cells, launches, start = list[list[int]](), dict[Combination, tuple[int, int]](), 0
+        for row in rows:
+            cells.append(row.cells(start))
+            first, num = launches.get(row.combination, (start, 0))
+            launches[row.combination] = first, num + row.num_programs
+            start += row.num_programs
+        programs = torch.tensor([row.num_programs for row in rows])
+        owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), programs)
+        scalars = torch.empty(len(rows), 8, dtype=torch.float32, device=device)
+        numbers = tuple((combination, *programs) for combination, programs in launches.items())
+        return cls(_uploaded(torch.tensor(cells), device), _uploaded(owners, device), scalars, numbers)
+
+
+def _uploaded(values: Tensor, device: torch.device) -> Tensor:
+    """Copies numbers to the device; the host does not wait."""
+    return pinned(values.shape, values.dtype, device).copy_(values).to(device, non_blocking=True)
+
+
+class Cache(Generic[Built]):
+    """What was built last on a device, by what it was built from."""
+
+    _MOST = 8
+
+    def __init__(self) -> None:
+        self._built: dict[Hashable, Built] = {}
+
+    def get(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """What belongs to that key, which is built where it is not there."""
+        if key not in self._built:
+            self._built[key] = build()
+            while len(self._built) > self._MOST:
+                del self._built[next(iter(self._built))]
+        return self._built[key]
+
+
+class OnePass:
+    """Updates flat params by the kernel.
+
+    Args:
+        decoupled: whether decay is.
+    """
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
+        self._tables, self._numbers = Cache[Table](), Cache[Tensor]()
+
+    def takes(self, updates: Sequence[ParamUpdate], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the kernel makes all of these updates; never some of them, because it leaves gradients undivided.
+
+        Args:
+            updates: of one step, on one device.
+            groups: their param groups.
+        """
+        if not updates or not has_kernel(updates[0].grad.device):
+            return False
+        is_usual = not any(groups[update.group].get(option) for update in updates for option in ("amsgrad", "maximize"))
+        return is_usual and all(map(_is_served, updates))
+
+    def update(
+        self,
+        updates: Sequence[ParamUpdate],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Makes updates that it `takes`.
+
+        Args:
+            updates: of one step.
+            groups: their param groups.
+            grad_scale, found_inf: fp32 0-D, as torch's fused optimizers have them.
+
+        Raises:
+            ConfigError: Triton cannot compile the kernel on this machine.
+        """
+        device = updates[0].grad.device
+        updates = sorted(updates, key=Combination.of)
+        sources, addresses = grad_addresses([update.grad for update in updates])
+        rows = tuple(map(Row.of, updates, addresses))
+        divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
+        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+        with current(device):
+            table = self._tables.get((rows, device), lambda: Table.of(rows, device))
+            programs, numbers = -(-len(rows) // _PREPARE_BLOCK), self._group_numbers(groups, device)
+            arguments = table.cells, *numbers, found_inf, table.scalars, len(rows)
+            launch("prepare", programs, *arguments, BLOCK=_PREPARE_BLOCK)
+            tensors = table.cells, table.owners, table.scalars, divisor, found_inf
+            for combination, first_program, num_programs in table.launches:
+                constants = constants_of(combination, self._decoupled)
+                launch("update", num_programs, *tensors, first_program, *sources, **constants, **_OPTIONS)
+
+    def _group_numbers(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+        """What `prepare` reads of param groups: float64 [groups, 2] and [groups, 4]; uploaded where it has changed."""
+
+        def uploaded(values: Sequence[float]) -> Tensor:
+            key = tuple(map(float, values))
+            return self._numbers.get((key, device), lambda: _uploaded(torch.tensor(key, dtype=torch.float64), device))
+
+        # The product is made in the dtype of the rate.
+        rates = [rate for group in groups for rate in (group["lr"], group["lr"] * group["weight_decay"])]
+        options = [number for group in groups for number in (*group["betas"], group["eps"], group["weight_decay"])]
+        if not any(isinstance(rate, Tensor) and rate.device == device for rate in rates):
+            return uploaded(rates).view(-1, 2), uploaded(options).view(-1, 4)
+        on_device = [
+            rate.to(device, torch.float64, non_blocking=True)
+            if isinstance(rate, Tensor)
+            else torch.full((), rate, dtype=torch.float64, device=device)
+            for rate in rates
+        ]
+        return torch.stack(on_device).view(-1, 2), uploaded(options).view(-1, 4)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether Triton is there and has kernels for a device; TRITON_INTERPRET=1 interprets them on a CPU, for tests."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == CUDA or is_interpreted) and find_spec("triton") is not None
+
+
+def _is_served(update: ParamUpdate) -> bool:
+    """Whether blocks of all its state begin at the same value, and all of it lies on the device in one piece."""
+    tensors = [update.grad, *(part for stored in update.state for part in stored.parts)]
+    is_here = all(tensor.is_contiguous() and tensor.device == update.grad.device for tensor in (*tensors, update.step))
+    return is_here and len(_phases(update)) <= 1
+
+
+def constants_of(combination: Combination, decoupled: bool) -> dict[str, Any]:
+    """Of `triton_kernels.update`."""
+    forms = {name.upper(): form for name, form in combination._asdict().items()}
+    return {**forms, "DECOUPLED": decoupled, "BLOCKS": BLOCKS}
+
+
+def launch(kernel: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launches a kernel of triton_kernels.py, which Triton compiles when it is launched first.
+
+    Multiplications and additions are not contracted: a GPU computes what Triton's interpreter does, to the bit. Memory
+    bounds the kernels, so it costs nothing.
+    """
+    try:
+        kernels = import_module("megatron_distopt.optimizer.low_precision.triton_kernels")
+        getattr(kernels, kernel)[(num_programs,)](*arguments, **constants, enable_fp_fusion=False)
+    except Exception as error:
+        message = f"Triton cannot compile the update of state in low precision on this machine ({error})"
+        remedy = "Write adam='torch_fused' for torch's operators, or install what Triton needs, such as a C compiler"
+        raise ConfigError(f"{message}. {remedy}.") from error

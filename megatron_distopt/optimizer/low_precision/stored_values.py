@@ -1,0 +1,375 @@
+"""How the state of a flat param is stored: plainly, as block codes, or as what a bf16 param lacks of its main param.
+
+[Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits hold, counted in
+units of its last place: exact fp32 without a second copy of the upper half. One case does not fit: halfway between two
+bf16 numbers the difference is +2**15 or -2**15, by whichever of them is even, and both have the same 16 bits. The
+second moment is never negative, so its sign bit stores which of the two it is. (tests/hosts/test_state_precision.py)
+
+Source: `store_param_remainders` of apex's DistributedFusedAdam and of TransformerEngine's FusedAdam, which round such a
+half up instead, so that their params differ from rounded fp32 ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.optimizer.low_precision.block_codes import (
+    CODES,
+    BlockCode,
+    decode,
+    encode,
+    random_bits,
+    root_of,
+    round_to_bf16,
+)
+
+#: Elements of a vector of 16-bit params; see [Note: in phase] in main_params.py.
+IN_PHASE = 8
+_LOWER, _HALF = 1 << 16, 1 << 15
+
+
+class StoredValues(ABC):
+    """fp32 values, 1-D, in the form in which they are stored."""
+
+    numel: int
+    device: torch.device
+    #: Whether `read` returns a view, so that nothing needs to be written back.
+    is_read_in_place = False
+    #: Whether an update rounds up or down at random; see [Note: stochastic rounding] in block_codes.py.
+    is_rounded_at_random = False
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Tensor, ...]:
+        """What is in memory for these values alone."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Some of the values, fp32 [stop - start]: a view where they are stored so, and else a copy."""
+
+    @abstractmethod
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """Rounds values to the form.
+
+        Args:
+            start, stop: which.
+            values: fp32 [stop - start]; may be overwritten.
+            noise: int32 of the same shape, random and at least 0, to round at random; to nearest where None.
+        """
+
+    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """As `write`, at the end of a step, in which the model param may be written as well."""
+        self.write(start, stop, values, noise)
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> StoredValues:
+        """Some of the values, to be stored by themselves from now on; the whole is not to be used any more."""
+
+    @abstractmethod
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every part of the memory by what a function makes of it; tensors that show the values follow."""
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        """Where a stretch of about `numel` values from `start` should end, so that no block is cut."""
+        return min(start + numel, self.numel)
+
+
+@dataclass(eq=False)
+class PlainValues(StoredValues):
+    """One number for each value, of any dtype."""
+
+    tensor: Tensor  # 1-D
+    has_ties: bool = False  # the signs are not those of the values, which are at least 0; see [Note: remainder]
+
+    def __post_init__(self) -> None:
+        self.is_read_in_place = self.tensor.dtype == torch.float32 and not self.has_ties
+        self.is_rounded_at_random = self.tensor.dtype == torch.bfloat16
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.tensor.numel()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.tensor.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        stored = self.tensor[start:stop]
+        return (stored.abs() if self.has_ties else stored).to(torch.float32)
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        stored = self.tensor[start:stop]
+        if noise is not None and stored.dtype == torch.bfloat16:
+            values = round_to_bf16(values, noise.bitwise_and(_LOWER - 1))
+        if self.has_ties:
+            values = values.to(stored.dtype).copysign_(stored)
+        stored.copy_(values)
+
+    def part(self, start: int, stop: int) -> PlainValues:
+        return PlainValues(self.tensor[start:stop], self.has_ties)
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.tensor = move(self.tensor)
+
+    def ties(self, start: int, stop: int) -> Tensor:
+        """bool [stop - start]: the sign bits."""
+        return self.tensor[start:stop].signbit()
+
+    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
+        """Sets the sign bits."""
+        stored = self.tensor[start:stop].abs_()
+        stored.copy_(torch.where(ties, -stored, stored))
+
+
+@dataclass(eq=False)
+class BlockValues(StoredValues):
+    """A code for each value and a scale for each block; see [Note: block codes] in block_codes.py."""
+
+    codes: Tensor  # 1-D
+    exponents: Tensor  # uint8 1-D, by block
+    code: BlockCode  # how values are rounded
+    phase: int = 0  # values of the first block that belong to others, and are not in `codes`
+    is_root: bool = False  # codes are of the root; see [Note: roots] in block_codes.py
+    has_ties: bool = False  # see `PlainValues`
+
+    def __post_init__(self) -> None:
+        self.is_rounded_at_random = self.is_root and self.code.shift > 0
+        #: The bit of a code that is its sign, and the others.
+        self._sign, self._magnitude = (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.codes.numel()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.codes.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.codes, self.exponents
+
+    def read(self, start: int, stop: int) -> Tensor:
+        codes, (blocks, head) = self.codes[start:stop], self._blocks(start, stop)
+        if self.is_root:
+            codes = codes & self._magnitude
+        values = decode(_padded(codes, head, len(blocks)), self.exponents[blocks.start : blocks.stop], self.code)
+        values = values.view(-1)[head : head + stop - start]
+        return values.square_() if self.is_root else values
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        first, last = self._whole(start, stop)
+        if (first, last) != (start, stop):  # the scale of a block that is cut may become another one
+            around = self.read(first, last)
+            around[start - first : stop - first] = values
+            self.write(first, last, around)
+            return
+        blocks, head = self._blocks(start, stop)
+        short = None if noise is None else _padded(noise.to(torch.int16), head, len(blocks))
+        padded = _padded(values, head, len(blocks))
+        padded = root_of(padded) if self.is_root else padded.clone()
+        codes, exponents = encode(padded, self.code, short)
+        if self.is_root:
+            codes = codes.add_((codes == 0) & (padded > 0))
+        codes = codes.view(-1)[head : head + stop - start]
+        if self.has_ties:
+            codes = codes | (self.codes[start:stop] & self._sign)
+        self.codes[start:stop].copy_(codes)
+        self.exponents[blocks.start : blocks.stop].copy_(exponents)
+
+    def part(self, start: int, stop: int) -> BlockValues:
+        blocks, head = self._blocks(start, stop)
+        exponents = self.exponents[blocks.start : blocks.stop].clone()
+        return BlockValues(self.codes[start:stop], exponents, self.code, head, self.is_root, self.has_ties)
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.codes, self.exponents = move(self.codes), move(self.exponents)
+
+    def ties(self, start: int, stop: int) -> Tensor:
+        """bool [stop - start]: the sign bits."""
+        return (self.codes[start:stop] & self._sign) != 0
+
+    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
+        """Sets the sign bits."""
+        self.codes[start:stop].bitwise_and_(self._magnitude).bitwise_or_(ties.to(self.codes.dtype) * self._sign)
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        return self._whole(start, min(start + numel, self.numel))[1]
+
+    def _blocks(self, start: int, stop: int) -> tuple[range, int]:
+        """The blocks with some values, and how many values of the first one lie before."""
+        first, last = start + self.phase, stop + self.phase
+        return range(first // BLOCK_NUMEL, -(-last // BLOCK_NUMEL)), first % BLOCK_NUMEL
+
+    def _whole(self, start: int, stop: int) -> tuple[int, int]:
+        """All values of the blocks with some values."""
+        blocks, _ = self._blocks(start, stop)
+        first, last = (BLOCK_NUMEL * edge - self.phase for edge in (blocks.start, blocks.stop))
+        return max(first, 0), min(last, self.numel)
+
+
+@dataclass(eq=False)
+class RemainderValues(StoredValues):
+    """A bf16 param and what it lacks of its fp32 main param; see [Note: remainder].
+
+    Only a step may write the param. What others write to the main param, as by loading it, is held in fp32 until the
+    next step, so that it can be compared with the param until then, as every main param is.
+    """
+
+    model: Tensor  # bf16 1-D, in the param buffer
+    low: Tensor  # int16 1-D
+    second: PlainValues | BlockValues  # the second moment, whose sign bits are used
+    held: Tensor | None = None  # fp32 1-D, what others have written since the last step
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.low.numel()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.low.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.low,) if self.held is None else (self.low, self.held)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self.held is not None:
+            return self.held[start:stop]
+        bits = _upper(self.model[start:stop]).add_(self.low[start:stop])
+        return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
+
+    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        if self.held is None:
+            self.held = self.read(0, self.numel)
+        self.held[start:stop].copy_(values)
+
+    def settle(self) -> None:
+        """Before a step: puts what is held into param and remainder."""
+        if self.held is not None:
+            values, self.held = self.held, None
+            self.update(0, self.numel, values)
+
+    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+        model = self.model[start:stop].copy_(values)
+        differences = values.view(torch.int32) - _upper(model)
+        # NaN rounds to another NaN; there is nothing to add.
+        differences.masked_fill_(values.isnan(), 0)
+        self.low[start:stop].copy_(differences)
+        self.second.set_ties(start, stop, differences == _HALF)
+
+    def part(self, start: int, stop: int) -> RemainderValues:
+        held = None if self.held is None else self.held[start:stop]
+        return RemainderValues(self.model[start:stop], self.low[start:stop], self.second.part(start, stop), held)
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.low, self.held = move(self.low), None if self.held is None else move(self.held)
+
+    def end_of_stretch(self, start: int, numel: int) -> int:
+        return self.second.end_of_stretch(start, numel)
+
+
+@dataclass(frozen=True, eq=False)
+class ParamUpdate:
+    """A flat param that is updated in this step, with its state as it is stored."""
+
+    number: int  # among all of them, for random bits
+    group: int  # index of its param group
+    main: StoredValues
+    first: StoredValues  # moment
+    second: StoredValues  # moment
+    grad: Tensor  # fp32 1-D
+    step: Tensor  # count of updates
+    model: Tensor | None  # what the main param is rounded into, if it does not write it by itself
+
+    @property
+    def state(self) -> tuple[StoredValues, StoredValues, StoredValues]:
+        """Main param and moments."""
+        return self.main, self.first, self.second
+
+    @property
+    def rounded(self) -> Tensor | None:
+        """The model param that the update writes, if any."""
+        return self.main.model if isinstance(self.main, RemainderValues) else self.model
+
+    def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
+        """Rounds some values into the stored state, and those of the main param into the model param.
+
+        Args:
+            start, stop: which.
+            main, first, second: fp32 [stop - start]; may be overwritten.
+        """
+        noise = None
+        if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
+            noise = random_bits(start, stop - start, self.step.to(self.grad.device), self.number)
+        if not self.first.is_read_in_place:
+            self.first.update(start, stop, first)
+        if not self.second.is_read_in_place:
+            self.second.update(start, stop, second, noise if self.second.is_rounded_at_random else None)
+        if not self.main.is_read_in_place:  # the last one, because it may write the sign bits of the second moment
+            bits = noise >> 15 if noise is not None and self.main.is_rounded_at_random else None
+            self.main.update(start, stop, main, bits)
+        if self.model is not None:
+            # What is stored is rounded, not what was computed, so that a checkpoint gives the same model param.
+            self.model[start:stop].copy_(self.main.read(start, stop))
+
+
+def _upper(model: Tensor) -> Tensor:
+    """bf16 as the upper halves of int32."""
+    return model.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+
+
+def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
+    """Whole blocks, with zeros around the values; [num_blocks, 128]."""
+    numel = num_blocks * BLOCK_NUMEL
+    if values.numel() != numel:
+        whole = values.new_zeros(numel)
+        whole[head : head + values.numel()] = values
+        values = whole
+    return values.view(num_blocks, BLOCK_NUMEL)
+
+
+def phase_of(stored: StoredValues) -> int:
+    """What is allocated for every value begins so many values behind an address that is aligned.
+
+    See [Note: in phase] in main_params.py. Scales of blocks begin there as well, so that a vector is in one block. It
+    follows from the layout alone, not from addresses, because it decides which values have one scale.
+    """
+    if isinstance(stored, RemainderValues):
+        stored = stored.second if isinstance(stored.second, BlockValues) else PlainValues(stored.model)
+    return stored.phase if isinstance(stored, BlockValues) else int(stored.parts[0].storage_offset()) % IN_PHASE
+
+
+def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-D, see `phase_of`."""
+    return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
+
+
+def zeros_stored(
+    numel: int, device: torch.device, dtype: str, *, is_second: bool = False, has_ties: bool = False, phase: int = 0
+) -> PlainValues | BlockValues:
+    """Zeros, one for each element of a flat param.
+
+    Args:
+        numel, device: of the flat param.
+        dtype: "float32", "bfloat16", or a name of `CODES`.
+        is_second: whether it is a second moment.
+        has_ties: see `PlainValues`.
+        phase: see `phase_of`.
+    """
+    if dtype not in CODES:
+        return PlainValues(zeros_in_phase(numel, phase, getattr(torch, dtype), device), has_ties)
+    code, num_blocks = CODES[dtype], -(-(phase + numel) // BLOCK_NUMEL)
+    codes = zeros_in_phase(numel, phase, code.storage, device)
+    exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
+    return BlockValues(codes, exponents, code, phase, is_root=is_second, has_ties=has_ties)
