@@ -5,8 +5,8 @@ that can be written. Nothing that a file says is executed, see pickles.py. Hosts
 writers for the files that their fork saves and loads.
 """
 
+from megatron_distopt.formats.common import check_step
 from megatron_distopt.formats.convert import TARGETS, Converted, convert
-from megatron_distopt.formats.head import check_step
 from megatron_distopt.formats.recognise import open_any
 
 __all__ = ["TARGETS", "Converted", "check_step", "convert", "open_any"]

@@ -17,13 +17,10 @@ from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.owned_state import is_owned
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import check_step
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import check_step
 from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written
-from megatron_distopt.formats.megatron_2023.gathered import (
-    head_gathered,
-    write_gathered,
-)
+from megatron_distopt.formats.megatron_2023.gathered import head_gathered, write_gathered
 from megatron_distopt.formats.megatron_2023.model_file import MODEL
 from megatron_distopt.formats.megatron_2023.per_rank import write_per_rank
 from megatron_distopt.formats.megatron_2023.plain import write_plain
@@ -38,19 +35,12 @@ TARGETS = ("distopt", "per-rank", "gathered", "plain", "torch")
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` did.
+    """What `convert` did."""
 
-    Args:
-        found: format of what was read; one of `TARGETS`, or another software's.
-        written: format of what was written.
-        path: of it.
-        is_iteration: whether it holds model files too, so that a fork can load it.
-    """
-
-    found: str
-    written: str
-    path: Path
-    is_iteration: bool
+    found: str  # format of what was read; one of `TARGETS`, or another software's
+    written: str  # format of what was written
+    path: Path  # of it
+    is_iteration: bool  # whether it holds model files too, so that a fork can load it
 
 
 def convert(
@@ -80,21 +70,16 @@ def convert(
         CheckpointError: `src` cannot be read, or cannot become that, or the disk fails; `dst` is not there then.
     """
     if to not in TARGETS:
-        raise CheckpointError(refusal("format", repr(to), f"be one of {', '.join(TARGETS)}", "Write --to distopt"))
+        raise CheckpointError(f"Format {to!r} is unknown. Write one of {', '.join(TARGETS)}.")
     if dst.exists():
-        remedy = "Name a folder or file that is not there"
-        raise CheckpointError(refusal(f"target {dst}", "it is there already", "be new", remedy))
+        raise CheckpointError(f"Target {dst} is there already. Name a folder or file that is not there.")
     opened = open_with_files(src, resume_step)
-    check_step(opened.source, src)
+    check_step(opened.source.head, src)
     check_groups(opened.source.head.groups, str(src))
-    if to != "distopt":
-        _check_none_owned(opened.source, src, to)
+    _check_fits(opened.source, src, to)
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
-    if to != "distopt":
-        _check_no_muon(opened.source, src, to)
-        _check_one_count(opened.source, src, to)
     is_iteration = to != "distopt" or (bool(opened.files) and dst.suffix != ".distopt")
     ranks = _ranks(opened, src, dp) if to in ("per-rank", "gathered") else 0
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
@@ -110,48 +95,45 @@ def convert(
             shutil.rmtree(unfinished)
         if not isinstance(error, OSError):
             raise
-        rule, remedy = "be writable", "Free space there, or write elsewhere"
-        raise CheckpointError(refusal(f"target {dst}", error, rule, remedy)) from error
+        raise CheckpointError(
+            f"Target {dst} cannot be written: {error}. Free space there, or write elsewhere."
+        ) from error
     return Converted(opened.found, to, dst, is_iteration)
 
 
-def _check_no_muon(source: Source, src: Path, to: str) -> None:
-    """An optimizer of a fork would take the momentum of Muon for that of SGD."""
-    names = [name for group in source.head.groups if is_muons_group(group.options) for name in group.names]
-    if names:
-        got, rule = f"that of {names[0]!r} is Muon's", f"be Adam's or SGD's to become {to}"
-        raise CheckpointError(refusal(f"momentum in {src}", got, rule, "Convert to distopt or torch"))
-
-
-def _check_none_owned(source: Source, src: Path, to: str) -> None:
-    """Another format has no place for what an optimizer of whole params keeps."""
+def _check_fits(source: Source, src: Path, to: str) -> None:
+    """Refuses what a format has no place for."""
+    if to == "distopt":
+        return
     owned = next(filter(is_owned, source.tensors), None)
     if owned is not None:
-        got, rule = f"{owned!r} of {source.head.inner}", f"be cut like its param to become {to}"
-        raise CheckpointError(refusal(f"state in {src}", got, rule, "Convert to distopt"))
-
-
-def _check_one_count(source: Source, src: Path, to: str) -> None:
-    """A fork's file has one count of updates for all params."""
+        raise CheckpointError(
+            f"State {owned!r} of {source.head.inner} in {src} is not cut like its param, which {to} has no place for. "
+            "Convert to distopt."
+        )
+    if to == "torch":
+        return
+    # An optimizer of a fork would take the momentum of Muon for that of SGD.
+    of_muon = [name for group in source.head.groups if is_muons_group(group.options) for name in group.names]
+    if of_muon:
+        raise CheckpointError(
+            f"The momentum of {of_muon[0]!r} in {src} is Muon's, and {to} holds that of Adam or SGD. Convert to "
+            "distopt or torch."
+        )
     counts = {group.step: group.names[0] for group in reversed(source.head.groups) if group.names}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[-2:]
-        got = f"{_updates(other)} of {second!r} and {_updates(one)} of {first!r}"
-        rule = f"be as many for all params to become {to}, which holds one count"
-        remedy = "Convert to distopt or torch, which hold a count for each param"
-        raise CheckpointError(refusal(f"updates in {src}", got, rule, remedy))
-
-
-def _updates(step: int | None) -> str:
-    return "none" if step is None else str(step)
+        raise CheckpointError(
+            f"Updates in {src} are {other or 0} of {second!r} and {one or 0} of {first!r}, and {to} holds one count "
+            "for all params. Convert to distopt or torch, which hold a count for each param."
+        )
 
 
 def _ranks(opened: Opened, src: Path, dp: int | None) -> int:
     """Data-parallel, of the run that will read the files."""
     known = dp if dp is not None else opened.files[0].number("data_parallel_size") if opened.files else 1
     if known < 1:
-        got, remedy = f"{dp} for {src}", "Write --dp 8 for a run on 8 data-parallel ranks"
-        raise CheckpointError(refusal("dp", got, "be at least 1", remedy))
+        raise CheckpointError(f"dp for {src} is {dp}. Write --dp 8 for a run on 8 data-parallel ranks.")
     return known
 
 
@@ -159,25 +141,24 @@ def _write_iteration(
     folder: Path, opened: Opened, src: Path, to: str, ranks: int, progress: Callable[[int], None]
 ) -> None:
     if not opened.files:
-        rule = "lie beside the model files of its iteration (mp_rank_00/model_optim_rng.pt ...)"
-        remedy = "Convert to distopt or torch, which hold the optimizer state alone"
-        raise CheckpointError(refusal(f"checkpoint {src}", f"no model files for {to}", rule, remedy))
-    pairs = zip(opened.files, opened.kept, strict=True)
-    slices = [Slices(file, opened.source, kept, progress) for file, kept in pairs]
+        raise CheckpointError(
+            f"Checkpoint {src} has no model files, which {to} needs beside it (mp_rank_00/model_optim_rng.pt ...). "
+            "Convert to distopt or torch, which hold the optimizer state alone."
+        )
+    slices = [
+        Slices(file, opened.source, entries, progress)
+        for file, entries in zip(opened.files, opened.entries, strict=True)
+    ]
     check_all_written(slices)
     for each in slices:
-        _write_one(folder / each.file.folder.name, each, to, ranks)
+        part = folder / each.file.folder.name
+        if to == "per-rank":
+            write_per_rank(each, part, ranks)
+        elif to == "gathered":
+            write_gathered(each, part, ranks)
+        elif to == "plain":
+            write_plain(each, part)
+        else:
+            save_whole(head_gathered(each), part / MODEL)
     if to == "distopt":
         write_checkpoint(folder / BESIDE_MODEL, opened.source, progress)
-
-
-def _write_one(folder: Path, slices: Slices, to: str, ranks: int) -> None:
-    """What belongs to one model file."""
-    if to == "per-rank":
-        write_per_rank(slices, folder, ranks)
-    elif to == "gathered":
-        write_gathered(slices, folder, ranks)
-    elif to == "plain":
-        write_plain(slices, folder)
-    else:
-        save_whole(head_gathered(slices), folder / MODEL)

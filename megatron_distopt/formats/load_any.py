@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -11,13 +11,12 @@ from torch import Tensor
 from megatron_distopt.checkpoint.folder import is_checkpoint
 from megatron_distopt.checkpoint.load import Loadable, load_checkpoint, load_state
 from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
+from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups
-from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import check_step
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import check_step
 from megatron_distopt.formats.recognise import open_any
 from megatron_distopt.layout import Box
 
@@ -44,54 +43,34 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
 
 
 def _opened(path: Path, resume_step: int | None) -> Loadable:
+    """With every tensor as one chunk. What a plan needs is read before any state changes, so that damage is found."""
     source = open_any(path, resume_step=resume_step)
-    check_step(source, path)
+    check_step(source.head, path)
     check_groups(source.head.groups, str(path))
-    parts = _Parts(source)
-    return Loadable(_as_manifest(source), str(path), parts.tensors, parts.read)
+    parts: dict[str, tuple[Box, Tensor]] = {}  # for each key the smallest box that holds what is needed
 
+    def verify(plan: LoadPlan) -> None:
+        for each in plan.reads:
+            box = _around([target.in_chunk for target in each.targets])
+            values = source.read_box(each.key, box)
+            if tuple(values.shape) != box.sizes:
+                raise CheckpointError(
+                    f"Tensor {each.key!r} in {path} has shape {list(values.shape)} where the file says "
+                    f"{list(box.sizes)}. Load an earlier checkpoint; this one is damaged."
+                )
+            parts[each.key] = box, values
 
-def _as_manifest(source: Source) -> Manifest:
-    """The manifest of the source, with every tensor as one chunk."""
+    def read(plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
+        for each in plan.reads:
+            box, values = parts[each.key]
+            targets = [replace(target, in_chunk=target.in_chunk.relative_to(box.offsets)) for target in each.targets]
+            yield replace(each, targets=tuple(targets)), values
+
     records = {
         key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
         for key, info in source.tensors.items()
     }
-    return replace(source.head, tensors=records)
-
-
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """The parts of tensors that this rank needs: read before any state changes, and kept in memory until it does.
-
-    Args:
-        source: that has the tensors.
-        parts: for each key the smallest box that holds what is needed, and its elements.
-    """
-
-    source: Source
-    parts: dict[str, tuple[Box, Tensor]] = field(default_factory=dict)
-
-    def read(self, plan: LoadPlan) -> None:
-        """Reads everything that a plan needs, so that damaged files are found.
-
-        Raises:
-            CheckpointError
-        """
-        for each in plan.reads:
-            box = _around([target.in_chunk for target in each.targets])
-            values = self.source.read_box(each.key, box)
-            if tuple(values.shape) != box.sizes:
-                rule, remedy = f"have the shape {list(box.sizes)} that the file says", "Report this"
-                raise CheckpointError(refusal(f"tensor {each.key!r}", f"shape {list(values.shape)}", rule, remedy))
-            self.parts[each.key] = box, values
-
-    def tensors(self, plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
-        """The reads of a plan, which needs no more than the one before, with the parts in place of whole tensors."""
-        for each in plan.reads:
-            box, values = self.parts[each.key]
-            targets = [replace(target, in_chunk=target.in_chunk.relative_to(box.offsets)) for target in each.targets]
-            yield replace(each, targets=tuple(targets)), values
+    return Loadable(replace(source.head, tensors=records), str(path), read, verify)
 
 
 def _around(boxes: list[Box]) -> Box:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.deepspeed import universal, zero
-from megatron_distopt.formats.head import with_step
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import with_step
+from megatron_distopt.formats.deepspeed import universal
 from megatron_distopt.formats.megatron_2023.file_state import FileState, whole_of
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
-from megatron_distopt.formats.megatron_2023.param_groups import Kept, kept_in
+from megatron_distopt.formats.megatron_2023.param_groups import ForkEntries, entries_in
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
 from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
-from megatron_distopt.formats.megatron_core import distrib_optim, torch_dist
+from megatron_distopt.formats.megatron_core import nameless, torch_dist
 from megatron_distopt.formats.pickles import understood
 from megatron_distopt.formats.torch.single_file import open_torch_file
 
@@ -30,13 +30,6 @@ _OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], Fi
     ("gathered", is_gathered, read_gathered),
     ("per-rank", is_per_rank, read_per_rank),
 )
-#: Formats that are read and not written: name, whether a folder is of it, and its reader.
-_READ_ONLY: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], Source]], ...] = (
-    ("megatron-core distrib_optim.pt", distrib_optim.recognises, distrib_optim.open_distrib_optim),
-    ("megatron-core torch_dist", torch_dist.recognises, torch_dist.open_torch_dist),
-    ("deepspeed universal", universal.recognises, universal.open_deepspeed_universal),
-    ("deepspeed zero", zero.recognises, zero.open_deepspeed_zero),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +39,7 @@ class Opened:
     source: Source
     found: str
     files: tuple[ModelFile, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    entries: tuple[ForkEntries, ...] = ()
 
 
 def open_any(path: Path, *, resume_step: int | None = None) -> Source:
@@ -76,32 +69,40 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
     ours = _ours_at(path)
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
-        source = with_step(open_checkpoint(ours), resume_step, ours)
-        return Opened(source, "distopt", files, tuple(kept_in(file.state) for file in files))
-    if path.is_file():
-        return Opened(with_step(open_torch_file(path), resume_step, path), "torch")
-    for name, is_so, read in _READ_ONLY if path.is_dir() else ():
-        if is_so(path):
-            return Opened(with_step(read(path), resume_step, path), name)
+        opened = Opened(open_checkpoint(ours), "distopt", files, tuple(entries_in(file.state) for file in files))
+    elif path.is_file():
+        opened = Opened(open_torch_file(path), "torch")
+    elif path.is_dir() and nameless.is_nameless(path):
+        raise nameless.refused(path)
+    elif path.is_dir() and torch_dist.recognises(path):
+        opened = Opened(torch_dist.open_torch_dist(path), "megatron-core torch_dist")
+    elif path.is_dir() and universal.recognises(path):
+        opened = Opened(universal.open_deepspeed_universal(path), "deepspeed universal")
+    elif path.is_dir() and universal.is_zero(path):
+        raise universal.zero_refused(path)
+    else:
+        opened = _of_a_fork(path)
+    source = opened.source
+    return replace(opened, source=replace(source, head=with_step(source.head, resume_step, path)))
+
+
+def _of_a_fork(path: Path) -> Opened:
     files = open_model_files(path)
     for name, holds, read_part in _OF_2023:
         if files and holds(files[0]):
             with understood(path, f"hold what a fork saves as {name}"):
                 parts = [read_part(file) for file in files]
-                source = with_step(whole_of(parts, name), resume_step, path)
-            return Opened(source, name, files, tuple(part.kept for part in parts))
-    raise _nothing_at(path, files)
-
-
-def _nothing_at(path: Path, files: tuple[ModelFile, ...]) -> CheckpointError:
-    rule = f"be a folder with {MANIFEST}, an iteration folder of a fork, or a file of 'convert --to torch'"
-    got, remedy = "nothing of these", "Give a folder such as SAVE/iter_0000010"
+                return Opened(whole_of(parts, name), name, files, tuple(part.entries for part in parts))
+    got, remedy = "is none of these", "Give a folder such as SAVE/iter_0000010."
     if not path.exists():
-        got = "no such file or folder"
+        got = "does not exist"
     elif files:
-        got, remedy = f"{files[0].path} without optimizer state", "Save it without --no-save-optim"
+        got, remedy = f"has no optimizer state in {files[0].path}", "Save it without --no-save-optim."
     elif (path / _TRACKER).is_file():
         last = (path / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
         name = f"iter_{int(last):07d}" if last.isdecimal() else last
-        got, remedy = "a --save folder with its iterations", f"Give {path / name}"
-    return CheckpointError(refusal(f"checkpoint {path}", got, rule, remedy))
+        got, remedy = "is a --save folder with its iterations", f"Give {path / name}."
+    raise CheckpointError(
+        f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a fork, or a file of "
+        f"'convert --to torch'. {remedy}"
+    )

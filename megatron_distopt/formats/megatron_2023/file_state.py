@@ -16,10 +16,9 @@ from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, k
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import inner_name, loss_scale_of, the_step
-from megatron_distopt.formats.located import count_unlike, cut, fill
+from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, Kept, written_groups
+from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, ForkEntries, written_groups
 from megatron_distopt.layout import Box, Span
 
 #: The key of what this package puts into a fork's file, and a key in it.
@@ -30,23 +29,14 @@ _LARGEST_DRIFT = 0.1
 
 @dataclass(frozen=True, eq=False)
 class FileState:
-    """What a fork saved for one model file.
-
-    Args:
-        file: of the model.
-        groups: param groups.
-        kinds: what the inner optimizer kept for each element, with dtypes; the same for all params.
-        read: one tensor, by kind and number of the param, in the shape of the file's param.
-        kept: what is not for the whole model.
-        num_skipped: steps that were skipped, where the file says it.
-    """
+    """What a fork saved for one model file."""
 
     file: ModelFile
     groups: tuple[FileGroup, ...]
-    kinds: Mapping[str, torch.dtype]
-    read: Callable[[str, int], Tensor]
-    kept: Kept
-    num_skipped: int = 0
+    kinds: Mapping[str, torch.dtype]  # what the inner optimizer kept for each element; the same for all params
+    read: Callable[[str, int], Tensor]  # one tensor, by kind and number of the param, in the shape of the file's param
+    entries: ForkEntries
+    num_skipped: int = 0  # steps that were skipped, where the file says it
 
     def main(self, number: int) -> Tensor:
         """The main param, compared with the model's own."""
@@ -89,11 +79,7 @@ def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
 
 
 def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
-    """The state of the whole model from that of its model files.
-
-    Args:
-        parts: of all model files.
-        written_as: name of the format.
+    """The state of the whole model from that of all its model files; `written_as` names the format.
 
     Raises:
         CheckpointError: the files disagree; `read` raises it where values do not fit.
@@ -137,7 +123,7 @@ def _head(part: FileState, kinds: Mapping[str, torch.dtype], written_as: str) ->
     inner = "torch_sgd" if "momentum_buffer" in kinds else inner_name(kinds)
     sizes = {"tensor_parallel": part.file.tensor[1], "pipeline_parallel": part.file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    return Manifest("", (), {}, (), inner, loss_scale_of(part.kept.grad_scaler), part.num_skipped, about)
+    return Manifest("", (), {}, (), inner, loss_scale_of(part.entries.grad_scaler), part.num_skipped, about)
 
 
 def _records(part: FileState, step: int | None) -> Iterator[GroupRecord]:
@@ -173,19 +159,12 @@ def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> N
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """A model file and the state that is written for it.
-
-    Args:
-        file: of the model.
-        source: of the whole model.
-        kept: from the fork's files that are converted.
-        progress: called with bytes as they are read.
-    """
+    """A model file and the state that is written for it."""
 
     file: ModelFile
-    source: Source
-    kept: Kept
-    progress: Callable[[int], None]
+    source: Source  # of the whole model
+    entries: ForkEntries  # of the fork's files that are converted
+    progress: Callable[[int], None]  # called with bytes as they are read
     _last: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -196,7 +175,7 @@ class Slices:
     @cached_property
     def groups(self) -> list[FileGroup]:
         """Param groups of this file."""
-        return written_groups(self.file, self.source.head.groups, self.kept)
+        return written_groups(self.file, self.source.head.groups, self.entries)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -244,13 +223,12 @@ class Slices:
 
     def also_saved(self) -> dict[str, Any]:
         """Entries that forks save with the optimizer or with the model."""
-        return dict(self.kept.also_saved)
+        return dict(self.entries.also_saved)
 
     def model_state(self, ranks: int | None = None) -> dict[str, Any]:
         """The entries of the model file that are the model's.
 
-        Args:
-            ranks: data-parallel, where the files fit no other number; the file's arguments say so then.
+        Where files fit one number of data-parallel ranks only, `ranks`, its arguments say it.
         """
         gone = {"optimizer", OURS, *self.also_saved()}
         state = {key: value for key, value in self.file.state.items() if key not in gone}
@@ -260,8 +238,8 @@ class Slices:
 
     def grad_scaler(self) -> dict[str, Any]:
         """The loss scale as the entry of a fork's state, where there is one."""
-        if self.kept.grad_scaler is not None:
-            return {"grad_scaler": dict(self.kept.grad_scaler)}
+        if self.entries.grad_scaler is not None:
+            return {"grad_scaler": dict(self.entries.grad_scaler)}
         scale = self.source.head.loss_scale
         if not scale:
             return {}
@@ -279,11 +257,7 @@ class Slices:
 
 
 def check_all_written(slices: list[Slices]) -> None:
-    """Whether every param of the source is in one of the model files.
-
-    Raises:
-        CheckpointError
-    """
+    """Refuses a source with params that no model file has."""
     here = {each.file.params[number].name for each in slices for number in each.trained}
     source = slices[0].source
     foreign = [name_of(key) for key in source.tensors if kind_of(key) == MAIN and name_of(key) not in here]

@@ -31,9 +31,9 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, Slices, ours_in, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
-from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
+from megatron_distopt.formats.megatron_2023.param_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.megatron_2023.plain import Origin
-from megatron_distopt.formats.pickles import load_kept, save_whole
+from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout
 
 _GATHERED = "distrib_optim.pt"
@@ -53,13 +53,7 @@ _SAME_SAVE = (
 def gathered_state(
     buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor]], step: int | None, num_skipped: int
 ) -> dict[Any, Any]:
-    """What a file holds.
-
-    Args:
-        buffers: by chunk and grad dtype, 1-D main params and moments by kind; see `moments_in_file`.
-        step: updates so far; None where they are not counted.
-        num_skipped: steps that were skipped.
-    """
+    """What a file holds: by chunk and grad dtype 1-D main params and moments by kind, and counts of steps."""
     counts = {"step": step, NUM_SKIPPED: num_skipped or None}
     known = {key: count for key, count in counts.items() if count is not None}
     state: dict[Any, Any] = {OURS: {"format": _FORMAT} | known}
@@ -70,21 +64,12 @@ def gathered_state(
 
 
 def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
-    """Which moments are in a file, in order; Adam's are there even before the first update.
-
-    Args:
-        kept: what the inner optimizer keeps for each element.
-        is_adam: whether it is an Adam.
-    """
+    """Which moments are in a file, in order, from those that are kept; Adam's are there before the first update."""
     return sorted(kept) or list(_ADAM if is_adam else ())
 
 
 def experts_filename(filename: str, first_rank: int) -> str:
-    """The file of experts.
-
-    Args:
-        filename: of all other params.
-        first_rank: of those that hold the experts.
+    """The file of experts, from that of all other params and the first rank that holds the experts.
 
     >>> experts_filename("iter_0000010/mp_rank_00/distrib_optim.pt", 2)
     'iter_0000010/mp_rank_00/distrib_optim_experts_00002.pt'
@@ -95,15 +80,10 @@ def experts_filename(filename: str, first_rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class GatheredFile:
-    """A file, opened.
-
-    Args:
-        state: what it holds.
-        origin: for errors.
-    """
+    """A file, opened."""
 
     state: Mapping[Any, Any]
-    origin: Origin
+    origin: Origin  # for errors
 
     @property
     def step(self) -> int | None:
@@ -117,12 +97,7 @@ class GatheredFile:
         return skipped_in(self.state)
 
     def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
-        """Those of one grad buffer, by kind, 1-D and with padding.
-
-        Args:
-            chunk: of the model.
-            dtype: of the grads.
-            numel: elements without padding.
+        """Those of the grad buffer of a chunk with grads of a dtype, by kind, 1-D: `numel` elements and padding.
 
         Raises:
             CheckpointError: they are not there, or of another length.
@@ -139,14 +114,9 @@ class GatheredFile:
         return {MAIN if kind == _MAIN_IN_FILE else kind: tensor for kind, tensor in tensors.items()}
 
     def check_order(self, *, is_mixed: bool, remedy: str) -> None:
-        """Whether the file has the order of the grad buffer.
+        """Refuses a file that may not have the order of the grad buffer.
 
-        Args:
-            is_mixed: whether there is a param group with params of fp32 and of 16 bits.
-            remedy: what to do where it has not.
-
-        Raises:
-            CheckpointError
+        `is_mixed` says whether there is a param group with params of fp32 and of 16 bits.
         """
         if is_mixed and OURS not in self.state:
             got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
@@ -161,11 +131,7 @@ def _table(table: object, key: object) -> Mapping[Any, Any]:
 
 
 def open_gathered(path: str, origin: Origin) -> GatheredFile:
-    """Opens a file with any torch that knows `weights_only`; no pickle is executed.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Opens a file with any torch that knows `weights_only`; values are read when they are used."""
     try:
         return GatheredFile(torch.load(path, map_location="cpu", weights_only=True, mmap=True), origin)
     except Exception as error:  # whatever a damaged file makes torch raise
@@ -184,7 +150,7 @@ def read_gathered(file: ModelFile) -> FileState:
         CheckpointError: it is damaged, or of another model, or in an unknown order.
     """
     path = file.folder / _GATHERED
-    state, entry, origin = load_kept(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
+    state, entry, origin = load_file(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
         got = "no gathered state, or a model file without param groups"
         raise origin.refused(got, "be what a fork's distributed optimizer saves")
@@ -207,7 +173,7 @@ def read_gathered(file: ModelFile) -> FileState:
         return tensors[place][kind][in_buffer.as_slice()].view(file.params[number].model.shape)
 
     kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN}
-    return FileState(file, groups, kinds, read, kept_in(file.state), gathered.num_skipped)
+    return FileState(file, groups, kinds, read, entries_in(file.state), gathered.num_skipped)
 
 
 def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
@@ -217,12 +183,9 @@ def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
 
 
 def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
-    """The model file and the gathered one.
+    """Writes a model file and the gathered one into a new folder.
 
-    Args:
-        slices: of one model file.
-        folder: of the new model file.
-        ranks: data-parallel; a fork's own optimizer reads the file at this number only.
+    A fork's own optimizer reads them at this number of data-parallel ranks only.
     """
     layouts = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
     moments = moments_in_file(slices.kinds, is_adam=any("betas" in group.options for group in slices.groups))
@@ -241,11 +204,6 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
 
 
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
-    """The model file with the param groups of a gathered file; also for a checkpoint of this package.
-
-    Args:
-        slices: of the model file.
-        ranks: see `Slices.model_state`.
-    """
+    """The model file with the param groups of a gathered file; also for a checkpoint of this package."""
     head = {"optimizer": {"param_groups": [group.as_saved for group in slices.groups]}, **slices.grad_scaler()}
     return {**slices.model_state(ranks), "optimizer": head, **slices.also_saved()}

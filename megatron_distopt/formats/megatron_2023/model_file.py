@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.pickles import load_kept
+from megatron_distopt.formats.pickles import load_file
 from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
@@ -50,19 +50,12 @@ _ROWS = ("attention.dense.weight", ".dense_4h_to_h.weight")
 
 @dataclass(frozen=True, eq=False)
 class FileParam:
-    """A param as one file has it.
+    """A param as one file has it."""
 
-    Args:
-        placement: in the whole model; has the name.
-        chunk: of the file's model chunks.
-        model: its values, in the dtype in which the model computes.
-        is_copy: another stage holds the same param and speaks for it.
-    """
-
-    placement: Placement
-    chunk: int
-    model: Tensor
-    is_copy: bool
+    placement: Placement  # in the whole model; has the name
+    chunk: int  # of the file's model chunks
+    model: Tensor  # its values, in the dtype in which the model computes
+    is_copy: bool  # another stage holds the same param and speaks for it
 
     @property
     def name(self) -> str:
@@ -77,21 +70,13 @@ class FileParam:
 
 @dataclass(frozen=True, eq=False)
 class ModelFile:
-    """One model file, opened.
-
-    Args:
-        path: of it.
-        state: what it holds.
-        tensor: (rank, size) in the tensor-parallel group.
-        stage: (rank, size) in the pipeline.
-        params: in the order in which the fork registers them.
-    """
+    """One model file, opened."""
 
     path: Path
-    state: Mapping[str, Any]
-    tensor: tuple[int, int]
-    stage: tuple[int, int]
-    params: tuple[FileParam, ...]
+    state: Mapping[str, Any]  # what it holds
+    tensor: tuple[int, int]  # (rank, size) in the tensor-parallel group
+    stage: tuple[int, int]  # (rank, size) in the pipeline
+    params: tuple[FileParam, ...]  # in the order in which the fork registers them
 
     @property
     def folder(self) -> Path:
@@ -109,16 +94,19 @@ class ModelFile:
 
 
 def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
-    """All model files, by stage and then by tensor-parallel rank.
-
-    Args:
-        iteration: folder of it, such as iter_0000010.
+    """All model files of an iteration folder, by stage and then by tensor-parallel rank.
 
     Raises:
         CheckpointError: one is missing, or damaged, or the model is cut in a way that its files do not say.
     """
-    found = model_paths(iteration, (MODEL, MODEL_PER_RANK))
-    states = {place: load_kept(path) for place, path in found.items()}
+    paths: dict[tuple[int, int], Path] = {}
+    for folder in iteration.iterdir() if iteration.is_dir() else ():
+        match = _FOLDER.fullmatch(folder.name)
+        path = next((folder / name for name in (MODEL, MODEL_PER_RANK) if (folder / name).is_file()), None)
+        if match and path:
+            paths[int(match[2] or 0), int(match[1])] = path
+    found = dict(sorted(paths.items()))
+    states = {place: load_file(path) for place, path in found.items()}
     for place, state in states.items():
         if not isinstance(state, Mapping) or not chunks_of(state):
             got, remedy = "no state dict of a model", "Give an iteration folder that a Megatron wrote"
@@ -131,22 +119,6 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
         for stage in range(stages)
         for rank in range(tensor_size)
     )
-
-
-def model_paths(iteration: Path, names: Sequence[str]) -> dict[tuple[int, int], Path]:
-    """The model files of an iteration by stage and tensor-parallel rank, in order.
-
-    Args:
-        iteration: folder of it.
-        names: that a model file may have.
-    """
-    found: dict[tuple[int, int], Path] = {}
-    for folder in iteration.iterdir() if iteration.is_dir() else ():
-        match = _FOLDER.fullmatch(folder.name)
-        path = next((folder / name for name in names if (folder / name).is_file()), None)
-        if match and path:
-            found[int(match[2] or 0), int(match[1])] = path
-    return dict(sorted(found.items()))
 
 
 def _sizes(state: Mapping[str, Any], iteration: Path, found: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
@@ -221,24 +193,17 @@ def _layers_in(named: list[tuple[str, Tensor]]) -> int:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """How the model was cut, and which part of it a file holds.
+    """How the model was cut, and which part of it a file holds."""
 
-    Args:
-        tensor: (rank, size) in the tensor-parallel group.
-        first_layer: number in the whole model of this part's layer 0.
-        is_gated: whether MLPs hold a gate as well as the up projection.
-    """
-
-    tensor: tuple[int, int]
-    first_layer: int
-    is_gated: bool
+    tensor: tuple[int, int]  # (rank, size) in the tensor-parallel group
+    first_layer: int  # number in the whole model of this part's layer 0
+    is_gated: bool  # whether MLPs hold a gate as well as the up projection
 
 
 def registered(model: Mapping[str, object]) -> list[tuple[str, Tensor]]:
     """The params of a chunk with their local names, in the order in which it registers them; tied ones once.
 
-    Args:
-        model: its state dict, flat or with a dict for each module.
+    Its state dict is flat, or has a dict for each module.
     """
     found: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
     for name, tensor in _flat(model, ""):
@@ -284,13 +249,7 @@ def _global_name(name: str, first_layer: int) -> str:
 
 
 def placement_of(name: str, shape: tuple[int, ...], cut: ModelCut) -> Placement:
-    """Where a file's part of a param lies in it.
-
-    Args:
-        name: in the whole model.
-        shape: in the file.
-        cut: of the model.
-    """
+    """Where a file's part of a param lies in it; `name` in the whole model, `shape` in the file."""
     rank, size = cut.tensor
     if name.endswith(_VOCABULARY):
         return Placement(name, shape, 0, rank, size, is_padded=True)
@@ -318,14 +277,8 @@ def buffers_of(
 ) -> dict[tuple[int, torch.dtype], BufferLayout]:
     """Grad buffers, by (chunk, grad dtype), in the order that optimizer files have.
 
-    The name of a slot is the number of its param. The param that was registered first lies last, and only the end of a
-    buffer is padded.
-
-    Args:
-        file: of the model.
-        numbers: of the params that are trained, in the order in which the fork registers them.
-        ranks: data-parallel.
-        in_fp32: see `grads_in_fp32`.
+    The name of a slot is the number of its param; `numbers` are those of the trained params in the order in which the
+    fork registers them. The param that was registered first lies last, and only the end of a buffer is padded.
     """
     specs: dict[tuple[int, torch.dtype], list[ParamSpec]] = {}
     for number in numbers:

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import the_step
+from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, decays
 
 #: Entries that some forks save with the model and others with the optimizer.
@@ -25,17 +23,11 @@ _REMEDY = "Resume it in its own fork with this package installed, and convert wh
 
 @dataclass(frozen=True)
 class FileGroup:
-    """A param group in a fork's file.
+    """A param group in a fork's file."""
 
-    Args:
-        options: as it has them, without params and update count.
-        step: updates so far, where the file says it.
-        members: numbers of params of the model file, in its order.
-    """
-
-    options: Mapping[str, Any]
-    step: int | None
-    members: tuple[int, ...]
+    options: Mapping[str, Any]  # as it has them, without params and update count
+    step: int | None  # updates so far, where the file says it
+    members: tuple[int, ...]  # numbers of params of the model file, in its order
 
     @property
     def as_saved(self) -> dict[str, Any]:
@@ -44,28 +36,24 @@ class FileGroup:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What goes along from a fork's files as it is.
+class ForkEntries:
+    """What is taken from a fork's files as it is."""
 
-    Args:
-        groups: options of its param groups, with keys that mean nothing to anybody else.
-        grad_scaler: its state, where there was one.
-        also_saved: entries that some forks save with the model and others with the optimizer: the scheduler.
-    """
-
-    groups: tuple[Mapping[str, Any], ...] = ()
+    groups: tuple[Mapping[str, Any], ...] = ()  # options, with keys that mean nothing to anybody else
     grad_scaler: Mapping[str, Any] | None = None
-    also_saved: tuple[tuple[str, Any], ...] = ()
+    also_saved: tuple[tuple[str, Any], ...] = ()  # the scheduler, which forks save with the model or the optimizer
 
 
-def kept_in(state: Mapping[str, Any]) -> Kept:
-    """What goes along from a file with an entry "optimizer"."""
+def entries_in(state: Mapping[str, Any]) -> ForkEntries:
+    """What is taken from a file with an entry "optimizer"."""
     entry = state.get("optimizer")
     entry = entry if isinstance(entry, Mapping) else {}
     inner = entry.get("optimizer", entry)
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     options = tuple(_without(group, "params", "step") for group in groups)
-    return Kept(options, entry.get("grad_scaler"), tuple((key, state[key]) for key in _ALSO_SAVED if key in state))
+    return ForkEntries(
+        options, entry.get("grad_scaler"), tuple((key, state[key]) for key in _ALSO_SAVED if key in state)
+    )
 
 
 def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -73,11 +61,7 @@ def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[FileGroup, ...]:
-    """Which params were in which group, by Megatron's rule.
-
-    Args:
-        file: of the model.
-        groups: as the optimizer saved them.
+    """Which params were in which of the saved groups, by Megatron's rule.
 
     Raises:
         CheckpointError: two groups would take the same params, or the rule fits the groups not at all.
@@ -85,7 +69,7 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
     by_decay = {group_decays(group): group for group in groups}
     members = {
         decay: tuple(
-            number for number, param in enumerate(file.params) if _param_decays(param.model, decay, param.name)
+            number for number, param in enumerate(file.params) if decays(param.name, tuple(param.model.shape)) is decay
         )
         for decay in (True, False)
     }
@@ -106,29 +90,19 @@ def group_decays(group: Mapping[str, Any]) -> bool:
     return bool(group.get("wd_mult", group.get("weight_decay", 1.0)))
 
 
-def _param_decays(model: torch.Tensor, wanted: bool, name: str) -> bool:
-    return decays(name, tuple(model.shape)) is wanted
-
-
 def described(group: Mapping[str, Any]) -> str:
     """What tells it apart, for errors."""
     return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
 
 
-def written_groups(file: ModelFile, records: Sequence[GroupRecord], kept: Kept) -> list[FileGroup]:
-    """The groups of a model file in the order in which a fork makes them, without those that it has no param of.
-
-    Args:
-        file: of the model.
-        records: of the source.
-        kept: from the fork's files.
-    """
+def written_groups(file: ModelFile, records: Sequence[GroupRecord], entries: ForkEntries) -> list[FileGroup]:
+    """The groups of a model file in the order in which a fork makes them, without those that it has no param of."""
     found = []
     for record in sorted(records, key=_rank):
         names = set(record.names)
         members = tuple(number for number, param in enumerate(file.params) if param.name in names)
         if members:
-            found.append(FileGroup(_options(record, kept), record.step, members))
+            found.append(FileGroup(_options(record, entries), record.step, members))
     return found
 
 
@@ -137,10 +111,10 @@ def _rank(record: GroupRecord) -> tuple[bool, bool]:
     return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
-def _options(record: GroupRecord, kept: Kept) -> dict[str, Any]:
+def _options(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
     """With the keys of the fork's own inner optimizer, where its files say them."""
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in record.options.items()}
-    like = [group for group in kept.groups if identity(group) == identity(options)]
+    like = [group for group in entries.groups if identity(group) == identity(options)]
     if like:
         options = {key: options.get(key, value) for key, value in like[0].items()}
     elif "betas" in options:

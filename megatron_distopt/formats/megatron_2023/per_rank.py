@@ -11,6 +11,14 @@ There are no names. A rank's shards follow from the model file and from the numb
 as many equal parts. In a group come the shards of fp32 params and then those of 16-bit params, each in the order in
 which the fork registers them; groups that a rank owns nothing of are left out. Values of fp32 params come with the
 model. A running fork asks each rank for its entry "optimizer", and hands it back.
+
+A run of ours whose grad buffers are cut into buckets owns other shards. Its entry names them, and the fork's own
+optimizer refuses it:
+
+::
+
+    {"optimizer": {"param_groups": [...]}, "grad_scaler": ...,
+     "megatron_distopt": {"shards": {NAME: {"start": index in the flattened param, "main", "exp_avg", ...: 1-D}}}}
 """
 
 from __future__ import annotations
@@ -25,34 +33,38 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import the_step
-from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import the_step
+from megatron_distopt.formats.megatron_2023.file_state import OURS, FileState, Slices, ours_in, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.param_groups import (
     FileGroup,
+    entries_in,
     group_decays,
     groups_by_rule,
     identity,
-    kept_in,
 )
-from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedParam, SavedState
-from megatron_distopt.formats.pickles import load_kept, save_whole
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedState
+from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
 T = TypeVar("T")
 
-_OPTIM, _MAINS = "optim.pt", "shard_fp32_from_float16_groups"
+_OPTIM, _MAINS, _SHARDS, _START = "optim.pt", "shard_fp32_from_float16_groups", "shards", "start"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
 
 
-def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
-    """A rank's shards of one group in the order of its file.
+@dataclass(frozen=True, eq=False)
+class SavedShard:
+    """What a rank saved of one param."""
 
-    Args:
-        registered: the shards, in the order in which the fork registers their params.
-        has_main: whether the param of a shard has a main param.
-    """
+    in_param: Span  # elements of the flattened param
+    tensors: Mapping[str, Tensor]  # by kind, 1-D; without "main" for a param of fp32
+
+
+def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
+    """A rank's shards of one group in the order of its file, from those in the order in which the fork registers
+    their params."""
     return sorted(registered, key=has_main)
 
 
@@ -78,14 +90,35 @@ def rank_entry(
     }
 
 
+def named_entry(groups: Sequence[Mapping[str, Any]], shards: Mapping[str, SavedShard]) -> dict[str, Any]:
+    """A rank's entry of a run with buckets of its own, without its loss scale; `shards` by name in the whole model."""
+    found = {name: {_START: each.in_param.start, **each.tensors} for name, each in shards.items()}
+    return {"optimizer": {"param_groups": list(groups)}, OURS: {_SHARDS: found}}
+
+
+def named_shards(entry: Mapping[str, Any]) -> dict[str, SavedShard] | None:
+    """The shards of a `named_entry`, by name in the whole model; None for an entry in the fork's form."""
+    found = ours_in(entry).get(_SHARDS)
+    if found is None:
+        return None
+    shards = {}
+    for name, saved in found.items():
+        tensors = {key: value for key, value in saved.items() if torch.is_tensor(value) and value.dim() == 1}
+        numel = max((tensor.numel() for tensor in tensors.values()), default=0)
+        shards[str(name)] = SavedShard(Span(int(saved[_START]), int(saved[_START]) + numel), tensors)
+    return shards
+
+
 def missing_in(entry: Mapping[str, Any]) -> list[str]:
     """What an entry "optimizer" lacks to be a rank's."""
+    if ours_in(entry).get(_SHARDS) is not None:
+        return [key for key in ("optimizer",) if key not in entry]
     missing = [key for key in ("optimizer", _MAINS) if key not in entry]
     return missing or [key for key in ("state", "param_groups") if key not in entry["optimizer"]]
 
 
 def rank_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
-    """The state in a rank's entry, which lacks nothing."""
+    """The state in a rank's entry in the fork's form, which lacks nothing."""
     return SavedState(entry["optimizer"], entry[_MAINS], origin, lists_every_group=True)
 
 
@@ -98,72 +131,70 @@ def _file(model_folder: Path, rank: int) -> Path:
     return model_folder.with_name(f"{model_folder.name}_{rank:03d}") / _OPTIM
 
 
-def _paths(file: ModelFile) -> list[Path]:
-    """Files of all ranks. One of a higher rank is left from an earlier save."""
-    found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
-    told = file.number("data_parallel_size", len(found))
-    if len(found) < told:
-        got, rule = f"no {_file(file.folder, len(found))}", f"hold a file of each of {told} data-parallel ranks"
-        raise CheckpointError(refusal(f"checkpoint {file.folder.parent}", got, rule, _SAME_SAVE))
-    return found[:told]
-
-
 def read_per_rank(file: ModelFile) -> FileState:
     """The state that belongs to one model file.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or has other shards than it must have.
     """
-    paths = _paths(file)
+    found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
+    told = file.number("data_parallel_size", len(found))
+    if len(found) < told:
+        raise CheckpointError(
+            f"Checkpoint {file.folder.parent} has no {_file(file.folder, len(found))}, and the run that saved it had "
+            f"{told} data-parallel ranks. {_SAME_SAVE}."
+        )
+    paths = found[:told]  # one of a higher rank is left from an earlier save
     contents = [_loaded(path) for path in paths]
-    states = [
-        rank_state(content["optimizer"], Origin(f"file {path}", _SAME_SAVE))
-        for content, path in zip(contents, paths, strict=True)
-    ]
-    groups = groups_by_rule(file, _groups_of_all(states))
-    found: dict[int, list[_SavedShard]] = {}
+    entries = [content["optimizer"] for content in contents]
+    saved_groups: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for group in (group for entry in entries for group in entry["optimizer"]["param_groups"]):
+        saved_groups.setdefault(identity(group), group)  # a rank has those that it owns params of
+    groups = groups_by_rule(file, sorted(saved_groups.values(), key=group_decays, reverse=True))
+    holders: dict[int, list[Mapping[str, Any]]] = {}  # what may keep the update count, by param
+    shards: dict[int, list[SavedShard]] = {}
     buffers = buffers_of(file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)).values()
-    for rank, state in enumerate(states):
-        owned = [(group, _owned(file, group.members, buffers, rank)) for group in groups]
-        for each in _of_rank(file, state, owned):
-            found.setdefault(each.shard.number, []).append(each)
-    groups = tuple(replace(group, step=the_step(_holders(states, found, group), file.folder)) for group in groups)
-    saved = [each.saved for shards in found.values() for each in shards]
-    kinds = {kind: tensor.dtype for each in saved for kind, tensor in each.moments.items()}
+    for rank, (entry, path) in enumerate(zip(entries, paths, strict=True)):
+        origin = Origin(f"file {path}", _SAME_SAVE)
+        for number, shard, state in _shards_in(file, entry, groups, buffers, rank, origin):
+            shards.setdefault(number, []).append(shard)
+            holders.setdefault(number, []).append(state)
+    _check_complete(file, groups, shards)
+    in_groups = [group for entry in entries for group in entry["optimizer"]["param_groups"]]
+    groups = tuple(
+        replace(
+            group,
+            step=the_step(
+                [
+                    *(each for each in in_groups if group_decays(each) is group_decays(group.options)),
+                    *(state for number in group.members for state in holders.get(number, ())),
+                ],
+                file.folder,
+            ),
+        )
+        for group in groups
+    )
+    kinds = {
+        kind: tensor.dtype
+        for each in (shard for of_param in shards.values() for shard in of_param)
+        for kind, tensor in each.tensors.items()
+        if kind != MAIN
+    }
 
     def read(kind: str, number: int) -> Tensor:
         model = file.params[number].model
         if kind == MAIN and not file.params[number].has_main:
             return model
-        return torch.cat([each.tensor(kind) for each in found[number]]).view(model.shape)
+        parts = sorted(shards[number], key=lambda shard: shard.in_param.start)
+        # Nothing is kept for a param that was never updated.
+        return torch.cat([each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]).view(model.shape)
 
-    kept = replace(kept_in(contents[0]), groups=tuple(group.options for group in groups))
+    kept = replace(entries_in(contents[0]), groups=tuple(group.options for group in groups))
     return FileState(file, groups, kinds, read, kept, skipped_in(contents[0]))
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A rank's part of one param."""
-
-    number: int
-    in_param: Span
-
-
-@dataclass(frozen=True, eq=False)
-class _SavedShard:
-    """A rank's part of one param with what it saved of it."""
-
-    shard: _Shard
-    saved: SavedParam
-
-    def tensor(self, kind: str) -> Tensor:
-        """1-D; zeros for a param that was never updated."""
-        found = self.saved.tensors.get(kind)
-        return torch.zeros(self.shard.in_param.numel) if found is None else found
-
-
 def _loaded(path: Path) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = load_kept(path)
+    state: Mapping[str, Any] = load_file(path)
     entry = state.get("optimizer") if isinstance(state, Mapping) else None
     missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
     if missing:
@@ -172,56 +203,58 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _groups_of_all(states: Sequence[SavedState]) -> list[Mapping[str, Any]]:
-    """Param groups of all ranks, each once, in the fork's order. A rank has those that it owns params of."""
-    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for state in states:
-        for group in state.groups:
-            found.setdefault(identity(group), group)
-    return sorted(found.values(), key=group_decays, reverse=True)
-
-
-def _owned(file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayout], rank: int) -> list[_Shard]:
-    """A rank's shards of one group, in the order of its file."""
-    spans = {int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)}
-    numbers = sorted(number for number in members if number in spans)
-    return [_Shard(number, spans[number]) for number in in_file_order(numbers, lambda each: file.params[each].has_main)]
-
-
-def _of_rank(
-    file: ModelFile, state: SavedState, owned: Sequence[tuple[FileGroup, list[_Shard]]]
-) -> Iterator[_SavedShard]:
-    """What one file holds of the shards that the rank must have owned."""
+def _shards_in(
+    file: ModelFile,
+    entry: Mapping[str, Any],
+    groups: Sequence[FileGroup],
+    buffers: Iterable[BufferLayout],
+    rank: int,
+    origin: Origin,
+) -> Iterator[tuple[int, SavedShard, Mapping[str, Any]]]:
+    """Number of the param, shard, and state of the inner optimizer, of all that one rank saved."""
+    named = named_shards(entry)
+    if named is not None:
+        for number, param in enumerate(file.params):
+            if param.name in named and not param.is_copy:
+                yield number, named[param.name], {}
+        return
+    state = rank_state(entry, origin)
     places = {group_decays(group): place for place, group in enumerate(state.groups)}
-    for group, shards in owned:
+    for group in groups:
+        owned = _owned(file, group.members, buffers, rank)
         place = places.get(group_decays(group.options))
-        if place is None and shards:
-            raise state.origin.refused("a param group missing", f"hold {len(shards)} params of {dict(group.options)}")
-        params = [(file.params[shard.number], shard.in_param.numel) for shard in shards]
+        if place is None and owned:
+            raise origin.refused("a param group missing", f"hold {len(owned)} params of {dict(group.options)}")
+        params = [(file.params[number], span.numel) for number, span in owned]
         expected = [ExpectedParam(param.name, (numel,), param.has_main) for param, numel in params]
         saved = [] if place is None else state.params(place, expected)
-        for shard, each in zip(shards, saved, strict=True):
-            each.check_numbers(state.origin)
-            yield _SavedShard(shard, each)
+        for (number, span), each in zip(owned, saved, strict=True):
+            each.check_numbers(origin)
+            yield number, SavedShard(span, each.tensors), each.state
 
 
-def _holders(
-    states: Sequence[SavedState], found: Mapping[int, Sequence[_SavedShard]], group: FileGroup
-) -> Iterator[Mapping[str, Any]]:
-    """What may keep the update count of a group."""
-    for state in states:
-        yield from (each for each in state.groups if group_decays(each) is group_decays(group.options))
-    yield from (each.saved.state for number in group.members for each in found[number])
+def _check_complete(file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]) -> None:
+    for number in (number for group in groups for number in group.members if not file.params[number].is_copy):
+        spans = sorted((each.in_param.start, each.in_param.stop) for each in shards.get(number, ()))
+        stops = [0, *(stop for _, stop in spans)]
+        if [start for start, _ in spans] != stops[:-1] or stops[-1] != file.params[number].model.numel():
+            raise CheckpointError(
+                f"Files of the ranks of {file.folder} hold {spans} of the {file.params[number].model.numel()} "
+                f"elements of {file.params[number].name!r}. {_SAME_SAVE}."
+            )
+
+
+def _owned(
+    file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayout], rank: int
+) -> list[tuple[int, Span]]:
+    """Numbers of a rank's params of one group, each with its shard, in the order of its file."""
+    spans = {int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)}
+    numbers = sorted(number for number in members if number in spans)
+    return [(number, spans[number]) for number in in_file_order(numbers, lambda each: file.params[each].has_main)]
 
 
 def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
-    """The model file and one of each data-parallel rank.
-
-    Args:
-        slices: of one model file.
-        folder: of the new model file.
-        ranks: data-parallel; the files fit this number only.
-    """
+    """Writes a model file into a new folder, and one file of each data-parallel rank; they fit this number only."""
     buffers = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
     for rank in range(ranks):
         owned = [(group, _owned(slices.file, group.members, buffers.values(), rank)) for group in slices.groups]
@@ -230,21 +263,21 @@ def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
     save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
 
 
-def _state_of_rank(slices: Slices, owned: Sequence[tuple[FileGroup, list[_Shard]]]) -> dict[str, Any]:
-    mains: dict[_Shard, Tensor] = {}
-    states: dict[_Shard, dict[str, Any]] = {}
+def _state_of_rank(slices: Slices, owned: Sequence[tuple[FileGroup, list[tuple[int, Span]]]]) -> dict[str, Any]:
+    mains: dict[tuple[int, Span], Tensor] = {}
+    states: dict[tuple[int, Span], dict[str, Any]] = {}
     # In the order of the buffer, where the shards of two ranks meet in one param.
-    for shard in sorted((shard for _, shards in owned for shard in shards), key=lambda shard: -shard.number):
+    for shard in sorted((shard for _, shards in owned for shard in shards), key=lambda shard: -shard[0]):
         main = _cut(slices, shard, MAIN)  # that of an fp32 param is compared with the model's
-        if slices.file.params[shard.number].has_main:
+        if slices.file.params[shard[0]].has_main:
             mains[shard] = main
-        state: dict[str, Any] = {kind: _cut(slices, shard, kind) for kind in slices.kinds}
         if slices.kinds:
-            states[shard] = state | slices.step_in_state()
+            states[shard] = {**{kind: _cut(slices, shard, kind) for kind in slices.kinds}, **slices.step_in_state()}
     groups = [(group.as_saved, shards) for group, shards in owned]
     return {**rank_entry(groups, mains, states), **slices.grad_scaler()}
 
 
-def _cut(slices: Slices, shard: _Shard, kind: str) -> Tensor:
+def _cut(slices: Slices, shard: tuple[int, Span], kind: str) -> Tensor:
     """A copy: a view would be saved with everything that it is a view of."""
-    return slices.read(kind, shard.number).reshape(-1)[shard.in_param.as_slice()].clone()
+    number, span = shard
+    return slices.read(kind, number).reshape(-1)[span.as_slice()].clone()

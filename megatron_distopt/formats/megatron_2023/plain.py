@@ -24,10 +24,10 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.head import the_step
+from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import groups_by_rule, kept_in
+from megatron_distopt.formats.megatron_2023.param_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.pickles import save_whole
 
 _MAINS = "fp32_from_fp16_params"
@@ -36,15 +36,10 @@ _REMEDY = "Give a model file that a fork wrote, of a model without frozen params
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a state comes from, for errors.
+    """Where a state comes from, for errors."""
 
-    Args:
-        what: the state and its file, if that is known.
-        remedy: what to do where it does not fit.
-    """
-
-    what: str
-    remedy: str
+    what: str  # the state and its file, if that is known
+    remedy: str  # what to do where it does not fit
 
     def refused(self, got: object, rule: str) -> CheckpointError:
         """The error for a state that does not fit."""
@@ -53,32 +48,20 @@ class Origin:
 
 @dataclass(frozen=True)
 class ExpectedParam:
-    """A param, or a rank's shard of one, that a state must hold.
+    """A param, or a rank's shard of one, that a state must hold."""
 
-    Args:
-        name: of the param.
-        shape: of its tensors.
-        has_main: whether it has a main param: one of fp32 is its own.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    has_main: bool
+    name: str  # of the param
+    shape: tuple[int, ...]  # of its tensors
+    has_main: bool  # one of fp32 is its own main param
 
 
 @dataclass(frozen=True, eq=False)
 class SavedParam:
-    """What a state holds of a param, or of a shard of one.
+    """What a state holds of a param, or of a shard of one."""
 
-    Args:
-        name: of the param.
-        main: its main param; None for one of fp32.
-        state: of the inner optimizer.
-    """
-
-    name: str
-    main: Tensor | None
-    state: Mapping[str, Any]
+    name: str  # of the param
+    main: Tensor | None  # None for a param of fp32
+    state: Mapping[str, Any]  # of the inner optimizer
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -91,11 +74,7 @@ class SavedParam:
         return ({} if self.main is None else {MAIN: self.main}) | self.moments
 
     def check_numbers(self, origin: Origin) -> None:
-        """Whether the inner optimizer keeps nothing for the param but moments and an update count.
-
-        Raises:
-            CheckpointError: another number would be lost.
-        """
+        """Refuses a number that is kept for the param beside an update count: it would be lost."""
         for key, value in self.state.items():
             if torch.is_tensor(value) and value.dim() == 0 and key != "step":
                 raise origin.refused(f"one number {key!r} for {self.name!r}", "hold what is kept for each element")
@@ -103,19 +82,12 @@ class SavedParam:
 
 @dataclass(frozen=True, eq=False)
 class SavedState:
-    """An entry "optimizer" of a plain file, or of a rank's.
+    """An entry "optimizer" of a plain file, or of a rank's."""
 
-    Args:
-        inner: torch's own state dict.
-        mains: main params, by group.
-        origin: for errors.
-        lists_every_group: whether `mains` has a list for every group, even an empty one.
-    """
-
-    inner: Mapping[str, Any]
-    mains: Sequence[Sequence[Tensor]]
+    inner: Mapping[str, Any]  # torch's own state dict
+    mains: Sequence[Sequence[Tensor]]  # main params, by group
     origin: Origin
-    lists_every_group: bool = False
+    lists_every_group: bool = False  # whether `mains` has a list for every group, even an empty one
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
@@ -129,11 +101,7 @@ class SavedState:
         return any(self.inner["state"].values())
 
     def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[SavedParam]:
-        """What it holds of each param of one group.
-
-        Args:
-            place: of the group in it.
-            expected: the params, or shards, that must be in the group, in its order.
+        """What it holds of each param of its group number `place`, which must have the `expected` ones, in order.
 
         Raises:
             CheckpointError: the group has others.
@@ -202,32 +170,26 @@ def read_plain(file: ModelFile) -> FileState:
             return model if kind == MAIN else torch.zeros(model.shape)
         return found
 
-    return FileState(file, groups, kinds, read, kept_in(file.state), skipped_in(file.state))
+    return FileState(file, groups, kinds, read, entries_in(file.state), skipped_in(file.state))
 
 
 def write_plain(slices: Slices, folder: Path) -> None:
-    """The model file with the state in it.
-
-    Args:
-        slices: of one model file.
-        folder: of the new one.
-    """
+    """Writes the model file with the state in it into a new folder."""
     numbers = [number for group in slices.groups for number in group.members]
     place = {number: at for at, number in enumerate(numbers)}
     mains = {number: slices.read(MAIN, number) for number in numbers}  # those of fp32 are compared with the model's
-    inner = {
-        "state": {place[number]: _state_of(slices, number) for number in numbers} if slices.kinds else {},
+    inner: dict[str, Any] = {
+        "state": {
+            place[number]: {**{kind: slices.read(kind, number) for kind in slices.kinds}, **slices.step_in_state()}
+            for number in (numbers if slices.kinds else ())
+        },
         "param_groups": [
             {**group.as_saved, "params": [place[number] for number in group.members]} for group in slices.groups
         ],
     }
-    entry: dict[str, Any] = inner
+    entry = inner
     if slices.is_16_bit:
         has_main = {number for number in numbers if slices.file.params[number].has_main}
         of_groups = [[mains[number] for number in group.members if number in has_main] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
     save_whole({**slices.model_state(), "optimizer": entry, **slices.also_saved(), **slices.ours()}, folder / MODEL)
-
-
-def _state_of(slices: Slices, number: int) -> dict[str, Any]:
-    return {**{kind: slices.read(kind, number) for kind in slices.kinds}, **slices.step_in_state()}

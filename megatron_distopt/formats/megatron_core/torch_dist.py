@@ -1,22 +1,25 @@
-"""megatron-core's distributed checkpoints ("torch_dist"): `.metadata` beside files of tensors.
+"""megatron-core's distributed checkpoints ("torch_dist") with names: `.metadata` beside files of tensors.
 
-What all ranks share is in `common.pt`, and since megatron-core 0.19 an object among the tensors. Optimizer state is
-found by the keys alone:
+What all ranks share is in `common.pt`, and since megatron-core 0.19 an object among the tensors. Keys of state:
 
 ::
 
-    optimizer.state.KIND.KEY                    one tensor a param (fully_reshardable, fully_sharded_model_space, and
-                                                optimizers that are not distributed)
-    optimizer.distributed.dp_group_idx_G.gbuf_idx_N.dtype_(P, Q).bucket_idx_B.KIND     a flat bucket (dp_reshardable)
-    optimizer.distributed.dp_group_idx_G.param_state       an object with flat buffers (dp_zero_gather_scatter)
+    decoder.layers.3.mlp.linear_fc2.weight       one param
+    decoder.layers.mlp.linear_fc2.weight         that of all layers, stacked (until 0.14)
+    decoder.layers.3.mlp.linear_fc1.weight_w     the gate, and with _v in place of _w the up projection: one param
+    optimizer.state.KIND.KEY                     of the param KEY (fully_reshardable, fully_sharded_model_space, and
+                                                 optimizers that are not distributed)
 
-G counts tensor-parallel ranks, and pipeline stages of as many ranks each.
+Until 0.14 each tensor-parallel rank's part of a state is flat: that of rank (i, j) of a grid of X by Y ranks is row
+[i, j] of a tensor of shape [X, Y, elements of a part]. State in buckets has no names, see nameless.py.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,12 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.located import count_unlike, source_of
-from megatron_distopt.formats.megatron_core.buckets import located_in_buckets, objects_of
-from megatron_distopt.formats.megatron_core.head import head_of
-from megatron_distopt.formats.megatron_core.tensors import NamedTensor, named_tensors
-from megatron_distopt.formats.pickles import load_file, understood
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import count_unlike, inner_name, loss_scale_of, the_step
+from megatron_distopt.formats.megatron_2023.model_file import decays
+from megatron_distopt.formats.pickles import as_number, load_file, understood
 from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box
 
@@ -39,84 +41,67 @@ _COMMON, _CONFIG = "common.pt", "metadata.json"
 _COMMON_OBJECT = "common_state/shard_0_1"
 _CHAIN = r"(?:chained_\d+\.)?"
 _STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
-_BUCKETS = re.compile(_CHAIN + r"optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx_\d+|param_state).*")
 _NO_MODEL = re.compile(_CHAIN + r"(?:optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)\b.*")
+_STACKED = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?!\d+\.)(?P<after>.+)")
+_GATE, _UP = "_w", "_v"
 _MAIN_KINDS = ("param", "fp32_param")
-_RESAVE = "Load it where it was written, and save it in another format"
+#: Options other than weight decay that tell groups apart.
+_IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder is such a checkpoint."""
+    """Whether a folder is such a checkpoint, also one without names."""
     return (path / METADATA).is_file() and any((path / name).is_file() for name in (_COMMON, _CONFIG))
 
 
 def open_torch_dist(path: Path) -> Source:
-    """Opens a checkpoint.
-
-    Args:
-        path: folder of an iteration.
+    """Opens an iteration folder.
 
     Raises:
-        CheckpointError: it is damaged or has no optimizer state, or params cannot be found; `read` raises it for values
-            that cannot be the model's.
+        CheckpointError: it is damaged or has no optimizer state by name; `read` raises it for values that cannot be the
+            model's.
     """
     with understood(path, "be a distributed checkpoint of megatron-core"):
-        return _opened(path)
+        folder = open_dcp(path)
+        where = _COMMON_OBJECT if _COMMON_OBJECT in folder.objects else _COMMON
+        common = folder.read_object(where)[0] if where == _COMMON_OBJECT else load_file(path / where)
+        if not isinstance(common, Mapping):
+            raise CheckpointError(
+                f"{where} in {path} holds a {type(common).__name__}, not the state that all ranks share. It is "
+                "damaged: load an earlier checkpoint."
+            )
+        return _opened(folder, common)
 
 
-def _opened(path: Path) -> Source:
-    folder = open_dcp(path)
-    common = _common_of(folder)
-    model = named_tensors(folder, {key: key for key in folder.tensors if not _NO_MODEL.fullmatch(key)})
-    if any(map(_STATE.fullmatch, folder.tensors)):
-        return _by_param(folder, common, model)
-    if any(_BUCKETS.fullmatch(key) for key in (*folder.tensors, *folder.objects)):
-        found = located_in_buckets(folder, model, common.get("args"))
-        scaler = next((state for _, state in objects_of(folder, "grad_scaler")), None)
-        states = [{**state, "grad_scaler": scaler} for _, state in objects_of(folder, "optimizer")]
-        return source_of(found, str(path), lambda infos: _head(infos, states, common, path))
-    raise _refused(path, folder)
-
-
-def _common_of(folder: DcpFolder) -> Mapping[str, Any]:
-    """What all ranks share."""
-    where = _COMMON_OBJECT if _COMMON_OBJECT in folder.objects else _COMMON
-    common = folder.read_object(where)[0] if where == _COMMON_OBJECT else load_file(folder.folder / where)
-    if not isinstance(common, Mapping):
-        rule, remedy = "hold the state that all ranks share", "Load an earlier checkpoint; this one is damaged"
-        raise CheckpointError(refusal(f"{where} in {folder.folder}", f"a {type(common).__name__}", rule, remedy))
-    return common
-
-
-def _refused(path: Path, folder: DcpFolder) -> CheckpointError:
-    known = {".".join(key.split(".")[:2]) for key in folder.tensors if key.startswith("optimizer")}
-    got = f"optimizer state {sorted(known)[0]!r}" if known else "no optimizer state"
-    rule = "have optimizer state by param, or in buckets of megatron-core's distributed optimizer"
-    return CheckpointError(
-        refusal(f"checkpoint {path}", got, rule, _RESAVE if known else "Save it without --no-save-optim")
-    )
-
-
-def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, NamedTensor]) -> Source:
+def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
+    model = _named_tensors(folder, {key: key for key in folder.tensors if not _NO_MODEL.fullmatch(key)})
     keys: dict[str, dict[str, str]] = {}
     for key in folder.tensors:
         match = _STATE.fullmatch(key)
         if match:
             kind = MAIN if match["kind"] in _MAIN_KINDS else match["kind"]
             keys.setdefault(kind, {})[match["key"]] = key
-    found = {kind: named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
+    if not keys:
+        known = sorted({".".join(key.split(".")[:2]) for key in folder.tensors if key.startswith("optimizer")})
+        got = f"has optimizer state {known[0]!r} in an unknown form" if known else "has no optimizer state"
+        raise CheckpointError(f"Checkpoint {folder.folder} {got}. Save it by param, without --no-save-optim.")
+    found = {kind: _named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
     # What an fp32 model computes with is what its optimizer updates.
     updated = {name for tensors in found.values() for name in tensors}
     mains = {name: model[name] for name in updated if name in model and model[name].dtype is torch.float32}
     found[MAIN] = {**mains, **found.get(MAIN, {})}
-    _check_mains(found, folder)
+    missing = sorted(updated - found[MAIN].keys())
+    if missing:
+        raise CheckpointError(
+            f"Checkpoint {folder.folder} has no fp32 values of {missing[0]!r}. Load it where it was written, and save "
+            "it in another format."
+        )
     infos = {
         key_of(kind, name): TensorInfo(found[kind][name].shape, dtype_name(found[kind][name].dtype))
         for name in found[MAIN]
         for kind in (MAIN, *sorted(found.keys() - {MAIN}))
         if name in found[kind]
     }
-    head = _head(infos, list(_optimizer_states(common)), common, folder.folder)
 
     def read_box(key: str, box: Box) -> Tensor:
         name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
@@ -124,38 +109,155 @@ def _by_param(folder: DcpFolder, common: Mapping[str, Any], model: Mapping[str, 
             _check_rounds(tensor, model[name].read(box), name, folder.folder)
         return tensor
 
-    return Source(head, infos, read_box)
-
-
-def _check_mains(found: Mapping[str, Mapping[str, NamedTensor]], folder: DcpFolder) -> None:
-    missing = sorted({name for tensors in found.values() for name in tensors} - found[MAIN].keys())
-    if missing:
-        got, rule = f"no fp32 values of {missing[0]!r}", "hold main params and what the optimizer keeps of them"
-        raise CheckpointError(refusal(f"checkpoint {folder.folder}", got, rule, _RESAVE))
+    return Source(_head(infos, common, folder.folder), infos, read_box)
 
 
 def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
     """megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several buckets."""
     num_unlike = count_unlike(main, param)
     if num_unlike:
-        got = f"{num_unlike} of {main.numel()} main values of {name!r} are not the model's"
-        rule = "hold main params that round to the model's; megatron-core 0.15 to 0.19 may misplace them as it saves"
-        remedy = "Load the weights alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable"
-        raise CheckpointError(refusal(f"optimizer state in {where}", got, rule, remedy))
+        raise CheckpointError(
+            f"{num_unlike} of {main.numel()} main values of {name!r} in {where} are not the model's: megatron-core "
+            "0.15 to 0.19 may misplace them as it saves. Load the weights alone with --no-load-optim, and save without "
+            "--dist-ckpt-optim-fully-reshardable."
+        )
 
 
-def _optimizer_states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The state of each optimizer of a chain."""
+def _head(infos: Mapping[str, TensorInfo], common: Mapping[str, Any], path: Path) -> Manifest:
+    """The manifest without tensors; the way in which the state was sharded is the name of the format."""
     entry = common.get("optimizer")
-    entries = entry.values() if isinstance(entry, Mapping) and all(isinstance(key, int) for key in entry) else (entry,)
-    yield from (each for each in entries if isinstance(each, Mapping))
+    is_chain = isinstance(entry, Mapping) and all(isinstance(key, int) for key in entry)
+    states = [each for each in (entry.values() if is_chain else (entry,)) if isinstance(each, Mapping)]  # type: ignore[union-attr]
+    kinds = (state.get("param_state_sharding_type") for state in states)
+    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    kind = kind or next((each for each in kinds if each is not None), "by param")
+    about: dict[str, str | int] = {"host": "megatron-core", "format": f"torch_dist, {kind}"}
+    if isinstance(common.get("iteration"), int):
+        about["iteration"] = common["iteration"]
+    scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
+    shapes = {name_of(key): info.shape for key, info in infos.items() if kind_of(key) == MAIN}
+    records = tuple(_records(shapes, _groups_in(states), str(path)))
+    return Manifest("", (), {}, records, inner_name(map(kind_of, infos)), loss_scale_of(scaler), about=about)
 
 
-def _head(
-    infos: Mapping[str, TensorInfo], states: Sequence[Mapping[str, Any]], common: Mapping[str, Any], path: Path
-) -> Manifest:
-    """With the way in which the state was sharded as the name of the format."""
-    content = common.get("content_metadata") or {}
-    kinds = (state.get("param_state_sharding_type") for state in _optimizer_states(common))
-    kind = content.get("distrib_optim_sharding_type") or next((each for each in kinds if each is not None), "by param")
-    return head_of(infos, states, f"torch_dist, {kind}", common.get("iteration"), str(path))
+def _groups_in(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Param groups, each once, with the step, which optimizers that are not distributed keep outside of the groups."""
+    found: list[Mapping[str, Any]] = []
+    for state in states:
+        inner = state.get("optimizer", state)
+        kept = inner.get("state") or {}
+        step = {"step": kept["common_step"]} if "common_step" in kept else {}
+        for group in inner["param_groups"]:
+            options = {**step, **{key: value for key, value in group.items() if key != "params"}}
+            if options not in found:
+                found.append(options)
+    return found
+
+
+def _records(
+    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Mapping[str, Any]], where: str
+) -> Iterator[GroupRecord]:
+    """By megatron-core's rule where there is a group that decays and one that does not; otherwise what all groups
+    share is said of all params, and the rest is left to the run that loads."""
+    step = the_step(groups, where)
+    by_decay = {bool(group.get("wd_mult", 1.0)): group for group in groups}
+    if len(groups) == len(by_decay) == 2 and len({tuple(group.get(key) for key in _IDENTITY) for group in groups}) == 1:
+        for decay, group in by_decay.items():
+            names = [name for name, shape in shapes.items() if decays(name, shape) is decay]
+            if names:
+                yield GroupRecord(tuple(names), options_of(group)[0], step)
+    else:
+        shared = {key: value for key, value in groups[0].items() if all(_same(each, key, value) for each in groups)}
+        yield GroupRecord(tuple(shapes), options_of(shared)[0], step)
+
+
+def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
+    return key in group and bool(as_number(group[key]) == as_number(value))
+
+
+@dataclass(frozen=True, eq=False)
+class _NamedTensor:
+    """A tensor of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Box], Tensor]  # a box of it
+
+
+def _named_tensors(
+    folder: DcpFolder, keys: Mapping[str, str], model: Mapping[str, _NamedTensor] | None = None
+) -> dict[str, _NamedTensor]:
+    """Tensors by the names of params in the whole model.
+
+    Args:
+        folder: the checkpoint.
+        keys: from megatron-core's key of a param to the key of the tensor.
+        model: params of the model, where the tensors may be flat.
+
+    Raises:
+        CheckpointError: a tensor has neither the shape of its param nor that of its flat parts.
+    """
+    found: dict[str, _NamedTensor] = {}
+    for key, place in keys.items():
+        found |= _layers_of(folder, key, place)
+    if model is not None:
+        found = {name: _in_shape(tensor, name, model.get(name), folder) for name, tensor in found.items()}
+    return dict(_with_pairs(found))
+
+
+def _layers_of(folder: DcpFolder, key: str, stored_as: str) -> Iterator[tuple[str, _NamedTensor]]:
+    stored = folder.tensors[stored_as]
+    whole = _NamedTensor(stored.shape, stored.dtype, lambda box: folder.read_box(stored_as, box))
+    match = _STACKED.fullmatch(key)
+    if match is None or any(chunk.box.sizes[:1] != (1,) for chunk in stored.chunks):
+        yield key, whole
+        return
+    for layer in range(stored.shape[0]):
+
+        def read(box: Box, layer: int = layer) -> Tensor:
+            return whole.read(Box((layer, *box.offsets), (1, *box.sizes)))[0]
+
+        yield f"{match['before']}{layer}.{match['after']}", _NamedTensor(stored.shape[1:], stored.dtype, read)
+
+
+def _in_shape(tensor: _NamedTensor, name: str, param: _NamedTensor | None, folder: DcpFolder) -> _NamedTensor:
+    if param is None or param.shape == tensor.shape:
+        return tensor
+    cuts, numel = tensor.shape[:-1], tensor.shape[-1]
+    is_grid = len(cuts) == len(param.shape) and all(s % c == 0 for s, c in zip(param.shape, cuts, strict=True))
+    if not is_grid or math.prod(cuts) * numel != math.prod(param.shape):
+        raise CheckpointError(
+            f"State of {name!r} in {folder.folder} has shape {list(tensor.shape)}, which is neither the shape "
+            f"{list(param.shape)} of the param nor that of its flat parts. Load it with megatron-core 0.15 or newer, "
+            "and save it again."
+        )
+    return replace(param, dtype=tensor.dtype, read=lambda box: _unfold(tensor, param.shape)[box.as_slices()])
+
+
+def _unfold(parts: _NamedTensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshapes [X, Y, elements of a part] into [rows, columns], for any number of dimensions."""
+    cuts, dims = parts.shape[:-1], len(shape)
+    sizes = [numel // cut for numel, cut in zip(shape, cuts, strict=True)]
+    alternating = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
+    return parts.read(Box.whole(parts.shape)).reshape(*cuts, *sizes).permute(alternating).reshape(shape)
+
+
+def _with_pairs(tensors: Mapping[str, _NamedTensor]) -> Iterator[tuple[str, _NamedTensor]]:
+    """Puts the halves of gated projections together."""
+    for name, tensor in tensors.items():
+        base, suffix = name[: -len(_GATE)], name[-len(_GATE) :]
+        if suffix == _GATE and f"{base}{_UP}" in tensors and base not in tensors:
+            yield base, _stacked(tensor, tensors[f"{base}{_UP}"])
+        elif not (suffix == _UP and f"{base}{_GATE}" in tensors and base not in tensors):
+            yield name, tensor
+
+
+def _stacked(gate: _NamedTensor, up: _NamedTensor) -> _NamedTensor:
+    rows, *rest = gate.shape
+
+    def read(box: Box) -> Tensor:
+        halves = [Box((number * rows, *(0 for _ in rest)), gate.shape) for number in (0, 1)]
+        both = [(half, part, box.intersect(half)) for half, part in zip(halves, (gate, up), strict=True)]
+        return torch.cat([part.read(inside.relative_to(half.offsets)) for half, part, inside in both if inside])
+
+    return replace(gate, shape=(2 * rows, *rest), read=read)

@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.pickles import load_kept, save_whole
+from megatron_distopt.formats.pickles import load_file, save_whole
 
 _FORMAT, _VERSION = "megatron_distopt.torch", 1
 
@@ -33,7 +33,7 @@ def open_torch_file(path: Path) -> Source:
     Raises:
         CheckpointError: it is anything else.
     """
-    state = load_kept(path)
+    state = load_file(path)
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != _FORMAT or state.get("version") != _VERSION:
         rule = f"be {_FORMAT!r} of version {_VERSION}, or lie in an iteration folder"

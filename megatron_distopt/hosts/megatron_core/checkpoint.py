@@ -18,9 +18,10 @@ from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.place import folder_beside, not_found
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     check_has_boxes,
     check_takes_boxes,
@@ -28,6 +29,7 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     state_to_load,
     state_to_save,
 )
+from megatron_distopt.hosts.megatron_core.resume import HasHostBuffers, load_nameless
 from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.whole_params import head_entry, is_of_other_class
@@ -39,7 +41,7 @@ class CheckpointCalls(MegatronOptimizer):
 
     _saver: Saver | None = None
 
-    def ours(self) -> Sequence[HoldsState]:
+    def ours(self) -> Sequence[HasHostBuffers]:
         """The optimizers whose state it is."""
         raise NotImplementedError
 
@@ -88,7 +90,8 @@ class CheckpointCalls(MegatronOptimizer):
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
 
         Args:
-            folder: of the checkpoint, the same on all ranks; also one that the host's own optimizer wrote.
+            folder: of the checkpoint, the same on all ranks; also one that the host's own optimizer wrote. One in flat
+                buffers without names is taken at the layout that wrote it, after the model's weights were loaded.
 
         Raises:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
@@ -96,8 +99,13 @@ class CheckpointCalls(MegatronOptimizer):
         """
         self.finish_saving()
         self.check_is_there("load")
+        path, everyone = Path(folder), Group.of()
+        nameless = exchange_together(lambda: not is_checkpoint(path) and is_nameless(path), everyone, "load")
         with self._new_params():
-            load_any(Path(folder), whole_model_of(self.ours()), Group.of(), resume_step=self._resume_step)
+            if any(nameless):
+                load_nameless(path, self.ours(), everyone, resume_step=self._resume_step)
+            else:
+                load_any(path, whole_model_of(self.ours()), everyone, resume_step=self._resume_step)
 
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params.

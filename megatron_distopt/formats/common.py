@@ -1,0 +1,116 @@
+"""What the formats of other software have in common: update counts, loss scales, and how main params are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.pickles import as_number
+from megatron_distopt.layout import Box, Piece, Placement, Span
+
+_ADAM, _MOMENTS_OF_ADAM = "adam", frozenset(("exp_avg", "exp_avg_sq"))
+#: From the keys of a Megatron's grad scaler to those of a manifest.
+_SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
+
+
+def inner_name(kinds: Iterable[str]) -> str:
+    """What a `Source` calls the inner optimizer that keeps tensors of these kinds."""
+    return _ADAM if set(kinds) >= _MOMENTS_OF_ADAM else "unknown"
+
+
+def loss_scale_of(scaler: Mapping[str, Any] | None) -> dict[str, float]:
+    """The loss scale in the state of a Megatron's grad scaler; empty for a constant one."""
+    if not scaler or not _SCALE.keys() <= scaler.keys():
+        return {}
+    return {name: float(as_number(scaler[key])) for key, name in _SCALE.items()}
+
+
+def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
+    """The update count, wherever the inner optimizer's class keeps it; None where it was lost.
+
+    Some classes leave it out in groups that had no param on the rank that wrote them.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    steps = {int(as_number(holder["step"])) for holder in holders if holder.get("step") is not None}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"Update counts in {where} are {', '.join(map(str, sorted(steps)))}. They must be the same for all params. "
+            "Convert a run whose params were all trained from its start."
+        )
+    return next(iter(steps), None)
+
+
+def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifest:
+    """The same with an update count that the checkpoint lost.
+
+    Raises:
+        CheckpointError: the checkpoint knows another one.
+    """
+    known = {group.step for group in head.groups} - {None}
+    if resume_step is None or known == {resume_step}:
+        return head
+    if known:
+        raise CheckpointError(
+            f"The update count in {where} is {', '.join(map(str, sorted(known, key=str)))} and --resume-step is "
+            f"{resume_step}. Drop --resume-step: the checkpoint knows the count."
+        )
+    return replace(head, groups=tuple(replace(group, step=resume_step) for group in head.groups))
+
+
+def check_step(head: Manifest, where: object) -> None:
+    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any.
+
+    Raises:
+        CheckpointError: the state is Adam's, and its update count is unknown.
+    """
+    if head.inner == _ADAM and any(group.step is None for group in head.groups):
+        raise CheckpointError(
+            f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where this file layout "
+            "does not save it. Convert it with --resume-step N, the number of updates so far (iterations without "
+            "skipped ones)."
+        )
+
+
+def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:
+    """Copies those elements of a stretch that lie in a box of the whole tensor.
+
+    Args:
+        found: written to: the elements of the box, in its shape.
+        box: of the whole tensor.
+        values: the elements of a stretch of a rank's flattened param, 1-D.
+        start: index of the first of them in that param.
+        pieces: where the stretch lies in the whole tensor.
+    """
+    for piece in pieces:
+        both = piece.in_global.intersect(box)
+        if both is not None:
+            stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
+            inside = stretch[piece.inside.as_slices()][both.relative_to(piece.in_global.offsets).as_slices()]
+            found[both.relative_to(box.offsets).as_slices()] = inside
+
+
+def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
+    """Cuts a rank's param out of the whole tensor, of which `read` returns boxes: the inverse of `fill`."""
+    local = torch.empty(placement.shape, dtype=dtype)
+    for piece in placement.pieces(Span(0, local.numel())):
+        stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
+        stretch[piece.inside.as_slices()] = read(piece.in_global)
+    return local
+
+
+def count_unlike(main: Tensor, model: Tensor) -> int:
+    """Counts the values of a model param that differ from its main param, rounded to the model's dtype.
+
+    0 shows that the state belongs to this model and that every element was found at its right place.
+    """
+    numbers = torch.finfo(model.dtype)
+    rounded = main.view(model.shape).to(model.dtype)
+    return int((~torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)).sum())
