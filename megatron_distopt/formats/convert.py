@@ -70,7 +70,7 @@ def convert(
         CheckpointError: `src` cannot be read, or cannot become that, or the disk fails; `dst` is not there then.
     """
     if to not in TARGETS:
-        raise CheckpointError(f"Format {to!r} is unknown. Write one of {', '.join(TARGETS)}.")
+        raise CheckpointError(f"Format {to!r} is unknown. Write --to with one of {', '.join(TARGETS)}.")
     if dst.exists():
         raise CheckpointError(f"Target {dst} is there already. Name a folder or file that is not there.")
     opened = open_with_files(src, resume_step)

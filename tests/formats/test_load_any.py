@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -79,7 +78,7 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
 def test_load_when_the_step_is_said_and_known_then_refused_where_they_differ(torch_file: Path) -> None:
     world = World.of(MODEL, filled=False)
     load_any(torch_file, world.ranks[0].model, ALONE, resume_step=10)
-    with pytest.raises(CheckpointError, match=re.escape("10. Must be the 7 of --resume-step. Drop --resume-step")):
+    with pytest.raises(CheckpointError, match=r"is 10 and --resume-step is 7.*Drop --resume-step"):
         load_any(torch_file, world.ranks[0].model, ALONE, resume_step=7)
 
 
@@ -98,5 +97,5 @@ def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(torch
 
 def test_load_when_nothing_is_there_then_refused_with_the_path(tmp_path: Path) -> None:
     world = World.of(MODEL)
-    with pytest.raises(CheckpointError, match="no such file or folder"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load_any(tmp_path / "nowhere", world.ranks[0].model, ALONE)

@@ -78,7 +78,7 @@ def _loadable(path: Path, optimizers: Sequence[HasHostBuffers], model: WholeMode
     for share in model.shares:
         _check_rounds(share, values, path)
     pieces = list(owned_pieces(model))
-    tensors = dict(_records_of_tensors(pieces, values))
+    tensors = dict(_records_of_tensors(model, pieces, values))
     scaler = next((each.grad_scaler for each in saved.values() if each.grad_scaler), None)
     inner = inner_name(map(kind_of, tensors))
     head = Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler))
@@ -131,9 +131,9 @@ class _Values:
             for name in adopted.layout.slot_of
         }
 
-    def kinds(self, piece: OwnedPiece) -> dict[str, str]:
-        """Names of dtypes by kind."""
-        kinds = self._buffer_of[piece.share.optimizer, piece.shard.name].kinds
+    def kinds(self, share: Share, name: str) -> dict[str, str]:
+        """Names of dtypes by kind, of a param by its name in the optimizer."""
+        kinds = self._buffer_of[share.optimizer, name].kinds
         return {kind: dtype_name(dtype) for kind, dtype in kinds.items()}
 
     def of_piece(self, kind: str, piece: OwnedPiece) -> Tensor:
@@ -162,12 +162,15 @@ def _check_rounds(share: Share, values: _Values, path: Path) -> None:
             )
 
 
-def _records_of_tensors(pieces: Sequence[OwnedPiece], values: _Values) -> Iterator[tuple[str, TensorRecord]]:
-    """What this rank reads, in boxes of its own."""
-    boxes: dict[str, list[OwnedPiece]] = {}
+def _records_of_tensors(
+    model: WholeModel, pieces: Sequence[OwnedPiece], values: _Values
+) -> Iterator[tuple[str, TensorRecord]]:
+    """All params of this rank, in boxes of what it owns."""
+    chunks: dict[str, list[Chunk]] = {}
     for piece in pieces:
-        boxes.setdefault(piece.placement.name, []).append(piece)
-    for name, found in boxes.items():
-        chunks = tuple(Chunk(piece.piece.in_global, 0, 0, 0) for piece in found)
-        for kind, dtype in values.kinds(found[0]).items():
-            yield key_of(kind, name), TensorRecord(found[0].placement.global_shape, dtype, chunks)
+        chunks.setdefault(piece.placement.name, []).append(Chunk(piece.piece.in_global, 0, 0, 0))
+    for share in model.shares:
+        for name, placement in share.placements.items():
+            for kind, dtype in values.kinds(share, name).items():
+                owned = tuple(chunks.get(placement.name, ()))
+                yield key_of(kind, placement.name), TensorRecord(placement.global_shape, dtype, owned)
