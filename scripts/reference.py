@@ -1,4 +1,4 @@
-"""Writes the table of options in docs/reference.md, between its two marker comments, as DistOptConfig declares them.
+"""Writes the tables of options and of what excludes what in docs/reference.md, between their marker comments.
 
 Usage: python scripts/reference.py
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_distopt.compatibility import EXCLUSIONS
 from megatron_distopt.config import OPTIONS
 from megatron_distopt.options import SetBy, flag_of, variable_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
-BEGIN, END = "<!-- options: begin -->\n", "<!-- options: end -->"
+BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
 
 
 def reference_table() -> str:
@@ -25,10 +26,19 @@ def reference_table() -> str:
     return "\n".join(lines)
 
 
+def exclusion_table() -> str:
+    """The features that exclude each other as a Markdown table."""
+    rows = (f"| {row.first.value} | {row.second.value} | {row.instead} |" for row in EXCLUSIONS)
+    return "\n".join(["| this | excludes | instead |", "|---|---|---|", *rows])
+
+
 def with_table(page: str) -> str:
-    """The page with the table between its markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{reference_table()}\n{END}{rest.partition(END)[2]}"
+    """The page with the tables between their markers replaced."""
+    for name, table in (("options", reference_table()), ("exclusions", exclusion_table())):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PACKAGE = Path(megatron_distopt.__file__).parent
 #: Each may import those before it and itself.
 LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "formats", "hosts", "plugin", "cli")
 #: Each may import those before it, and everybody may import them.
-COMMON = ("version", "errors", "options", "config", "device")
+COMMON = ("version", "errors", "options", "config", "compatibility", "device")
 ACCELERATOR = "optimizer/accelerator.py"
 
 

@@ -19,11 +19,11 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, profiled, raise_together
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.low_precision.state_precision import check_precision
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
 from megatron_distopt.version import VERSION
@@ -92,25 +92,8 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
         if param.dtype not in SUPPORTED_DTYPES:
             got, remedy = dtype_name(param.dtype), "Convert or freeze the param"
             raise LayoutError(refusal(f"dtype of param {name!r}", got, f"be one of {supported}", remedy))
-    _check_muon_is_used(config)
-    check_precision(config, {param.dtype for param in named.values()})
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
-    if has_fp16 and config.loss_scale is None:
-        remedy = "Write loss_scale='dynamic'"
-        raise ConfigError(refusal("loss_scale", "None with fp16 params", "be a number or 'dynamic'", remedy))
-
-
-def muon_options_in(config: DistOptConfig) -> list[str]:
-    """The names of those options of Muon's that a user has set."""
-    return sorted(name for name in config.explicit if name.startswith("muon_"))
-
-
-def _check_muon_is_used(config: DistOptConfig) -> None:
-    """Options that nothing obeys are refused."""
-    given = muon_options_in(config)
-    if given and config.optimizer != "muon":
-        remedy = "Write --distopt-optimizer muon in a Megatron, or give it to torch.optim.Muon in plain torch"
-        raise ConfigError(refusal(given[0], f"set with optimizer={config.optimizer!r}", "be of use", remedy))
+    check_compatible(config, {Feature.FP16_PARAMS: "a model with fp16 params"} if has_fp16 else {})
 
 
 def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:
@@ -139,9 +122,7 @@ def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -
         return None
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
     if short:
-        got, rule = f"{config.reduce_dtype} for grads kept in {dtype_name(short[0])}", "have fp32 grads to round"
-        remedy = "Leave it out, or write --accumulate-allreduce-grads-in-fp32 or grads_in_fp32=True"
-        raise ConfigError(refusal("reduce_dtype", got, rule, remedy))
+        check_compatible(config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"})
     reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
     return reduce_dtype
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import LOW_PRECISION, DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
@@ -71,8 +72,7 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
         remedy = f"Write {WITH_MUON}, or use adam"
         raise ConfigError(refusal("optimizer", "'muon'", rule, remedy))
     if not Precision.of(config).is_full:
-        if config.optimizer != "adam":
-            raise _keeps_fp32(repr(config.optimizer))
+        check_compatible(config)
         _check_codes(config, device_type)
         why, build = ("the precision of the state asks for it",), low_precision_adam(config, device_type)
         return InnerChoice(LOW_PRECISION, build, why, on_host=adam_on_host(config))
@@ -163,7 +163,7 @@ def _fused_build(chosen: type[Optimizer], instance: Optimizer) -> Build:
 
 def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
     if type(instance) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise _keeps_fp32(type(instance).__name__)
+        check_compatible(config, {Feature.NOT_ADAM: type(instance).__name__})
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
@@ -181,12 +181,6 @@ def _check_codes(config: DistOptConfig, device_type: str) -> None:
         name, value = next(iter(coded.items()))
         rule, remedy = "be a dtype without a scale where the device has no float16", f"Write {name}='bfloat16'"
         raise ConfigError(refusal(name, f"{value!r} on {device_type}", rule, remedy))
-
-
-def _keeps_fp32(name: str) -> ConfigError:
-    got, rule = f"{name} with state in low precision", "be Adam or AdamW for that"
-    remedy = "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'"
-    return ConfigError(refusal("optimizer", got, rule, remedy))
 
 
 def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.config import ADAM_NAMES, DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.layout import OwnerPlan, Span
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of, stored_of
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 
@@ -114,36 +112,6 @@ class InParts(Optimizer):
     def state_elsewhere(self) -> tuple[int, int]:
         """Bytes of what this rank keeps elsewhere than in `state`, and the elements that they are for."""
         return 0, 0
-
-
-def check_served(config: DistOptConfig, name: str) -> None:
-    """Checks that an inner optimizer that updates whole matrices or params serves the options of a run.
-
-    Args:
-        config: merged.
-        name: of the optimizer, for errors.
-
-    Raises:
-        ConfigError
-    """
-    asked = {
-        "offload_fraction": bool(config.offload_fraction),
-        "log_digests": config.log_digests is not None,
-        "deterministic": config.deterministic,
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            rule, remedy = (
-                f"be left out with {name}, for which it is not there yet",
-                f"Leave {option} out, or use AdamW",
-            )
-            raise ConfigError(refusal(option, repr(getattr(config, option)), rule, remedy))
-    if not Precision.of(config).is_full:
-        rule, remedy = (
-            f"be fp32 with {name}",
-            "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at 'float32'",
-        )
-        raise ConfigError(refusal("optimizer state", "in low precision", rule, remedy))
 
 
 def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:

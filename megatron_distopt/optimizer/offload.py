@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
 from megatron_distopt.errors import ConfigError, InvariantError, refusal
@@ -108,18 +109,12 @@ def check_offload(
     """
     if config.offload_fraction == 0.0 or device.type == CPU or not layouts:
         return
+    others: dict[Feature, str] = {}
     if choice is not None and choice.on_host is None:
-        got, rule = (
-            f"{choice.name} with offload_fraction={config.offload_fraction}",
-            "be one of torch's Adam and SGD for that",
-        )
-        raise ConfigError(refusal("inner optimizer", got, rule, "Write adam='torch_fused', or offload_fraction=0.0"))
+        others[Feature.NO_HOST_KERNEL] = choice.name
     if all(dtype == torch.float32 for _, dtype in layouts):
-        got, rule = (
-            f"{config.offload_fraction} for fp32 params",
-            "be 0 for them, because they are their own main params",
-        )
-        raise ConfigError(refusal("offload_fraction", got, rule, "Write offload_fraction=0.0, or train in bf16"))
+        others[Feature.ONLY_FP32_PARAMS] = "a model of fp32 params alone"
+    check_compatible(config, others)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = _available_nbytes()
 

@@ -514,14 +514,11 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "params read outside of forward": (
         "ConfigError",
-        "Invalid overlap_param_gather: set together with --log-params-norm. Must be off where the fork reads params "
-        "outside of a forward pass. Drop --distopt-overlap-param-gather, or --log-params-norm.",
+        "--log-params-norm cannot be combined with overlap_param_gather=True. Leave one of the two out.",
     ),
     "params averaged outside of forward": (
         "ConfigError",
-        "Invalid overlap_param_gather: set together with --vision-pretraining-type dino. Must be off where the fork "
-        "reads params outside of a forward pass. Drop --distopt-overlap-param-gather, or --vision-pretraining-type "
-        "dino.",
+        "--vision-pretraining-type dino cannot be combined with overlap_param_gather=True. Leave one of the two out.",
     ),
     "reduce dtype on one rank": (
         "RanksDisagreeError",
@@ -558,8 +555,8 @@ WANTED: dict[str, tuple[str, str]] = {
     "float64": ("LayoutError", _FLOAT64),
     "fp16 without a loss scale": (
         "ConfigError",
-        "Invalid loss scale: none with fp16 params. Must exist, or their gradients vanish. Start with --fp16, or write "
-        "--loss-scale 1024.",
+        "a model with fp16 params cannot be combined with loss_scale=None. Write loss_scale='dynamic'; in a Megatron "
+        "start with --fp16 or --loss-scale 1024.",
     ),
     "unfrozen after wrapping": (
         "LayoutError",

@@ -239,7 +239,8 @@ WANTED: dict[str, Refusal] = {
     "float64": (LayoutError, FLOAT64.format(EMBEDDING)),
     "fp16 params without fp16": (
         ConfigError,
-        "Invalid loss_scale: None with fp16 params. Must be a number or 'dynamic'. Write loss_scale='dynamic'.",
+        "a model with fp16 params cannot be combined with loss_scale=None. Write loss_scale='dynamic'; in a Megatron "
+        "start with --fp16 or --loss-scale 1024.",
     ),
     "unknown precision": (
         ConfigError,

@@ -266,7 +266,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "float64": (_float64, _everyone(LayoutError, *FLOAT64)),
     "fp16 without loss scale": (
         _fp16_without_scale,
-        _everyone(ConfigError, "None with fp16 params", "Write loss_scale='dynamic'"),
+        _everyone(ConfigError, "fp16 params", "Write loss_scale='dynamic'"),
     ),
     "nothing trainable": (_nothing_trainable, _everyone(LayoutError, "no trainable param", "Unfreeze something")),
     "in two groups": (_in_two_groups, _everyone(LayoutError, "'weight'", "in 2 param groups", "Leave it out of one")),

@@ -20,7 +20,8 @@ def assert_says(text: str, example: str) -> None:
     Traceback (most recent call last):
     AssertionError: --bucket-size not in: bucket_size is 100 on rank 2.
     """
-    subject, _, _ = example.removeprefix("Invalid ").partition(": ")
+    has_subject = example.startswith("Invalid ")
+    subject = example.removeprefix("Invalid ").partition(": ")[0] if has_subject else ""
     values = [word for word in (each.strip("«»,;:.") for each in example.split()) if _VALUE.search(word)]
     missing = [each for each in dict.fromkeys([subject, *values]) if each not in text]
     if missing:

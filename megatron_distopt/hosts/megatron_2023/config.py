@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
@@ -108,7 +109,8 @@ def choose_for(
             raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
         if "optimizer" in config.explicit or is_adam(base):
             chosen = choose_inner(_with_decay_of(base, named), device_type, params)
-            _check_files(chosen, config)
+            if chosen.updates_whole_params:
+                check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
             groups = groups_of(base, is_for_other_class=chosen.updates_whole_params)
             return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
         if is_sgd(base):
@@ -122,28 +124,9 @@ def choose_for(
         remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
         raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
     chosen = adopt_instance(base, params, config)
-    _check_files(chosen, config)
-    return Inner(chosen, base.param_groups, base.param_groups)
-
-
-def _check_files(chosen: InnerChoice, config: DistOptConfig) -> None:
     if chosen.updates_whole_params:
-        check_format(config, chosen.name)
-
-
-def check_format(config: DistOptConfig, name: str) -> None:
-    """Checks that the state of an optimizer goes into our own files.
-
-    Args:
-        config: merged.
-        name: of the optimizer.
-
-    Raises:
-        ConfigError
-    """
-    if config.checkpoint_format != "distopt":
-        got, rule = f"{config.checkpoint_format} with {name}", "be distopt, because a fork's file has Adam's moments"
-        raise ConfigError(refusal("checkpoint_format", got, rule, "Drop --distopt-checkpoint-format"))
+        check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
+    return Inner(chosen, base.param_groups, base.param_groups)
 
 
 def _unserved(base: Optimizer) -> dict[str, Any]:
@@ -185,9 +168,6 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
         _check_ddp(chunk)
     if not named:
         raise LayoutError(refusal("model", "no trainable param on this rank", "have at least 1", "Unfreeze something"))
-    if config.loss_scale is None and any(param.dtype is torch.float16 for param in named.values()):
-        got, rule = "none with fp16 params", "exist, or their gradients vanish"
-        raise ConfigError(refusal("loss scale", got, rule, "Start with --fp16, or write --loss-scale 1024"))
     check_dtypes(named, config)
     check_own_memory(named)
     in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}

@@ -13,10 +13,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
-from megatron_distopt.hosts.megatron_2023.config import Inner, check_format, choose_for
+from megatron_distopt.hosts.megatron_2023.config import Inner, choose_for
 from megatron_distopt.hosts.megatron_2023.facts import has_gates
 from megatron_distopt.hosts.muon import (
     check_is_adam,
@@ -62,7 +63,7 @@ def choose_muon_for(
         LayoutError: a param that the fork marked has not two dimensions.
     """
     check_is_adam(base)
-    check_format(config, "Muon")
+    check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     name_of = {param: name for name, param in named.items()}
     options = options_from(config)
     groups = with_muon_groups(groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), options)

@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group, Reduction, shares_memory
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
@@ -223,7 +224,7 @@ def _plan_overlap(
         ConfigError: an option asks for what this fork does not allow.
     """
     check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
-    _check_readers(config, args)
+    check_compatible(config, _param_readers(args))
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     params = config.overlap_param_gather and data.size > 1
@@ -231,17 +232,13 @@ def _plan_overlap(
     return OverlapPlan(grads, params, _bucket_size(config, data) if has_buckets else None, why_not)
 
 
-def _check_readers(config: DistOptConfig, args: object) -> None:
-    """Refuses flags of the fork under which its training loop reads params outside of a forward pass."""
-    readers = {
-        "--log-params-norm": bool(getattr(args, "log_params_norm", False)),
-        "--vision-pretraining-type dino": getattr(args, "vision_pretraining_type", None) == "dino",
-    }
-    for flag, is_set in readers.items():
-        if config.overlap_param_gather and is_set:
-            rule = "be off where the fork reads params outside of a forward pass"
-            remedy = f"Drop --distopt-overlap-param-gather, or {flag}"
-            raise ConfigError(refusal("overlap_param_gather", f"set together with {flag}", rule, remedy))
+def _param_readers(args: object) -> dict[Feature, str]:
+    """Flags of the fork under which its training loop reads params outside of a forward pass."""
+    if getattr(args, "log_params_norm", False):
+        return {Feature.PARAM_READERS: "--log-params-norm"}
+    if getattr(args, "vision_pretraining_type", None) == "dino":
+        return {Feature.PARAM_READERS: "--vision-pretraining-type dino"}
+    return {}
 
 
 def _why_not(

@@ -39,6 +39,8 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.compatibility import Feature, check_compatible
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.layout import Box
@@ -72,14 +74,14 @@ def check_takes_boxes() -> None:
 
 
 def check_has_boxes(choice: InnerChoice) -> None:
-    """Checks that the state of an inner optimizer consists of shards of params.
+    """Refuses an inner optimizer whose state does not consist of shards of params.
 
     Raises:
-        CheckpointError
+        ConfigError
     """
     if choice.updates_whole_params:
-        got, rule = f"called with {choice.name}", "be left out where the state is not cut as the params are"
-        raise CheckpointError(refusal("sharded_state_dict", got, rule, _REMEDY))
+        features = {Feature.WHOLE_PARAMS: choice.name, Feature.HOST_BOXES: "sharded_state_dict()"}
+        check_compatible(DistOptConfig(), features)
 
 
 def check_script_can_save(script: ModuleType | None, choice: InnerChoice | None = None) -> None:

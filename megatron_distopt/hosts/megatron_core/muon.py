@@ -24,9 +24,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.base import muon_options_in
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
@@ -50,8 +50,8 @@ from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions, MuonOptions
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, check_muon, shape_of_matrix
-from megatron_distopt.options import as_flag, flag_of
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, shape_of_matrix
+from megatron_distopt.options import as_flag
 
 #: Names of the host for its own.
 _HOSTS = (MUON, f"dist_{MUON}")
@@ -136,10 +136,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
 
 
 def _check_hosts(config: DistOptConfig, host: Any) -> None:
-    ours = muon_options_in(config)
-    if ours:
-        rule, remedy = "be left to the host's --muon-* flags with --optimizer muon", f"Drop {flag_of(ours[0])}"
-        raise ConfigError(refusal(ours[0], "set beside the host's Muon", rule, remedy))
+    check_compatible(config, {Feature.HOSTS_MUON: "megatron-core's own Muon"})
     for name, served, remedy in (
         ("muon_scalar_optimizer", "adam", "Drop --muon-scalar-optimizer"),
         ("decoupled_weight_decay", True, "Drop --no-weight-decay-decoupled, or use --optimizer adam"),
@@ -168,7 +165,7 @@ def check_matrices(
     Raises:
         ConfigError, LayoutError
     """
-    check_muon(config)
+    check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     for name, param in named.items():
         if param.requires_grad and _is_for_muon(name, param, request):
             _matrices_of(name, param, request, chunks)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
@@ -281,9 +282,10 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their own main params, which
         stay in the host's param buffers.
         """
-        if self.sharded.plan.choice.updates_whole_params:
-            got, rule = "called", f"be left out with {self.sharded.plan.choice.name}, whose state stays on the device"
-            raise ConfigError(refusal("offload_to_cpu", got, rule, "Use Adam, or keep the state where it is"))
+        choice = self.sharded.plan.choice
+        if choice.updates_whole_params:
+            features = {Feature.WHOLE_PARAMS: choice.name, Feature.MOVED_STATE: "offload_to_cpu()"}
+            check_compatible(self.sharded.config, features)
         self.finish_saving()
         self.offloaded.move_to(torch.device(CPU))
 

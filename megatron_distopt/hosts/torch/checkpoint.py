@@ -21,6 +21,7 @@ from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import raise_together
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.base import named_params
@@ -73,13 +74,10 @@ class StateCalls(Optimizer):
         Raises:
             ConfigError: whole params are updated, whose state each owner has.
         """
-        if self._model.sharded.plan.choice.updates_whole_params:
-            name = self._model.sharded.plan.choice.name
-            rule, remedy = (
-                "be of an optimizer that keeps its state by element",
-                "Call optimizer.save(folder) and load(folder)",
-            )
-            raise ConfigError(refusal(f"optimizer.{call}", f"of {name}", rule, remedy))
+        choice = self._model.sharded.plan.choice
+        if choice.updates_whole_params:
+            features = {Feature.WHOLE_PARAMS: choice.name, Feature.TORCH_FORMAT: f"optimizer.{call}"}
+            check_compatible(self._model.config, features)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_distopt.buffers import GradSlot
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
@@ -142,9 +143,8 @@ class TorchDistributedOptimizer(StateCalls):
             super().add_param_group(param_group)
             return
         if isinstance(self._model.sharded.inner, InParts):
-            what, rule = f"optimizer with {self.sharded.plan.choice.name}", "keep the groups that it was built with"
-            remedy = "Give the optimizer all params before distribute(...)"
-            raise ConfigError(refusal(what, "a param group that is added", rule, remedy))
+            features = {Feature.WHOLE_PARAMS: self.sharded.plan.choice.name, Feature.ADDED_GROUP: "add_param_group()"}
+            check_compatible(self._model.config, features)
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
         ranks = self._model.ranks

@@ -6,15 +6,13 @@ low-precision tensors] in low_precision_tensor.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
 from megatron_distopt.optimizer.low_precision.stored_values import (
@@ -28,8 +26,6 @@ from megatron_distopt.optimizer.low_precision.stored_values import (
 )
 
 _FP32 = "float32"
-#: By form of the main params, the dtypes of params that can have it.
-_PARAMS_OF = {"remainder": (torch.bfloat16,), "bfloat16": (torch.bfloat16,), "float16": (torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -109,25 +105,3 @@ def _shown(stored: StoredValues) -> Tensor:
 
 def _with_scales(nbytes: Mapping[str, int], form: str) -> float:
     return nbytes[form] + (form in WITH_SCALES) / BLOCK_NUMEL
-
-
-def check_precision(config: DistOptConfig, dtypes: Iterable[torch.dtype]) -> None:
-    """Checks that the params can have main params of the form that is asked for.
-
-    Args:
-        config: merged.
-        dtypes: of all params that train.
-
-    Raises:
-        ConfigError: a param is of another dtype.
-    """
-    form = config.main_params_dtype
-    if form == _FP32:
-        return
-    allowed = (torch.float32, *_PARAMS_OF[form])  # an fp32 param is its own main param
-    bad = [each for each in dtypes if each not in allowed]
-    if bad:
-        names = " or ".join(map(dtype_name, _PARAMS_OF[form]))
-        got = f"{form} for params of {dtype_name(bad[0])}"
-        remedy = "Write main_params_dtype='float32'"
-        raise ConfigError(refusal("main_params_dtype", got, f"belong to params of {names}", remedy))

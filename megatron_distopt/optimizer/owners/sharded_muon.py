@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
-from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
 from megatron_distopt.optimizer.owners.muon import Muon
@@ -121,7 +122,7 @@ def choose_muon(
     Raises:
         ConfigError: options of the config that Muon does not serve.
     """
-    check_muon(config)
+    check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     others = [] if rest is None else [rest]
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     return InnerChoice(
@@ -140,15 +141,6 @@ def _sorted(given: Sequence[Optimizer]) -> tuple[Optimizer, list[Optimizer]]:
         rule = "be one optimizer, or torch.optim.Muon with an AdamW or Adam of torch's for params that are no matrices"
         raise ConfigError(refusal("optimizers", got, rule, f"Write {WITH_MUON}, or param groups in one optimizer"))
     return muons[0], others
-
-
-def check_muon(config: DistOptConfig) -> None:
-    """Checks that Muon serves the options of a run.
-
-    Raises:
-        ConfigError
-    """
-    check_served(config, "Muon")
 
 
 class MuonAndAdam(InParts):

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, plan_owners
-from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts, check_served
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import Lane, Place, exchange
 from megatron_distopt.optimizer.owners.owned_param import OwnedParam
@@ -62,7 +63,7 @@ def choose_whole(
     Raises:
         ConfigError: the class does not update each param by itself, or options of the config are not served with it.
     """
-    check_served(config, name)
+    check_compatible(config, {Feature.WHOLE_PARAMS: name})
     dims = {len(shape) for shape in params.shapes.values()} or {1, 2}
     needs_all = not check_each_param(build, name, groups, dims, device)
     chosen = partial(WholeParams, build=build, params=params, needs_all_grads=needs_all)

@@ -1,0 +1,149 @@
+"""Which features exclude each other, and what to do instead: one table, which all hosts ask before training starts.
+
+A feature is something that an option, a param or the host asks for. What a run has of them is a mapping from features
+to the words in which the user asked, such as `{Feature.OFFLOAD: "offload_fraction=0.5"}`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError
+
+
+class Feature(Enum):
+    """What excludes something else; the value describes it in docs/reference.md."""
+
+    # Options.
+    OFFLOAD = "`offload_fraction` above 0"
+    DIGESTS = "`log_digests`"
+    DETERMINISTIC = "`deterministic`"
+    LOW_PRECISION = "`main_params_dtype`, `exp_avg_dtype` or `exp_avg_sq_dtype` other than float32"
+    BF16_MAIN_PARAMS = "`main_params_dtype` remainder or bfloat16"
+    GATHERED_FORMAT = "`checkpoint_format` gathered"
+    REDUCE_DTYPE = "`reduce_dtype`"
+    OVERLAPPED_GATHER = "`overlap_param_gather`"
+    NO_LOSS_SCALE = "no `loss_scale`"
+    MUON_OPTIONS = "an option of Muon, such as `muon_momentum`"
+    # The inner optimizer.
+    WHOLE_PARAMS = "an inner optimizer of whole matrices or params: Muon, or a class like Adafactor"
+    NOT_ADAM = "an inner optimizer other than Adam and AdamW"
+    NOT_MUON = "an `optimizer` other than muon"
+    HOSTS_MUON = "megatron-core's own `--optimizer muon`"
+    NO_HOST_KERNEL = "an inner optimizer other than torch's Adam and SGD"
+    # Params and gradients.
+    FP16_PARAMS = "fp16 params"
+    ONLY_FP32_PARAMS = "a model of fp32 params alone"
+    SHORT_GRADS = "gradients that are kept in 16 bits"
+    # Calls and the host.
+    TORCH_FORMAT = "`state`, `state_dict()`, `load_state_dict()` and `full_state_dict()` in torch's format"
+    HOST_BOXES = "megatron-core's `sharded_state_dict()`, which `--ckpt-format torch_dist` calls"
+    MOVED_STATE = "`offload_to_cpu()`"
+    ADDED_GROUP = "`add_param_group()`"
+    PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two features that exclude each other."""
+
+    first: Feature
+    second: Feature
+    instead: str  # a sentence
+
+
+_FP32_STATE = "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at float32, or use AdamW."
+_OWN_FILES = "Call save(folder) and load(folder) of the optimizer."
+
+EXCLUSIONS = (
+    Exclusion(Feature.WHOLE_PARAMS, Feature.OFFLOAD, "Leave offload_fraction out, or use AdamW."),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.DIGESTS, "Leave log_digests out, or use AdamW."),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.DETERMINISTIC, "Leave deterministic out, or use AdamW."),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.LOW_PRECISION, _FP32_STATE),
+    Exclusion(
+        Feature.WHOLE_PARAMS,
+        Feature.GATHERED_FORMAT,
+        "Leave checkpoint_format out: a gathered file has room for Adam's moments alone.",
+    ),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.TORCH_FORMAT, _OWN_FILES),
+    Exclusion(
+        Feature.WHOLE_PARAMS,
+        Feature.HOST_BOXES,
+        f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format torch.",
+    ),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.MOVED_STATE, "Keep the state where it is, or use Adam."),
+    Exclusion(Feature.WHOLE_PARAMS, Feature.ADDED_GROUP, "Give the optimizer all params before distribute(...)."),
+    Exclusion(Feature.NOT_ADAM, Feature.LOW_PRECISION, _FP32_STATE),
+    Exclusion(Feature.NO_HOST_KERNEL, Feature.OFFLOAD, "Write adam=torch_fused, or leave offload_fraction out."),
+    Exclusion(
+        Feature.ONLY_FP32_PARAMS,
+        Feature.OFFLOAD,
+        "Train in bf16, or leave offload_fraction out: fp32 params are their own main params, which stay.",
+    ),
+    Exclusion(Feature.FP16_PARAMS, Feature.BF16_MAIN_PARAMS, "Write main_params_dtype=float16 or float32."),
+    Exclusion(
+        Feature.FP16_PARAMS,
+        Feature.NO_LOSS_SCALE,
+        "Write loss_scale='dynamic'; in a Megatron start with --fp16 or --loss-scale 1024.",
+    ),
+    Exclusion(
+        Feature.SHORT_GRADS,
+        Feature.REDUCE_DTYPE,
+        "Leave reduce_dtype out, or keep gradients in fp32: grads_in_fp32=True, or "
+        "--accumulate-allreduce-grads-in-fp32 in a Megatron.",
+    ),
+    Exclusion(
+        Feature.MUON_OPTIONS,
+        Feature.NOT_MUON,
+        "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
+    ),
+    Exclusion(Feature.MUON_OPTIONS, Feature.HOSTS_MUON, "Use the host's --muon-* flags instead."),
+    Exclusion(Feature.PARAM_READERS, Feature.OVERLAPPED_GATHER, "Leave one of the two out."),
+)
+
+
+def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})) -> None:
+    """Refuses two features that exclude each other.
+
+    Args:
+        config: merged.
+        others: what is asked for in addition to options, and in which words.
+
+    Raises:
+        ConfigError: names both, and what to do instead.
+    """
+    found = {**_features_of(config), **others}
+    for row in EXCLUSIONS:
+        if row.first in found and row.second in found:
+            raise ConfigError(f"{found[row.first]} cannot be combined with {found[row.second]}. {row.instead}")
+
+
+def _features_of(config: DistOptConfig) -> dict[Feature, str]:
+    """What options ask for."""
+
+    def text(name: str) -> str:
+        return f"{name}={getattr(config, name)!r}"
+
+    forms = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    short = next((name for name in forms if getattr(config, name) != "float32"), None)
+    muon = next((name for name in sorted(config.explicit) if name.startswith("muon_")), None)
+    asked = {
+        Feature.OFFLOAD: config.offload_fraction and text("offload_fraction"),
+        Feature.DIGESTS: config.log_digests is not None and text("log_digests"),
+        Feature.DETERMINISTIC: config.deterministic and text("deterministic"),
+        Feature.LOW_PRECISION: short and text(short),
+        Feature.BF16_MAIN_PARAMS: config.main_params_dtype in ("remainder", "bfloat16") and text("main_params_dtype"),
+        Feature.GATHERED_FORMAT: config.checkpoint_format == "gathered" and text("checkpoint_format"),
+        Feature.REDUCE_DTYPE: config.reduce_dtype and text("reduce_dtype"),
+        Feature.OVERLAPPED_GATHER: config.overlap_param_gather and text("overlap_param_gather"),
+        Feature.NO_LOSS_SCALE: config.loss_scale is None and text("loss_scale"),
+        Feature.MUON_OPTIONS: muon and text(muon),
+        Feature.WHOLE_PARAMS: config.optimizer == "muon" and text("optimizer"),
+        Feature.NOT_MUON: config.optimizer != "muon" and text("optimizer"),
+        Feature.NOT_ADAM: config.optimizer not in ("adam", "muon") and text("optimizer"),
+    }
+    return {feature: words for feature, words in asked.items() if words}

@@ -1,0 +1,48 @@
+"""The table of features that exclude each other: each row is refused, in either order, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_distopt import DistOptConfig
+from megatron_distopt.compatibility import EXCLUSIONS, Exclusion, Feature, check_compatible
+from megatron_distopt.errors import ConfigError
+
+#: By feature, an option that asks for it.
+ASKED: dict[Feature, dict[str, Any]] = {
+    Feature.OFFLOAD: {"offload_fraction": 0.5},
+    Feature.DIGESTS: {"log_digests": 10},
+    Feature.DETERMINISTIC: {"deterministic": True},
+    Feature.LOW_PRECISION: {"exp_avg_sq_dtype": "int8"},
+    Feature.BF16_MAIN_PARAMS: {"main_params_dtype": "remainder"},
+    Feature.GATHERED_FORMAT: {"checkpoint_format": "gathered"},
+    Feature.REDUCE_DTYPE: {"reduce_dtype": "bfloat16"},
+    Feature.OVERLAPPED_GATHER: {"overlap_param_gather": True},
+    Feature.NO_LOSS_SCALE: {},
+    Feature.MUON_OPTIONS: {"muon_momentum": 0.9},
+    Feature.NOT_MUON: {"optimizer": "sgd"},
+    Feature.NOT_ADAM: {"optimizer": "torch.optim:Adagrad"},
+    Feature.WHOLE_PARAMS: {"optimizer": "muon"},
+}
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: f"{row.first.name} {row.second.name}")
+def test_features_when_they_exclude_each_other_then_both_are_named_with_what_to_do(row: Exclusion) -> None:
+    pair = (row.first, row.second)
+    options = {name: value for feature in pair for name, value in ASKED.get(feature, {}).items()}
+    others = {feature: f"words of {feature.name}" for feature in pair if feature not in ASKED}
+    if Feature.HOSTS_MUON in pair:
+        options["optimizer"] = "muon"
+    with pytest.raises(ConfigError) as refused:
+        check_compatible(DistOptConfig(**options), others)
+    assert row.instead in str(refused.value)
+    assert all(words in str(refused.value) for words in others.values())
+
+
+@pytest.mark.parametrize("feature", ASKED)
+def test_feature_when_it_stands_alone_then_taken(feature: Feature) -> None:
+    if feature is not Feature.MUON_OPTIONS:
+        check_compatible(DistOptConfig(**ASKED[feature]))
+    check_compatible(DistOptConfig(loss_scale="dynamic"), {Feature.FP16_PARAMS: "fp16 params"})
