@@ -1,6 +1,6 @@
 """How long an optimizer step takes without communication, beside what a user would use instead.
 
-    python benchmarks/step.py [--sizes 1 8 32 100 300] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
+    python benchmarks/step.py [--sizes 0.5 3.2 8.4 50] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
                               [--plot FILE]
 
 Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the global norm, update
@@ -28,7 +28,7 @@ from peers.steppers import StepSetting
 from torch import Tensor
 
 #: Least elements of a model and its width.
-WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.0, 256))
+WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.75e6, 256), (0.0, 144))
 
 
 def main() -> None:
@@ -91,15 +91,15 @@ def setting_of(size: float, loss_scale: float | None) -> StepSetting:
 
 
 def parse_args() -> tuple[argparse.Namespace, Drawing]:
-    parser = parser_of(__doc__, "4 million elements, 3 rounds; DeepSpeed's ops are not compiled")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 8, 32, 100, 300], help="millions of elements")
+    parser = parser_of(__doc__, "0.5 and 3.2 million elements, 3 rounds; DeepSpeed's ops are not compiled")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 3.2, 8.4, 50], help="millions of elements")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps in a round")
     parser.add_argument("--loss-scale", type=float, help="that all grads are multiplied with; none where left out")
     Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
-        args.sizes, args.rounds, args.repeats = [4], 3, 5
+        args.sizes, args.rounds, args.repeats = [0.5, 3.2], 3, 5
     return args, Drawing.taken_from(args, parser)
 
 

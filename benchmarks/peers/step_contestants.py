@@ -10,7 +10,7 @@ from typing import Any
 from peers import adam
 from peers.adam import torch_adam
 from peers.core_optimizer import CoreOptimizer
-from peers.steppers import ForkStepper, Ours, Stepper, StepSetting, Undistributed
+from peers.steppers import FlatTensor, ForkStepper, Ours, Stepper, StepSetting, Undistributed
 
 __all__ = ["Core", "StepEntry", "step_entries"]
 
@@ -56,7 +56,9 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
         StepEntry("ours", Ours),
         StepEntry("fork of 2023", partial(ForkStepper, adam=forloop)),
         StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
-        StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False)),
+        StepEntry("torch as people write it", partial(Undistributed, adam=fused, copies_together=False)),
+        StepEntry("the flat tensor", FlatTensor),
+        StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False, copies_together=False)),
         StepEntry("torch foreach", partial(Undistributed, adam=foreach)),
         StepEntry("torch fused", partial(Undistributed, adam=fused)),
         StepEntry("DeepSpeed CPUAdam", partial(Undistributed, adam=partial(adam.deepspeed_cpu, **deepspeed))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,36 +116,27 @@ class ForkStepper(Stepper):
         self._optimizer.gather()
 
 
-@torch.no_grad()
-def copy_one_by_one(params: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
-    for param, main in zip(params, mains, strict=True):
-        param.copy_(main)
-
-
-@torch.no_grad()
-def copy_together(params: Sequence[Tensor], mains: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(params), list(mains))
-
-
 class Undistributed(Stepper):
-    """What a careful user writes around an optimizer: fp32 main params by param, torch's clipping, a copy back.
+    """What a user writes around an optimizer: fp32 main params by param, torch's clipping, a copy back.
 
     Args:
         setting: of the model.
         adam: the optimizer over the main params.
-        foreach: of `clip_grad_norm_`, as its documentation has it; and whether the copy back is one call.
+        foreach: of `clip_grad_norm_`, as its documentation has it.
+        copies_together: whether the copy back is one call of torch's private `_foreach_copy_`.
     """
 
-    def __init__(self, setting: StepSetting, adam: AdamBuilder, *, foreach: bool = True) -> None:
+    def __init__(
+        self, setting: StepSetting, adam: AdamBuilder, *, foreach: bool = True, copies_together: bool = True
+    ) -> None:
         super().__init__(setting)
-        self._foreach = foreach
+        self._foreach, self._copies_together = foreach, copies_together
         self._mains = [Parameter(param.detach().float()) for param in self.params]
         self._grads = [torch.zeros_like(main) for main in self._mains]
         main_of = dict(zip(self.params, self._mains, strict=True))
         groups = groups_of(self.model)
         mains = [[main_of[param] for param in group["params"]] for group in groups]  # type: ignore[attr-defined]
         self._optimizer = adam([{**group, "params": found} for group, found in zip(groups, mains, strict=True)])
-        self._copy: Callable[..., None] = copy_together if foreach else copy_one_by_one
 
     def grads(self) -> Sequence[Tensor]:
         return self._grads
@@ -157,10 +148,47 @@ class Undistributed(Stepper):
             return
         torch.nn.utils.clip_grad_norm_(self._mains, CLIP_GRAD, foreach=self._foreach)
         self._optimizer.step()
-        self._copy(self.params, self._mains)
+        with torch.no_grad():
+            if self._copies_together:
+                torch._foreach_copy_(self.params, self._mains)
+                return
+            for param, main in zip(self.params, self._mains, strict=True):
+                param.copy_(main)
 
     def _unscale(self, loss_scale: float) -> bool:
         found_inf = self._grads[0].new_zeros(1)
         inverse = found_inf.new_tensor(1.0 / loss_scale)
         torch._amp_foreach_non_finite_check_and_unscale_(self._grads, found_inf, inverse)
         return bool(found_inf.item() > 0)
+
+
+class FlatTensor(Stepper):
+    """The floor of what a step does: one flat fp32 tensor, its norm, one fused AdamW that clips, one cast to bf16.
+
+    Weight decay is the same for all elements, and nothing is checked, counted or kept by name.
+    """
+
+    def __init__(self, setting: StepSetting) -> None:
+        super().__init__(setting)
+        self._model = torch.cat([param.detach().view(-1) for param in self.params])
+        self._main = Parameter(self._model.float())
+        self._main.grad = torch.zeros_like(self._main)
+        self._grads, start = [], 0
+        for param in self.params:
+            stretch = slice(start, start + param.numel())
+            param.data = self._model[stretch].view(param.shape)
+            self._grads.append(self._main.grad[stretch].view(param.shape))
+            start = stretch.stop
+        self._optimizer = torch.optim.AdamW([self._main], **ADAM, fused=True)
+
+    def grads(self) -> Sequence[Tensor]:
+        return self._grads
+
+    @torch.no_grad()
+    def step(self) -> None:
+        scale = self.setting.loss_scale or 1.0
+        norm = torch.linalg.vector_norm(self._main.grad) / scale
+        # torch's fused kernels divide the gradient by it.
+        self._optimizer.grad_scale = scale * (norm / CLIP_GRAD).clamp(min=1.0)  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._model.copy_(self._main)
