@@ -1,7 +1,6 @@
 """How long saving and loading the optimizer state takes, beside what a user would use instead.
 
     python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--folder DIR] [--json FILE]
-                                    [--plot FILE]
 
 Sizes are millions of elements: bf16 params, an fp32 main param and two moments each. All contestants hold the same
 state and run one after the other in the same processes, round after round. benchmarks/README.md says how every
@@ -32,7 +31,6 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from peers import machine, ranks  # noqa: E402
 from peers.measuring import Reading, read, touch_free_memory  # noqa: E402
-from peers.plot import Drawing, draw  # noqa: E402
 from peers.report import lines_of, result_of  # noqa: E402
 from peers.state import Setting  # noqa: E402
 
@@ -69,9 +67,7 @@ class Plan:
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw):
-        return
+    args = parse_args()
     start = time.monotonic()
     touch_free_memory(TOUCHED_QUICK_NBYTES if args.quick else sys.maxsize)
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
@@ -92,7 +88,6 @@ def main() -> None:
         print(line)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    drawing.of_result(draw, result)
 
 
 def plan_of(args: argparse.Namespace, number: int, folder: Path, log: Path) -> Plan:
@@ -152,7 +147,7 @@ def file_system(folder: Path) -> str:
     return f"{kind} on {device}"
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[50, 150, 500], help="millions of elements")
     parser.add_argument("--rounds", type=int, nargs="+", default=[3, 3, 1], help="of each size, or of all")
@@ -161,14 +156,13 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser.add_argument("--quick", action="store_true", help="6 million elements, 2 ranks, 2 rounds, one peer less")
     parser.add_argument("--folder", type=Path, help="where to write; the system's folder for temporary files")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     args.load_before = os.getloadavg()
     if args.quick:
         args.sizes, args.rounds, args.ranks = [6], [2], [2]
     if len(args.rounds) not in (1, len(args.sizes)):
         parser.error(f"Invalid --rounds: {len(args.rounds)} numbers. Must be 1 or {len(args.sizes)}, as --sizes.")
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast gradients are added up and params are collected over gloo, from pair to pair and by torch's own collectives.
 
-    python benchmarks/collectives.py [--sizes 1 4 16 64 256] [--ranks 2 4] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/collectives.py [--sizes 1 4 16 64 256] [--ranks 2 4] [--quick] [--json FILE]
 
 Sizes are MB of bucket. All ways run in the same processes, one after the other, round after round; the time is that of
 the slowest rank. "ours" is what ranks of one machine do, "messages" what ours does between machines. The last line has
@@ -28,8 +28,6 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 import torch  # noqa: E402 - it reads the number of threads when it is imported
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from peers.plot import Drawing  # noqa: E402
-from peers.plot_collectives import draw_collectives  # noqa: E402
 from peers.ratios import Spread, in_turn, over  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -64,9 +62,7 @@ WAYS: dict[str, dict[str, Way]] = {
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw_collectives):
-        return
+    args = parse_args()
     results: list[dict[str, Any]] = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +74,6 @@ def main() -> None:
         about = {"command": "python benchmarks/collectives.py " + " ".join(sys.argv[1:]), "torch": torch.__version__}
         load = {"load_before": args.load_before, "cores": os.cpu_count()}
         args.json.write_text(json.dumps({**about, **load, "results": results}, indent=1) + "\n")
-    drawing.of_result(draw_collectives, {"results": results})
     print(summary_of(results))
 
 
@@ -141,19 +136,18 @@ def summary_of(results: list[dict[str, Any]]) -> str:
     return f"from {LEAST_MB:.0f} MB up: " + ", ".join(parts)
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="MB of bucket")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="4 and 16 MB, 3 rounds")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     args.load_before = os.getloadavg()
     if args.quick:
         args.sizes, args.rounds = [4.0, 16.0], 3
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

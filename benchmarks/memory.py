@@ -1,6 +1,6 @@
 """How many bytes an element each rank needs, beside what a user would use instead.
 
-    python benchmarks/memory.py [--ranks 2 4] [--layers 4] [--hidden 1024] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/memory.py [--ranks 2 4] [--layers 4] [--hidden 1024] [--quick] [--json FILE]
 
 bf16 params, fp32 grads, AdamW. The target is 6 + 12/n at n ranks: param 2, grad 4, the owned part of main param and two
 moments. The model sees eight tokens, so that what is measured is not activations. benchmarks/README.md says how
@@ -22,8 +22,6 @@ import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.memory_reading import MemoryReading, read
 from peers.overlap_contestants import overlap_entries
-from peers.plot import Drawing
-from peers.plot_training import draw_memory
 from peers.ranks import log, run_on_ranks
 from peers.script import add_training, parser_of, pick, settings_of, table, write
 from peers.transformer import TrainSetting
@@ -33,9 +31,7 @@ VOCABULARY, SEQUENCE = 256, 8
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw_memory):
-        return
+    args = parse_args()
     pick(overlap_entries(args.ours), args.contestants)
     start = time.monotonic()
     # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
@@ -49,7 +45,6 @@ def main() -> None:
     found = [summary([r for r in readings if r.ranks == ranks]) for ranks in dict.fromkeys(r.ranks for r in readings)]
     result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
     write({**result, "failures": failures, "readings": readings}, args.json)
-    drawing.of_result(draw_memory, result)
     for line in (*failures, *lines(found)):
         print(line)
 
@@ -120,14 +115,13 @@ def last_words(ranks: dict[str, Any]) -> str:
     return f"{ranks['ranks']} ranks: " + ", ".join([own, *ratios])
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a smaller model, 2 ranks")
     add_training(parser, layers=4, hidden=1024)
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.layers = [2], 1
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

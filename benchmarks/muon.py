@@ -1,7 +1,6 @@
 """How long the update of Muon takes on several ranks, and what each rank keeps for it.
 
     python benchmarks/muon.py [--layers N] [--hidden N] [--ranks N ...] [--rounds N] [--quick] [--json FILE]
-                              [--plot FILE]
 
 The same bf16 model and gradients for all: this package, megatron-core's layer-wise optimizer with torch's Muon in its
 Muon's place, and torch's Muon alone on every rank, which is what n ranks share here. Then, without running anything,
@@ -24,7 +23,6 @@ import torch
 from peers.machine import about
 from peers.memory_reading import covered, storages
 from peers.muon_contestants import entries
-from peers.plot import Bar, Drawing, Panel, Row, draw_panels
 from peers.ranks import exchange, log, run_on_ranks
 from peers.ratios import by_round, failure, over, spread
 from peers.script import parser_of, settings_of, table, write
@@ -67,9 +65,7 @@ class MuonReading:
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw):
-        return
+    args = parse_args()
     start, readings, failures = time.monotonic(), list[MuonReading](), list[str]()
     for size in args.ranks:
         logged, why = run_on_ranks(read_all, size, args)
@@ -79,7 +75,6 @@ def main() -> None:
     about_it = about(args.load_before, time.monotonic() - start)
     result = {**about_it, "settings": settings_of(args), "rows": rows, "planned": planned, "failures": failures}
     write(result, args.json)
-    drawing.of_result(draw, result)
     print("\n".join([*failures, *lines(result)]))
 
 
@@ -199,43 +194,17 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [row["name"], *times, *state, row["why_not"] or apart]
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """A panel of shares and one of bytes for each number of ranks."""
-    panels = []
-    for row in result["rows"]:
-        shares = [Row(each["name"], (_bar(each["share"]["update"]),), each["why_not"]) for each in row["contestants"]]
-        states = [Row(each["name"], _state_bars(each), each["why_not"]) for each in row["contestants"]]
-        title = f"{row['ranks']} ranks"
-        goal = [(1.15, "goal")]
-        label = "update of the busiest rank x ranks / update of torch's Muon"
-        panels.append(
-            [Panel(title, label, shares, goal), Panel("", "bytes of state an element: most; pale: average", states)]
-        )
-    draw_panels("Muon on several ranks", panels, path)
-
-
-def _bar(found: Mapping[str, float] | None) -> Bar | None:
-    return found and Bar((found["median"], found["least"], found["most"]), f"{found['median']:.2f}")
-
-
-def _state_bars(row: Mapping[str, Any]) -> tuple[Bar | None, ...]:
-    if not row["state"]:
-        return (None, None)
-    return tuple(Bar([row["state"][which]] * 3, f"{row['state'][which]:.2f}") for which in ("most", "average"))
-
-
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "2 layers of 256, 2 ranks, two rounds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2, help="timed steps in a round")
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.layers, args.hidden, args.ranks, args.rounds = 2, 256, [2], 2
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

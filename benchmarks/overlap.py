@@ -1,6 +1,6 @@
 """How much of the communication of a training step is hidden where the network is slower than memory.
 
-    sudo -E python benchmarks/overlap.py [--rates 1 5 25] [--rounds 3] [--quick] [--json FILE] [--plot FILE]
+    sudo -E python benchmarks/overlap.py [--rates 1 5 25] [--rounds 3] [--quick] [--json FILE]
 
 Two ranks in two network namespaces of this machine, joined by a pair of virtual interfaces whose rate is limited. Each
 contestant of train.py trains at every rate, and once more without any communication; what a step takes longer is its
@@ -11,6 +11,7 @@ benchmarks/README.md says how every figure is read, and what came out.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -22,30 +23,27 @@ from pathlib import Path
 from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
+from peers.crew import Crew, Member
 from peers.machine import about
-from peers.namespaces import Wire, join, why_not
-from peers.overlap_busy import Busy
+from peers.namespaces import NUM_ENDS, Wire, join, why_not
 from peers.overlap_contestants import FORWARD, best_of, picked
 from peers.overlap_exposed import Context, WiredReading, slowest, summary
-from peers.overlap_orders import Order
-from peers.overlap_pair import Pair, PairEndedError, mute_pair, wired_pair
-from peers.overlap_plot import draw_overlap
 from peers.overlap_probe import Probe, measure
+from peers.overlap_rank import TIME_LIMIT
 from peers.overlap_report import last_line, lines, name_of
-from peers.plot import Drawing
 from peers.ratios import spread
 from peers.script import parser_of, settings_of, write
 from peers.train_contestants import FORWARD_BACKWARD
+from peers.train_reading import TrainReading
 from peers.trainers import TrainEntry
 
 PROBE_SECONDS = 0.4
+STORE_PORT = 29500
 MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw_overlap):
-        return
+    args = parse_args()
     entries = picked(args.ours, args.contestants, quick=args.quick)
     refusal = why_not("python " + " ".join(sys.argv))
     if refusal:
@@ -60,7 +58,6 @@ def main() -> None:
     about_it = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "link": link}
     result = {**about_it, "rates": found, "failures": failures, "readings": readings}
     write(result, args.json)
-    drawing.of_result(draw_overlap, {"rates": found})
     for line in (*lines(found), "", *(note for note in (wire.note, *failures) if note), last_line(found)):
         print(line)
 
@@ -74,6 +71,10 @@ def probe(wire: Wire, gigabits: float) -> Probe:
     return found
 
 
+class LostError(RuntimeError):
+    """A rank ended, or did not answer in time."""
+
+
 def run(entries: Sequence[TrainEntry], wire: Wire, args: argparse.Namespace) -> tuple[list[WiredReading], list[str]]:
     """What was read, and why it ended early."""
     readings: list[WiredReading] = []
@@ -82,51 +83,84 @@ def run(entries: Sequence[TrainEntry], wire: Wire, args: argparse.Namespace) -> 
             for reading in rounds(entries, mute, wired, wire, args):
                 readings.append(reading)
                 tell(reading)
-    except PairEndedError as error:
+    except LostError as error:
         return readings, [f"ended early: {error}"]
     return readings, []
 
 
 @contextmanager
-def pairs(wire: Wire, args: argparse.Namespace) -> Iterator[tuple[Pair, Pair]]:
-    """The ranks that do not communicate, and those that do; ended afterwards, at once where something went wrong."""
+def pairs(wire: Wire, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
+    """Two ranks that do not communicate, and two in the namespaces; ended afterwards, at once after an error."""
     model = {name: getattr(args, name) for name in MODEL}
-    started: list[Pair] = []
+    started: list[Crew] = []
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
+        tcp = f"tcp://{wire.link.address(0)}:{STORE_PORT}"
         try:
-            started.append(mute_pair(Path(folder) / "store", args.ours, model))
-            started.append(wired_pair(wire, args.ours, model))
+            for store in (str(Path(folder) / "store"), tcp):
+                members = []
+                for rank in range(NUM_ENDS):
+                    interface = wire.link.interface(rank) if store == tcp else "lo"
+                    place = {"rank": rank, "size": NUM_ENDS, "interface": interface, "store": store}
+                    about = json.dumps({**place, "ours": args.ours, "model": model})
+                    command = [sys.executable, "-m", "peers.overlap_rank", about]
+                    inside = wire.link.inside(rank, command) if store == tcp else command
+                    # Addresses of the link have no names, which torch would warn of.
+                    members.append(Member(inside, {"TORCH_CPP_LOG_LEVEL": "ERROR"}))
+                started.append(Crew(members, Path(__file__).resolve().parent))
             yield started[0], started[1]
         except BaseException:
-            for pair in started:
-                pair.kill()
+            for crew in started:
+                crew.kill()
             raise
-        for pair in started:
-            pair.stop()
+        for crew in started:
+            crew.stop()
 
 
 def rounds(
-    entries: Sequence[TrainEntry], mute: Pair, wired: Pair, wire: Wire, args: argparse.Namespace
+    entries: Sequence[TrainEntry], mute: Crew, wired: Crew, wire: Wire, args: argparse.Namespace
 ) -> Iterator[WiredReading]:
     """A warm-up of every contestant with a small model, then rounds: without communication, then at each rate."""
     wire.set_rate(0.0)
     for entry in entries:
-        for pair in (mute, wired):
-            pair.ask(Order(entry.name, -1, 1, 1, 1))
+        for crew in (mute, wired):
+            ask(crew, entry.name, -1, args)
     for number in range(args.rounds):
         for entry in (FORWARD, FORWARD_BACKWARD, *entries):
-            order = Order(entry.name, number, args.warm_up, args.blocks, args.steps)
-            yield asked(mute, order, None)
+            yield WiredReading(None, 0.0, slowest(ask(mute, entry.name, number, args)))
             for gigabits in args.rates if entry.trains else ():
                 wire.set_rate(gigabits)
-                yield asked(wired, order, gigabits)
+                start, busy = time.monotonic(), busy_seconds()
+                answers = ask(wired, entry.name, number, args)
+                cores = (busy_seconds() - busy) / (time.monotonic() - start)
+                yield WiredReading(gigabits, cores, answers[0])  # ranks that communicate agree on what they read
 
 
-def asked(pair: Pair, order: Order, gigabits: float | None) -> WiredReading:
-    """Ranks that communicate agree on what they read; the others are put together."""
-    busy = Busy()
-    answers = pair.ask(order)
-    return WiredReading(gigabits, busy.cores(), slowest(answers) if gigabits is None else answers[0])
+def ask(crew: Crew, name: str, number: int, args: argparse.Namespace) -> list[TrainReading]:
+    """By rank.
+
+    Raises:
+        LostError: no answer will come.
+    """
+    order = {"contestant": name, "number": number, "pace": (args.warm_up, args.blocks, args.steps)}
+    answers = crew.ask(order, TIME_LIMIT.total_seconds() + 60)
+    lost = [rank for rank, found in enumerate(answers) if found is None]
+    if lost:
+        how = crew.how_ended(lost[0]) if lost[0] in crew.ended else "no answer in time"
+        raise LostError(f"rank {lost[0]} in {name!r}: {how}")
+    return [
+        TrainReading(**{**found, "seconds": tuple(found["seconds"]), "losses": tuple(found["losses"])})
+        for found in answers
+    ]
+
+
+def busy_seconds() -> float:
+    """Processor time of the machine since it was started, the kernel's share for the network included.
+
+    What the kernel does for a packet when an interrupt arrives belongs to no process; only the whole machine shows it.
+    """
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle, waiting, stolen = ticks[3], ticks[4], ticks[7]
+    return (sum(ticks) - idle - waiting - stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def tell(each: WiredReading) -> None:
@@ -150,9 +184,8 @@ def summaries(readings: Sequence[WiredReading], probes: dict[float, Probe], best
     return [summary(rate, readings, Context(probes[rate], forward, both, best, cores)) for rate in rates]
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a smaller model, one rate, 2 rounds, fewer variants")
-    Drawing.add_arguments(parser)
     parser.add_argument("--ours", nargs="+", default=[], help="name=value of DistOptConfig: ours once more with these")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits; 0: no limit")
     parser.add_argument("--delay-us", type=float, default=0.0, help="of the link, one way, where the kernel has netem")
@@ -175,7 +208,7 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
     if args.quick:
         args.rates, args.rounds, args.blocks, args.steps = [5.0], 2, 1, 3
         args.layers, args.hidden, args.sequences, args.warm_up = 2, 256, 4, 1
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

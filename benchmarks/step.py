@@ -1,7 +1,6 @@
 """How long an optimizer step takes without communication, beside what a user would use instead.
 
     python benchmarks/step.py [--sizes 0.5 3.2 8.4 50] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
-                              [--plot FILE]
 
 Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the global norm, update
 fp32 main params by AdamW and round to bf16, in one process of one thread. Round after round each contestant is built,
@@ -18,8 +17,6 @@ import peers.environment  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
 from peers.machine import MemoryRates, about, memory_rates
-from peers.plot import Drawing
-from peers.plot_training import draw_step
 from peers.script import parser_of, pick, settings_of, write
 from peers.step_contestants import StepEntry, step_entries
 from peers.step_reading import StepReading, read
@@ -32,9 +29,7 @@ WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.75e6, 256), (0.0, 144))
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw_step):
-        return
+    args = parse_args()
     start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -46,7 +41,6 @@ def main() -> None:
     about_it = about(args.load_before, time.monotonic() - start)
     result = {**about_it, "settings": settings_of(args), "sizes": found, "readings": readings}
     write(result, args.json)
-    drawing.of_result(draw_step, result)
     for line in lines(found):
         print(line)
 
@@ -90,17 +84,16 @@ def setting_of(size: float, loss_scale: float | None) -> StepSetting:
     return StepSetting(max(round(size * 1e6 / (12 * hidden**2 + 13 * hidden)), 1), hidden, 0, 1, loss_scale)
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "0.5 and 3.2 million elements, 3 rounds; DeepSpeed's ops are not compiled")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 3.2, 8.4, 50], help="millions of elements")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps in a round")
     parser.add_argument("--loss-scale", type=float, help="that all grads are multiplied with; none where left out")
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.repeats = [0.5, 3.2], 3, 5
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

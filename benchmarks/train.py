@@ -1,7 +1,6 @@
 """How long whole training steps take, beside what a user would use instead.
 
     python benchmarks/train.py [--ranks 2 4] [--rounds 5] [--layers 6] [--hidden 512] [--quick] [--json FILE]
-                               [--plot FILE]
 
 A small transformer in bf16 with fp32 main params: forward, backward, reduce, clip, step, gather, over gloo. All
 contestants train the same model on the same data and run one after the other in the same processes, round after round.
@@ -20,8 +19,6 @@ from pathlib import Path
 import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.overlap_contestants import overlap_entries
-from peers.plot import Drawing
-from peers.plot_training import draw_train
 from peers.ranks import log, run_on_ranks
 from peers.ratios import spread
 from peers.script import add_training, parser_of, pick, settings_of, write
@@ -35,9 +32,7 @@ WARM_UP = Pace(1, 1, 1)
 
 
 def main() -> None:
-    args, drawing = parse_args()
-    if drawing.of_kept(draw_train):
-        return
+    args = parse_args()
     pick(overlap_entries(args.ours), args.contestants)
     start = time.monotonic()
     found, failures = [], []
@@ -48,7 +43,6 @@ def main() -> None:
         found += [summary(readings)] if readings else []
     result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
     write({**result, "failures": failures}, args.json)
-    drawing.of_result(draw_train, result)
     for line in (*failures, *lines(found)):
         print(line)
 
@@ -75,7 +69,7 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
                 )
 
 
-def parse_args() -> tuple[argparse.Namespace, Drawing]:
+def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a smaller model, 2 ranks, 2 rounds")
     add_training(parser, layers=6, hidden=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -86,11 +80,10 @@ def parse_args() -> tuple[argparse.Namespace, Drawing]:
     parser.add_argument("--sequences", type=int, default=1, help="of a rank's microbatch")
     text = "ours sends messages, as it does between machines, in all of its forms"
     parser.add_argument("--messages", action="store_true", help=text)
-    Drawing.add_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.rounds, args.blocks, args.steps, args.layers = [2], 2, 2, 2, 2
-    return args, Drawing.taken_from(args, parser)
+    return args
 
 
 if __name__ == "__main__":

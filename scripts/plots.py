@@ -1,4 +1,4 @@
-"""Draws the two pictures of README.md from what benchmarks/results holds. Needs matplotlib.
+"""Draws the pictures of README.md and docs/ from what benchmarks/results holds. Needs matplotlib.
 
 Usage: python scripts/plots.py
 
@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,15 @@ STYLE = {"svg.hashsalt": "megatron-distopt", "svg.fonttype": "path", "font.size"
 
 @dataclass(frozen=True)
 class Picture:
-    """One SVG of the README.
+    """One SVG."""
 
-    Args:
-        name: of the result and of the picture, without their endings.
-        title: above both panels.
-        label: of the horizontal axis.
-        draw: fills the axes of a panel from the entry of one number of ranks.
-    """
-
-    name: str
-    title: str
-    label: str
-    draw: Callable[[Any, Mapping[str, Any]], None]
+    name: str  # of the picture, without its ending
+    result_name: str  # of the file that it is made from
+    draw: Callable[[Any, Mapping[str, Any]], None]  # fills a figure from the result
 
     @property
     def result(self) -> Path:
-        return RESULTS / f"{self.name}.json"
+        return RESULTS / f"{self.result_name}.json"
 
     @property
     def path(self) -> Path:
@@ -65,6 +58,24 @@ class Picture:
     def digest(self) -> str:
         """SHA-256 of what the picture is made from, see [Note: stale pictures]."""
         return hashlib.sha256(self.result.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
+def _draw_bars(
+    title: str, label: str, draw_panel: Callable[[Any, Mapping[str, Any]], None], figure: Any, result: Mapping[str, Any]
+) -> None:
+    """A panel for each number of ranks, a row for each contestant."""
+    figure.set_size_inches(9.2, 3.2)
+    panels = figure.subplots(1, len(result["ranks"]), sharey=True)
+    for axes, entry in zip(panels, result["ranks"], strict=True):
+        draw_panel(axes, entry)
+        axes.set_title(f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    names = [text.get_text() for text in panels[0].get_yticklabels()]
+    panels[0].set_yticks(range(len(names)), [NAMES[name] for name in names])
+    panels[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
 
 
 def _draw_seconds(axes: Any, entry: Mapping[str, Any]) -> None:
@@ -96,24 +107,45 @@ def _label(axes: Any, ends: Sequence[float], texts: Sequence[str]) -> None:
     axes.set_xlim(0, 1.25 * max(ends))
 
 
+#: Iterations of a moving average.
+_SMOOTH = 10
+
+
+def _draw_trainings(figure: Any, result: Mapping[str, Any]) -> None:
+    """Loss curves of the first seed, and by seed how validation differs from that of the first training."""
+    figure.set_size_inches(11, 4)
+    curves, points = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    names = list(dict.fromkeys(run["name"] for run in result["runs"]))
+    plain = {run["seed"]: run["validation"] for run in result["runs"] if run["name"] == names[0]}
+    for number, name in enumerate(names):
+        own = [run for run in result["runs"] if run["name"] == name]
+        losses = own[0]["losses"]
+        means = [sum(losses[max(0, at - _SMOOTH + 1) : at + 1]) / min(at + 1, _SMOOTH) for at in range(len(losses))]
+        curves.plot(means, color=f"C{number}", linewidth=1, label=name)
+        values = [run["validation"] - plain[run["seed"]] for run in own]
+        points.plot(values, [number] * len(values), "o", color=f"C{number}", alpha=0.7)
+    curves.set(xlabel="iteration", ylabel=f"loss of the first seed, nats a byte, mean of {_SMOOTH}")
+    curves.legend(frameon=False, fontsize=7)
+    points.set_yticks(range(len(names)), names, fontsize=8)
+    points.invert_yaxis()
+    points.axvline(0, color="#999999", linewidth=0.8)
+    points.set_xlabel(f"validation, bits a byte more than {names[0]}; a point a seed")
+    for axes in (curves, points):
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+_TIME = "Time of a training step: median and range of the rounds, lower is better"
+_MEMORY = "Memory of a rank: held between steps (dark) and peak of a step (light), lower is better"
 PICTURES = (
-    Picture(
-        "train",
-        "Time of a training step: median and range of the rounds, lower is better",
-        "ms",
-        _draw_seconds,
-    ),
-    Picture(
-        "memory",
-        "Memory of a rank: held between steps (dark) and peak of a step (light), lower is better",
-        "bytes per parameter",
-        _draw_bytes,
-    ),
+    Picture("train", "train", partial(_draw_bars, _TIME, "ms", _draw_seconds)),
+    Picture("memory", "memory", partial(_draw_bars, _MEMORY, "bytes per parameter", _draw_bytes)),
+    Picture("state_quality", "quality_precision", _draw_trainings),
+    Picture("muon", "quality_muon", _draw_trainings),
 )
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Draws one panel for each number of ranks.
+    """Draws a picture.
 
     Args:
         picture: one of `PICTURES`.
@@ -124,19 +156,8 @@ def draw(picture: Picture, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         from matplotlib.figure import Figure
 
-        entries = json.loads(picture.result.read_text(encoding="utf-8"))["ranks"]
-        figure = Figure(figsize=(9.2, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(entries), sharey=True)
-        for axes, entry in zip(panels, entries, strict=True):
-            picture.draw(axes, entry)
-            axes.set_title(f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9)
-            axes.set_xlabel(picture.label)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(axis="y", length=0)
-        names = [label.get_text() for label in panels[0].get_yticklabels()]
-        panels[0].set_yticks(range(len(names)), [NAMES[name] for name in names])
-        panels[0].invert_yaxis()
-        figure.suptitle(picture.title, fontsize=10)
+        figure = Figure(layout="constrained")
+        picture.draw(figure, json.loads(picture.result.read_text(encoding="utf-8")))
         metadata = {"Date": None, "Description": picture.digest()} if path.suffix == ".svg" else {}
         figure.savefig(path, metadata=metadata, dpi=110)
 

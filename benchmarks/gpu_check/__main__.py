@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -22,19 +21,16 @@ from typing import Any
 from gpu_check import ROOT
 from gpu_check.checks import SUBJECTS, Outcome, Status
 from gpu_check.machine import Machine
-from gpu_check.plots import draw_all
-from gpu_check.progress import make_progress
-from gpu_check.registry import Batch, batches_of, impossible
 from gpu_check.report import ARCHIVE, Report, write_report
-from gpu_check.runner import Runner
-
-__all__ = ["main", "parse_args"]
+from gpu_check.runner import Batch, Runner, batches_of, impossible
 
 #: A device that does not answer by then will not.
 _LOOK_SECONDS = 180
 #: Of the time that is left for a check, what goes into measurements; the rest is starting and warming up.
 _MEASURED_PART = 0.6
 _LEAST_SECONDS = 2.0
+#: Characters of the line of a check that passes.
+_WIDTH = 110
 #: Processes that want to run, over cores.
 _BUSY_LOAD = 0.5
 #: Of all the time, what is kept for the subjects that come after one: its checks do not begin then.
@@ -95,7 +91,6 @@ def main() -> None:
     command = " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     report = Report(machine, tuple(outcomes), date, time.time() - begin, command, note=note)
-    report = replace(report, pictures=tuple(draw_all(outcomes, args.out)))
     write_report(report, args.out, logs)
     sys.exit(_close(report, args.out))
 
@@ -142,25 +137,34 @@ def look(device: str) -> Machine:
 
 
 def run(machine: Machine, logs: Path, only: str | None, deadline: float) -> Iterator[Outcome]:
-    """Every check that there is time for, and those that this machine cannot run as skipped."""
-    subjects = (only,) if only else SUBJECTS
-    batches = list(batches_of(machine.count, subjects))
-    cannot = impossible(machine.count, subjects)
-    with make_progress(sum(len(batch.checks) for batch in batches) + len(cannot)) as progress:
-        runner = Runner(machine, logs, progress.events)
-        for outcome in cannot:
-            progress.ends(outcome)
+    """Every check that there is time for, and those that this machine cannot run as skipped; prints a line for each."""
+    begin, subjects = time.time(), (only,) if only else SUBJECTS
+    batches, cannot = list(batches_of(machine.count, subjects)), impossible(machine.count, subjects)
+    total, done = sum(len(batch.checks) for batch in batches) + len(cannot), 0
+    runner = Runner(machine, logs)
+    for number, batch in enumerate([None, *batches]):
+        if batch is None:
+            found: Iterable[Outcome] = cannot
+        else:
+            kept = 0.0 if only else _KEPT_FOR_OTHERS[batch.checks[0].subject] * (deadline - begin)
+            found = runner.run(batch, deadline - kept, seconds_for(batches[number - 1 :], deadline - time.time()))
+        for outcome in found:
+            done += 1
+            print(f"[{time.time() - begin:4.0f} s, {done}/{total}] {line_of(outcome)}", flush=True)
             yield outcome
-        total = deadline - time.time()
-        for number, batch in enumerate(batches):
-            left = deadline - time.time()
-            last = deadline - (0.0 if only else _KEPT_FOR_OTHERS[batch.subject] * total)
-            yield from runner.run(batch, last, seconds_for(batches[number:], left))
+
+
+def line_of(outcome: Outcome) -> str:
+    """One check in one line."""
+    ranks = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}"
+    mark = "FAILS" if outcome.status is Status.FAILS else outcome.status.value
+    text = f"{mark:7} {outcome.subject} {outcome.check}, {ranks}: {outcome.detail}"
+    return f"{text[: _WIDTH - 3]}..." if len(text) > _WIDTH and outcome.status is Status.PASSES else text
 
 
 def seconds_for(batches: Sequence[Batch], left: float) -> float:
     """For the measurements of each check that is left."""
-    checks = sum(len(batch.checks) for batch in batches if batch.subject == "speed")
+    checks = sum(len(batch.checks) for batch in batches if batch.checks[0].subject == "speed")
     return max(_MEASURED_PART * left / max(checks, 1), _LEAST_SECONDS)
 
 

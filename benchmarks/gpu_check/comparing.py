@@ -13,22 +13,6 @@ from gpu_check.checks import Place, WrongError
 from gpu_check.models import ADAM, Given, grads_of, relative_change
 from megatron_distopt import DistOptConfig
 
-__all__ = [
-    "CLIP_GRAD",
-    "ROUNDED",
-    "ROUNDED_TO_16_BITS",
-    "STEPS",
-    "config_of",
-    "is_exact",
-    "numbered",
-    "require",
-    "require_close",
-    "require_equal",
-    "same_adam",
-    "train_given",
-    "values_of",
-]
-
 STEPS = 6
 CLIP_GRAD = 0.5
 #: fp32 rounds the norm and the coefficient of clipping, on both sides in another order.

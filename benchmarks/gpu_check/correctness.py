@@ -33,7 +33,7 @@ from gpu_check.comparing import (
     train_given,
     values_of,
 )
-from gpu_check.device import CPU
+from gpu_check.machine import CPU
 from gpu_check.models import (
     ADAM,
     BUCKET_SIZE,
@@ -47,8 +47,6 @@ from gpu_check.models import (
 from gpu_check.peers import is_compiled
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
-
-__all__ = ["CHECKS"]
 
 #: By implementation of Adam, the op of DeepSpeed's that it needs.
 _OPS = {"deepspeed": "fused_adam", "deepspeed_cpu": "cpu_adam"}
@@ -284,5 +282,5 @@ CHECKS = (
     Check("undistributed", "steps equal torch's AdamW on one rank", undistributed),
     Check("ddp", "a training agrees with DistributedDataParallel and AdamW", ddp),
     Check("overlaps", "both overlaps change no bit", overlaps, limit=90),
-    Check("kernels", "every Adam that is installed agrees with float64", kernels, Where.ALL, limit=150),
+    Check("kernels", "every Adam that is installed agrees with float64", kernels, where=Where.ALL, limit=150),
 )

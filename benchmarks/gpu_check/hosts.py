@@ -17,8 +17,6 @@ from peers.transformer import TrainSetting, batch, transformer
 from gpu_check import ROOT
 from gpu_check.checks import Check, Found, Place, SkipError, WrongError
 
-__all__ = ["CHECKS"]
-
 T = TypeVar("T")
 
 STEPS = 8

@@ -30,8 +30,6 @@ from gpu_check.models import Given, grads_of, groups_of
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import NonFiniteGradError
 
-__all__ = ["CHECKS"]
-
 
 def nonfinite(place: Place) -> Found:
     """A gradient that is not a number on one rank: what each policy promises."""

@@ -1,15 +1,18 @@
-"""What is there: the devices of this machine, and the software that matters.
+"""The devices of this machine and the software that matters, and what is asked of a device, whatever its name.
 
 python -m gpu_check.machine DEVICE FILE     in a process of its own, because asking a device starts it
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_check.device import CPU, import_backend
-
-__all__ = ["DeviceError", "Machine", "device_type_of", "look", "rank_counts"]
-
+CPU = "cpu"
+#: MODULE or MODULE:FUNCTION that registers a device with torch; those of vendors torch imports by itself.
+_BACKEND_VARIABLE = "GPU_CHECK_IMPORT"
 _PACKAGES = {
     "torch": "torch",
     "triton": "triton",
@@ -44,31 +46,17 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine.
+    """One machine."""
 
-    Args:
-        device: its type, as in `torch.device(...).type`.
-        names: of the devices of that type; of the processor for a CPU.
-        count: ranks that can run at once.
-        memory_nbytes: free on the device that has least; all that it has where torch does not say more, 0 for unknown.
-        backend: of torch.distributed, as torch chooses it for the device.
-        host: operating system, processor, cores.
-        python: its version.
-        versions: of packages, "not installed" where one is not there.
-        built_for: what torch was built for, such as the vendor's libraries, and the version of the collectives.
-        has_float64: whether the device computes in it.
-    """
-
-    device: str
-    names: tuple[str, ...]
-    count: int
-    memory_nbytes: int
-    backend: str
-    host: str
-    python: str
-    versions: Mapping[str, str]
-    built_for: str = ""
-    has_float64: bool = True
+    device: str  # its type, as in `torch.device(...).type`
+    names: tuple[str, ...]  # of the devices of that type; of the processor for a CPU
+    count: int  # ranks that can run at once
+    memory_nbytes: int  # free on the device that has least; all that it has where torch says no more, 0 for unknown
+    backend: str  # of torch.distributed, as torch chooses it for the device
+    host: str  # operating system, processor, cores
+    python: str  # its version
+    versions: Mapping[str, str]  # of packages, "not installed" where one is not there
+    built_for: str = ""  # what torch was built for, such as the vendor's libraries, and the version of the collectives
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Machine:
@@ -123,7 +111,7 @@ def look(choice: str) -> Machine:
     names = (_processor(),) if device == CPU else tuple(_name(device, index) for index in range(count))
     memory, python = _memory(device, count), platform.python_version()
     versions, built_for = _versions(), _built_for(device)
-    return Machine(device, names, count, memory, backend, _host(), python, versions, built_for, _has_float64(device))
+    return Machine(device, names, count, memory, backend, _host(), python, versions, built_for)
 
 
 def rank_counts(count: int) -> tuple[int, ...]:
@@ -155,13 +143,6 @@ def _memory_by_properties(device: str, count: int) -> int:
     """Before torch 2.9, which counts memory for all devices; 0 where nobody says."""
     ask = getattr(getattr(torch, device, None), "get_device_properties", None)
     return min((getattr(ask(index), "total_memory", 0) for index in range(count)), default=0) if ask else 0
-
-
-def _has_float64(device: str) -> bool:
-    try:
-        return bool(torch.ones(2, dtype=torch.float64, device=device).sum().item() == 2)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
 
 
 def _host() -> str:
@@ -196,6 +177,98 @@ def _version(module: str, package: str) -> str:
         return "installed" if find_spec(module) else "not installed"
     except ModuleNotFoundError:
         return "not installed"
+
+
+def import_backend() -> None:
+    """Registers the device with torch, where the environment names who does that."""
+    module, _, function = os.environ.get(_BACKEND_VARIABLE, "").partition(":")
+    if module:
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
+
+
+def use(device: torch.device) -> None:
+    """Makes it the current device of this process."""
+    if device.type != CPU:
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all that was queued on it is done."""
+    if device.type != CPU:
+        torch.accelerator.synchronize(device)
+
+
+def seconds_of(device: torch.device, act: Callable[[], object], times: int = 1) -> float:
+    """How long one call takes: by two events of the device where it has them, else by the host's clock.
+
+    Args:
+        device: that carries it out.
+        act: queues work on the current stream.
+        times: calls between two readings of the clock.
+    """
+    events = _events(device)
+    synchronize(device)
+    begin = time.perf_counter()
+    if events:
+        events[0].record()
+    for _ in range(times):
+        act()
+    if events:
+        events[1].record()
+    synchronize(device)
+    if events:
+        return float(events[0].elapsed_time(events[1])) / 1e3 / times
+    return (time.perf_counter() - begin) / times
+
+
+def _events(device: torch.device) -> tuple[Any, Any] | None:
+    """Two events that keep time; None where the device has none."""
+    if device.type == CPU:
+        return None
+    try:
+        pair = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        for event in pair:
+            event.record()
+        synchronize(device)
+        pair[0].elapsed_time(pair[1])
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return pair
+
+
+def _asked(name: str, device: torch.device, *args: Any) -> Any:
+    """What a function about memory answers: of `torch.accelerator`, which has them from torch 2.9 on, or of the module
+    of the device. None where neither has it or can answer."""
+    for module in (torch.accelerator, getattr(torch, device.type, None)):
+        function = getattr(module, name, None)
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+            if function is not None:
+                return function(*args)
+    return None
+
+
+def memory_now(device: torch.device) -> int | None:
+    """Bytes of tensors on the device; None where it does not say."""
+    nbytes: int | None = _asked("memory_allocated", device, device)
+    return nbytes
+
+
+def most_memory(device: torch.device) -> int | None:
+    """The most bytes of tensors at any time since `reset_most_memory`; None where the device does not say."""
+    nbytes: int | None = _asked("max_memory_allocated", device, device)
+    return nbytes
+
+
+def reset_most_memory(device: torch.device) -> None:
+    _asked("reset_peak_memory_stats", device, device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives unused memory back to the device."""
+    if device.type != CPU:
+        _asked("empty_cache", device)
 
 
 def main() -> None:

@@ -12,10 +12,8 @@ from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting, batch
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
-from gpu_check.device import CPU, empty_cache, memory_now, most_memory, reset_most_memory, synchronize
+from gpu_check.machine import CPU, empty_cache, memory_now, most_memory, reset_most_memory, synchronize
 from gpu_check.peers import OURS, memory_peers
-
-__all__ = ["CHECKS", "target"]
 
 #: So few tokens that what is measured is not activations.
 _VOCABULARY, _SEQUENCE = 256, 8
@@ -104,4 +102,4 @@ def _most(place: Place) -> int:
     return most_memory(place.device) or 0
 
 
-CHECKS = (Check("held", "bytes an element are 6 + 12/n", held, Where.ENDS, limit=200),)
+CHECKS = (Check("held", "bytes an element are 6 + 12/n", held, "memory", Where.ENDS, limit=200),)

@@ -15,9 +15,6 @@ from importlib.util import find_spec
 from gpu_check.__main__ import look, parse_args
 from megatron_distopt.version import MEGATRON_CORE
 
-__all__ = ["missing"]
-
-_SHOWN = ("rich", "matplotlib")
 _DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm")
 _CORE_NEEDS = ("einops", "numpy", "packaging")
 
@@ -38,9 +35,6 @@ def missing(is_there: Callable[[str], bool] = _is_there) -> Iterator[tuple[str, 
     Yields:
         "with" or "without" dependencies, and requirements.
     """
-    shown = tuple(name for name in _SHOWN if not is_there(name))
-    if shown:
-        yield "with", shown
     if not is_there("megatron.core"):
         yield "with", _CORE_NEEDS
         yield "without", (MEGATRON_CORE,)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import GELU, LayerNorm, Linear, Module, Parameter, ParameterDict, Sequential
 
-__all__ = ["ADAM", "BUCKET_SIZE", "Given", "Net", "grads_of", "groups_of", "mean_grads", "relative_change", "samples"]
-
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 #: Elements: several buckets in the models below.
 BUCKET_SIZE = 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -10,7 +9,6 @@ import torch
 from peers import adam, steppers
 from peers.adam import CLIP_GRAD, torch_adam
 from peers.overlap_contestants import overlap_entries
-from peers.overlap_mute import given_back, muted
 from peers.state import groups_of
 from peers.step_contestants import StepEntry, step_entries
 from peers.train_contestants import MESSAGES
@@ -21,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from gpu_check.checks import Place
-from gpu_check.device import CPU
-
-__all__ = ["OURS", "is_compiled", "is_ours", "memory_peers", "mute_peers", "step_peers", "train_peers"]
+from gpu_check.machine import CPU
 
 OURS = "ours"
 #: Far slower than the others, and not what anybody compares with.
@@ -72,36 +68,20 @@ class DataParallel(Trainer):
         return loss.detach()
 
 
-class MuteDataParallel(DataParallel):
-    """The same without communication: it wants the reduced bucket back, which torch's fake group does not give."""
-
-    def __init__(self, setting: TrainSetting) -> None:
-        super().__init__(setting)
-        # It looks at a function's annotations, and takes none that are text.
-        self._model.register_comm_hook(None, lambda state, bucket: given_back(bucket))
-
-
 def step_peers(place: Place) -> list[StepEntry]:
     """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
-    ours = [
-        StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")),
-    ]
     first, *others = step_entries(may_compile=False)
-    kept = [entry for entry in others if _is_wanted(entry.name, place)]
-    return [entry for entry in (first, *(ours if place.device.type != CPU else ()), *kept) if _stays(entry.name, place)]
+    if place.device.type != CPU:
+        others.insert(0, StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")))
+    return [first, *(entry for entry in others if _is_wanted(entry.name, place))]
 
 
 def train_peers(place: Place) -> list[TrainEntry]:
     """For a training on all ranks; "ours" comes first."""
     entries = [entry for entry in overlap_entries([]) if _is_wanted(entry.name, place)]
-    entries.append(TrainEntry("torch DDP + fused AdamW", DataParallel))
-    return [entry for entry in entries if _stays(entry.name, place)]
-
-
-def mute_peers(place: Place) -> list[TrainEntry]:
-    """Those of `train_peers` as they are built where nothing is communicated."""
-    mute = {"torch DDP + fused AdamW": MuteDataParallel}
-    return [replace(muted(entry), build=mute.get(entry.name, muted(entry).build)) for entry in train_peers(place)]
+    ddp = "torch DDP + fused AdamW"
+    entries += [TrainEntry(ddp, DataParallel)] if ddp not in place.without else []
+    return entries
 
 
 def memory_peers(place: Place) -> list[TrainEntry]:
@@ -110,8 +90,5 @@ def memory_peers(place: Place) -> list[TrainEntry]:
 
 
 def _is_wanted(name: str, place: Place) -> bool:
-    return name not in _SLOW and (place.device.type == CPU or name not in _ON_CPU_ONLY)
-
-
-def _stays(name: str, place: Place) -> bool:
-    return name not in place.without
+    is_here = place.device.type == CPU or name not in _ON_CPU_ONLY
+    return is_here and name not in _SLOW and name not in place.without

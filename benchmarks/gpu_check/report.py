@@ -8,43 +8,27 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_check.checks import SUBJECTS, Outcome, Status
 from gpu_check.machine import Machine
-from gpu_check.speed import busier, exposed_parts
 from megatron_distopt.version import VERSION
-
-__all__ = ["ARCHIVE", "Report", "read_report", "tried_of", "write_report"]
 
 ARCHIVE = "gpu_check_to_send.tar.gz"
 _HOSTS = {"megatron_core": "megatron-core", "megatron_2023": "a small fork of 2023"}
-_BACKTICKS = "```"
-#: By how much two runs of the same may differ on a quiet machine.
-_BUSY = 0.1
+_PLAIN = "plain (any torch module)"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a run found.
+    """Everything that a run found."""
 
-    Args:
-        machine: that it ran on.
-        outcomes: in the order in which they were run.
-        date: year-month-day.
-        seconds: that it took.
-        command: that was typed.
-        pictures: files in the folder of the report.
-        note: what a reader has to know besides, such as that the run was interrupted.
-    """
-
-    machine: Machine
-    outcomes: tuple[Outcome, ...]
-    date: str
-    seconds: float
-    command: str
-    pictures: tuple[str, ...] = ()
-    note: str = ""
+    machine: Machine  # that it ran on
+    outcomes: tuple[Outcome, ...]  # in the order in which they were run
+    date: str  # year-month-day
+    seconds: float  # that it took
+    command: str  # that was typed
+    note: str = ""  # what a reader has to know besides, such as that the run was interrupted
 
     def having(self, status: Status) -> list[Outcome]:
         return [each for each in self.outcomes if each.status is status]
@@ -74,14 +58,6 @@ def write_report(report: Report, folder: Path, logs: Path) -> None:
                     archive.add(path, arcname=f"gpu_check/{path.name}")
 
 
-def read_report(path: Path) -> Report:
-    """What `write_report` wrote as report.json."""
-    found = json.loads(path.read_text())
-    machine = Machine.from_json(found["machine"])
-    outcomes = tuple(map(Outcome.from_json, found["outcomes"]))
-    return Report(**{**found, "machine": machine, "outcomes": outcomes, "pictures": tuple(found["pictures"])})
-
-
 def _as_json(report: Report) -> dict[str, Any]:
     return {**vars(report), "machine": asdict(report.machine), "outcomes": [each.as_json() for each in report.outcomes]}
 
@@ -100,8 +76,7 @@ def lines_of(report: Report) -> Iterator[str]:
         if here:
             yield from ("", f"## {subject.capitalize()}", "")
             yield from _table_of(here)
-            yield from _DETAILS[subject](here)
-            yield from _pictures(report.pictures, subject)
+            yield from _speed(here) if subject == "speed" else _memory(here)
     yield from _for_the_docs(report)
     yield from _to_send(report)
 
@@ -154,7 +129,6 @@ def _speed(outcomes: Sequence[Outcome]) -> Iterator[str]:
         if each.check in ("step", "train") and each.figures.get("contestants"):
             yield from ("", f"### {each.title.capitalize()}: {_ranks(each.ranks)}", "")
             yield from _times(each)
-    yield from _exposed(outcomes)
 
 
 def _times(outcome: Outcome) -> Iterator[str]:
@@ -177,26 +151,6 @@ def _times_row(each: Mapping[str, Any], ours: float | None) -> str:
     return f"| {each['name']} | {1e3 * median:.3g} | {spread} | {ratio} | {len(seconds)} | {each['why_not']} |"
 
 
-def _exposed(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Communication that a step waits for, as a part of it."""
-    for train in (each for each in outcomes if each.check == "train" and each.figures):
-        for alone in (each for each in outcomes if each.check == "alone" and each.figures):
-            if train.ranks == alone.ranks:
-                yield from ("", f"### Exposed communication: {_ranks(train.ranks)}", "")
-                yield "The part of a step that it takes longer than the same step without any communication."
-                yield from _care(busier(train.figures, alone.figures))
-                yield from ("", "| | % of a step |", "|---|--:|")
-                for name, part in exposed_parts(train.figures, alone.figures).items():
-                    yield f"| {name} | {100 * part:.0f} |"
-
-
-def _care(ratio: float | None) -> Iterator[str]:
-    """The two runs that are compared come one after the other; something else may have run during one of them."""
-    if ratio is not None and abs(ratio - 1) > _BUSY:
-        yield "The machine was not quiet: forward and backward alone, which do not communicate, took "
-        yield f"{ratio:.2f} times as long in the second run as in the first. Take these figures with care."
-
-
 def _memory(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for outcome in outcomes:
         if not outcome.figures.get("contestants"):
@@ -210,66 +164,22 @@ def _memory(outcomes: Sequence[Outcome]) -> Iterator[str]:
             yield f"| {' | '.join([each['contestant'], *cells, each['why_not']])} |"
 
 
-def _nothing(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    yield from ()
-
-
-_DETAILS = {"correctness": _nothing, "memory": _memory, "speed": _speed}
-_PICTURES_OF = {"memory": ("memory.png",), "speed": ("step.png", "train.png", "exposed.png")}
-
-
-def _pictures(names: Sequence[str], subject: str) -> Iterator[str]:
-    for name in _PICTURES_OF.get(subject, ()):
-        if name in names:
-            yield from ("", f"![{name.removesuffix('.png')}]({name})")
-
-
-class Tried(NamedTuple):
-    """A row of the first table of docs/hosts.md."""
-
-    host: str
-    version: str
-    what: str
-    where: str
-    date: str
-    result: str
-
-
-def tried_of(report: Report) -> list[Tried]:
-    """The lines of docs/hosts.md: plain torch, and each host that was run."""
-    found = [each for each in report.outcomes if each.subject == "correctness"]
-    rows = []
-    plain = [each for each in found if each.check not in _HOSTS]
-    if any(each.status is not Status.SKIPPED for each in plain):
-        torch = f"torch {report.machine.versions['torch']}"
-        rows.append(_tried(report, "plain (any torch module)", torch, plain))
-    for check, host in _HOSTS.items():
-        here = [each for each in found if each.check == check and each.status is not Status.SKIPPED]
-        if here:
-            rows.append(_tried(report, host, here[0].figures.get("version", report.machine.versions["torch"]), here))
-    return rows
-
-
-def _tried(report: Report, host: str, version: str, outcomes: Sequence[Outcome]) -> Tried:
-    machine = report.machine
-    ran = [each for each in outcomes if each.status is not Status.SKIPPED]
-    failed = [each for each in ran if each.status is Status.FAILS]
-    ranks = ", ".join(map(str, sorted({each.ranks for each in ran})))
-    names = ", ".join(dict.fromkeys(each.check for each in ran))
-    where = f"{machine.name}, {machine.backend}, torch {machine.versions['torch']}, Python {machine.python}"
-    wrong = ", ".join(dict.fromkeys(each.check for each in failed))
-    result = f"{len(failed)} of {len(ran)} checks fail: {wrong}" if failed else "passes"
-    return Tried(host, version, f"`scripts/gpu_check.sh`: {names}; DP {ranks}", where, report.date, result)
-
-
 def _for_the_docs(report: Report) -> Iterator[str]:
-    rows = tried_of(report)
-    if not rows:
-        return
-    yield from ("", "## The line to add to docs/hosts.md", "", "In its first table:", "", f"{_BACKTICKS}")
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
-    yield _BACKTICKS
+    """Rows of the table of docs/hosts.md: plain torch, and each host that was run."""
+    ran = [each for each in report.outcomes if each.subject == "correctness" and each.status is not Status.SKIPPED]
+    machine, torch = report.machine, f"torch {report.machine.versions['torch']}"
+    where = f"{machine.name}, {machine.backend}, {torch}, Python {machine.python}"
+    rows = []
+    for host in dict.fromkeys(_HOSTS.get(each.check, _PLAIN) for each in ran):
+        here = [each for each in ran if _HOSTS.get(each.check, _PLAIN) == host]
+        names, ranks = dict.fromkeys(each.check for each in here), sorted({each.ranks for each in here})
+        failed = [each for each in here if each.status is Status.FAILS]
+        wrong = f"{len(failed)} of {len(here)} checks fail: {', '.join(dict.fromkeys(each.check for each in failed))}"
+        what = f"`scripts/gpu_check.sh`: {', '.join(names)}; DP {', '.join(map(str, ranks))}"
+        version = here[0].figures.get("version", torch)
+        rows.append(f"| {host} | {version} | {what} | {where} | {report.date} | {wrong if failed else 'passes'} |")
+    if rows:
+        yield from ("", "## The lines to add to docs/hosts.md", "", "```", *rows, "```")
 
 
 def _to_send(report: Report) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,8 @@ from peers.transformer import TrainSetting
 from torch import Tensor
 
 from gpu_check.checks import Check, Found, Place, Where, WrongError
-from gpu_check.device import CPU, empty_cache, seconds_of
-from gpu_check.peers import OURS, is_ours, mute_peers, step_peers, train_peers
-
-__all__ = ["CHECKS", "Timed", "busier", "exposed_parts", "train_setting"]
+from gpu_check.machine import CPU, empty_cache, seconds_of
+from gpu_check.peers import OURS, is_ours, step_peers, train_peers
 
 _GIB = 1 << 30
 _MOST_ROUNDS = 7
@@ -37,19 +35,12 @@ _LOSSES_APART = 0.05
 
 @dataclass(frozen=True)
 class Timed:
-    """One contestant.
-
-    Args:
-        name: of it.
-        seconds: of a step, the median of each round.
-        deviation: of its result from that of ours; None where it was not compared.
-        why_not: the reason, where it was not run.
-    """
+    """One contestant."""
 
     name: str
-    seconds: tuple[float, ...] = ()
-    deviation: float | None = None
-    why_not: str = ""
+    seconds: tuple[float, ...] = ()  # of a step, the median of each round
+    deviation: float | None = None  # of its result from that of ours; None where it was not compared
+    why_not: str = ""  # the reason, where it was not run
 
     @property
     def median(self) -> float | None:
@@ -226,17 +217,6 @@ def train(place: Place) -> Found:
     return Found(f"{1e3 * ours.median:.3g} ms a step, {numel / 1e6:.1f} M elements; {_ratios(others)}", figures)
 
 
-def alone(place: Place) -> Found:
-    """The same trainings where no collective does anything: what is left is forward, backward, packing and update."""
-    timed, _ = _trainings(place, [FORWARD_BACKWARD, *mute_peers(place)])
-    numel = train_setting(place).numel
-    ran = [each for each in timed if each.seconds]
-    if not ran:
-        raise WrongError(f"nothing ran: {timed}")
-    figures = {"numel": numel, "contestants": [asdict(each) for each in timed]}
-    return Found(f"{len(ran)} contestants, for what of their communication is exposed", figures)
-
-
 def _trainings(place: Place, entries: Sequence[TrainEntry]) -> tuple[list[Timed], list[TrainReading]]:
     """Collective: a small model once, so that imports and first connections are over, then rounds of the real one."""
     setting = train_setting(place)
@@ -271,35 +251,8 @@ def _one_training(
     return statistics.median(found[-1].seconds), None
 
 
-def exposed_parts(train: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, float]:
-    """By contestant, the part of a step that communication adds to one without any; noise may be below 0.
-
-    Args:
-        train, alone: figures of the checks of these names.
-
-    >>> step = {"contestants": [{"name": "ours", "seconds": [0.010, 0.012, 0.010]}]}
-    >>> exposed_parts(step, {"contestants": [{"name": "ours", "seconds": [0.008]}]})
-    {'ours': 0.2}
-    """
-    steps, mute = _medians(train), _medians(alone)
-    names = [name for name in steps if name in mute and name != FORWARD_BACKWARD.name]
-    return {name: round(1 - mute[name] / steps[name], 6) for name in names}
-
-
-def busier(train: Mapping[str, Any], alone: Mapping[str, Any]) -> float | None:
-    """How long forward and backward took in the second run, over the first: 1 where the machine was as busy."""
-    steps, mute = _medians(train), _medians(alone)
-    name = FORWARD_BACKWARD.name
-    return mute[name] / steps[name] if name in steps and name in mute else None
-
-
-def _medians(figures: Mapping[str, Any]) -> dict[str, float]:
-    return {each["name"]: statistics.median(each["seconds"]) for each in figures["contestants"] if each["seconds"]}
-
-
 CHECKS = (
-    Check("bandwidth", "how fast a copy is", bandwidth, Where.ONE),
-    Check("step", "an optimizer step, compared with peers", step, Where.ONE, limit=240),
-    Check("train", "training steps, compared with peers", train, Where.ENDS, limit=180),
-    Check("alone", "the same without communication", alone, Where.ALL, limit=180, least_ranks=2, is_mute=True),
+    Check("bandwidth", "how fast a copy is", bandwidth, "speed", Where.ONE),
+    Check("step", "an optimizer step, compared with peers", step, "speed", Where.ONE, limit=240),
+    Check("train", "training steps, compared with peers", train, "speed", Where.ENDS, limit=180),
 )

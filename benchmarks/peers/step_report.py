@@ -110,12 +110,13 @@ def last_line(sizes: Sequence[Mapping[str, Any]]) -> str:
 
 def _last_words(size: Mapping[str, Any]) -> str:
     ratios = {name: ratio.median for name, ratio in size["peer / ours"].items() if ratio}
-    others = {name: ratio for name, ratio in ratios.items() if not name.startswith("fork of 2023")}
-    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith("fork of 2023")]
+    apart = ("fork of 2023", "the flat tensor")
+    others = {name: ratio for name, ratio in ratios.items() if not name.startswith(apart)}
+    parts = [f"{name}/ours {ratio:.2f}" for name, ratio in ratios.items() if name.startswith(apart)]
     if others:
         best = min(others, key=lambda name: others[name])
         parts.append(f"best peer ({best})/ours {others[best]:.2f}")
-    return f"{size['numel'] / 1e6:.0f} M: " + ", ".join([*parts, _own_words(size)])
+    return f"{size['numel'] / 1e6:.2g} M: " + ", ".join([*parts, _own_words(size)])
 
 
 def _own_words(size: Mapping[str, Any]) -> str:
