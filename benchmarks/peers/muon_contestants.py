@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from peers.adam import ADAM, CLIP_GRAD
 from peers.state import fill
 from peers.step_contestants import StepEntry
-from peers.steppers import Stepper, StepSetting, copy_together
+from peers.steppers import Stepper, StepSetting
 
 __all__ = ["MuonStepper", "entries"]
 
@@ -107,7 +107,8 @@ class TorchMuon(MuonStepper):
         torch.nn.utils.clip_grad_norm_(self._mains, CLIP_GRAD, foreach=True)
         for optimizer in self._optimizers:
             self._timed(optimizer.step)()
-        copy_together(self.params, self._mains)
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self._mains)
 
 
 class LayerWise(MuonStepper):
