@@ -254,11 +254,6 @@ class DistOptConfig:
         False,
         "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes",
     )
-    debug: bool = option(
-        False,
-        "make every access to params or gradients that a collective is using an error that names the param and the "
-        "line; slow",
-    )
     checkpoint_format: str = option(
         "distopt",
         "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is the file of "

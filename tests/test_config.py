@@ -271,7 +271,6 @@ OTHER_VALUES: dict[str, Any] = {
     "deterministic": True,
     "reduce_dtype": "bfloat16",
     "shared_memory": False,
-    "debug": True,
 }
 
 
@@ -346,7 +345,6 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         digest_file="/runs/digests",
         deterministic=True,
         shared_memory=False,
-        debug=True,
         muon_momentum=0.5,
         muon_nesterov=False,
         muon_ns_steps=7,

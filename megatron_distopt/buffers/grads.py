@@ -149,18 +149,17 @@ class GradSlot:
             module.to(...) gives `param.grad` other memory. A `LocalGrad` where it may not be read.
     """
 
-    __slots__ = ("_address", "_dtype", "name", "param", "shown", "view")
+    __slots__ = ("_dtype", "address", "name", "param", "shown", "view")
 
     def __init__(self, name: str, param: Parameter, view: Tensor, shown: Tensor) -> None:
         self.name, self.param, self.view, self.shown = name, param, view, shown
-        self._address, self._dtype = view.data_ptr(), param.dtype
+        self.address, self._dtype = view.data_ptr(), param.dtype
 
     @property
     def is_missing(self) -> bool:
         """Whether the param has no gradient."""
         return self.param.grad is None
 
-    @torch.no_grad()
     def take(self) -> None:
         """Moves into the buffer what autograd or the user put into `param.grad` elsewhere."""
         grad = self.param.grad
@@ -168,13 +167,14 @@ class GradSlot:
             return
         if grad is self.shown:
             with torch._C.DisableTorchFunctionSubclass():
-                if grad.data_ptr() == self._address:
+                if grad.data_ptr() == self.address:
                     return
                 grad = grad.detach()
         is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
         if not is_same_param or grad.shape != self.view.shape:
             return  # the param was converted, which is refused in the step
-        self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        with torch.no_grad():
+            self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.show()
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ class GradSlot:
     def show(self) -> None:
         """Makes `param.grad` what the buffer holds."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.shown.data_ptr() != self._address:  # it was given other memory, as module.to(...) does
+            if self.shown.data_ptr() != self.address:  # it was given other memory, as module.to(...) does
                 self.shown.data = self.view
         self.param.grad = self.shown
 

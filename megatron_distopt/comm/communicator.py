@@ -50,6 +50,8 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
         group: the ranks that take part.
         how: division and dtype, see `Reduction`.
     """
+    if group.size == 1 and how.divide_by == 1:
+        return
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
@@ -62,10 +64,11 @@ def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     `param.data` is a view of that buffer, so afterwards the module has the new values. Params of the less common dtype
     of a model with two are copied to their places, see buffers/compact.py.
     """
-    with coalesced(buffer.param, group):
-        for number, (whole, shard) in enumerate(buffer.gathers):
-            with profiled(f"all-gather {number}"):
-                all_gather(whole, shard, group)
+    if group.size > 1:
+        with coalesced(buffer.param, group):
+            for number, (whole, shard) in enumerate(buffer.gathers):
+                with profiled(f"all-gather {number}"):
+                    all_gather(whole, shard, group)
     buffer.publish()
 
 
@@ -254,9 +257,9 @@ class Communicator:
         """Number of buckets of params that are under way."""
         return len(self._params.under_way)
 
-    def is_gathering(self, name: str) -> bool:
-        """Whether the gather of a param is under way: it has not ended, or was not waited for."""
-        return self._params.number_of[name] in self._params.under_way
+    def gather_of(self, name: str) -> int:
+        """The number of the gather that a param is in."""
+        return self._params.number_of[name]
 
     def gather(self) -> None:
         """Collective: gathers the params that their owners have updated; where overlapped, only begins to."""
@@ -278,10 +281,16 @@ class Communicator:
             gather_params(buffer, self.group)
         self._param_time = waited_since(start, self._param_buffers)
 
-    def param_needed(self, name: str) -> None:
-        """Announces that a param is about to be read, and waits on the current stream until it may be."""
+    def param_needed(self, name: str) -> bool:
+        """Announces that a param is about to be read, and waits on the current stream until it may be.
+
+        Returns:
+            Whether its gather has ended: otherwise a read on another stream has to wait as well.
+        """
         self._is_met_by_reads = True
-        self._wait_for([self._params.number_of[name]])
+        number = self._params.number_of[name]
+        self._wait_for([number])
+        return number not in self._params.under_way
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
         """Waits for buckets that are under way.
@@ -319,8 +328,9 @@ class Communicator:
         Returns:
             How long the last gather took, and how long of that was waited.
         """
-        self._wait_for(tuple(self._params.under_way))
-        self._params.under_way.clear()
+        if self._params.under_way:
+            self._wait_for(tuple(self._params.under_way))
+            self._params.under_way.clear()
         return self._param_time
 
 

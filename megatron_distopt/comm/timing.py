@@ -115,16 +115,14 @@ def waited(pending: Mapping[str, Pending]) -> CommTime:
 
 
 class CommLog:
-    """Logs the communication of a step at INFO, every so many steps, on one rank.
+    """Logs the communication of a step at INFO, every so many steps; the first rank has one.
 
     Args:
-        every: steps; None for never.
-        is_first: whether this rank is the one that logs.
+        every: steps.
     """
 
-    def __init__(self, every: int | None, *, is_first: bool) -> None:
-        self._every = every if is_first else None
-        self._num_steps = 0
+    def __init__(self, every: int) -> None:
+        self._every, self._num_steps = every, 0
 
     def step(self, grads: CommTime, params: CommTime) -> None:
         """Counts a step, and logs where it is its turn.
@@ -134,7 +132,7 @@ class CommLog:
             params: time of the all-gathers that its forward pass needed.
         """
         self._num_steps += 1
-        if self._every is not None and self._num_steps % self._every == 0:
+        if self._num_steps % self._every == 0:
             both = f"reduce-scatter {_described(grads)}; all-gather {_described(params)}"
             _log.info("communication of step %d: %s", self._num_steps, both)
 

@@ -77,12 +77,17 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
     Raises:
         LayoutError: one cannot be brought back: its dtype, shape or device changed, or it shares another's memory.
     """
-    left = [each for each in params if each.param.data_ptr() != each.address]
+    left = [placed for placed in params if placed.param.data_ptr() != placed.address]
     if left:
-        for each in left:
-            _check_alike(each)
-        _check_apart(params, left)
+        check_that_left(params, left)
     return left
+
+
+def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) -> None:
+    """The checks of `params_that_left`, for code that has found those that left."""
+    for placed in left:
+        _check_alike(placed)
+    _check_apart(params, left)
 
 
 def _check_alike(each: PlacedParam) -> None:

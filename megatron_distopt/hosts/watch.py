@@ -1,17 +1,15 @@
 """What happens to the memory of params and gradients, whichever code does it: a host's, the user's or torch's.
 
 `Watch` sees the operators that touch some tensors, `tell_of_grads` the gradients that a host adds up outside of
-`param.grad`. `AccessWatch` is the debug mode: an access to memory that a collective is using is an error at that line.
+`param.grad`.
 """
 
 from __future__ import annotations
 
-import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_distopt.comm import Communicator
-from megatron_distopt.errors import AccessError, refusal
-
 #: The namespace of operators that write to all tensors that they are given, whatever their schema says.
 _COLLECTIVES = "c10d"
-#: Folders whose frames are not the user's code.
-_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 #: The hook of each param that tells of its gradient; not an attribute of the param, because a model may be pickled.
 _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
@@ -137,48 +130,3 @@ def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]
 
 def _tell(arrived: Callable[[str], None], name: str, *_: object) -> None:
     arrived(name)
-
-
-class AccessWatch:
-    """Watches every operator of this thread until `end`.
-
-    Args:
-        params: by name.
-        grads: by name, as they lie in the grad buffers.
-        communicator: that gathers and reduces them.
-
-    Raises:
-        AccessError: from the operator that reads a param which is being gathered, or writes to a gradient which is
-            being reduced.
-    """
-
-    def __init__(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._watches = [
-            Watch(params, self._param_is_read, writes_only=False),
-            Watch(grads, self._grad_is_written, writes_only=True),
-        ]
-        for watch in self._watches:
-            watch.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Ends watching."""
-        while self._watches:
-            self._watches.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _param_is_read(self, name: str) -> None:
-        if self._communicator.is_gathering(name):
-            got, rule = f"read at {_line()} while it is being gathered", "be waited for first"
-            raise AccessError(refusal(f"param {name!r}", got, rule, "Call optimizer.finish_param_gather() before"))
-
-    def _grad_is_written(self, name: str) -> None:
-        if self._communicator.is_reducing(name):
-            got, rule = f"written to at {_line()} while its bucket is being reduced", "be complete when backward ends"
-            remedy = "Write overlap_grad_reduce=False, or change it before backward ends"
-            raise AccessError(refusal(f"grad of param {name!r}", got, rule, remedy))
-
-
-def _line() -> str:
-    """The line of the user's code that is running."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OURS)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

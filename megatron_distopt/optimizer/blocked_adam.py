@@ -7,7 +7,7 @@ multiples of what the kernel's vectors hold, so every bit is as without (tests/o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -34,6 +34,14 @@ class _Piece(NamedTuple):
     step: Tensor
     model: Tensor | None
 
+    def cut(self, numel: int) -> Iterator[_Piece]:
+        """Pieces of at most `numel` elements."""
+        if self.main.numel() <= numel:
+            yield self
+            return
+        parts = [repeat(each) if each is None or each.dim() == 0 else torch.split(each, numel) for each in self]
+        yield from map(_Piece._make, zip(*parts, strict=False))
+
 
 class _InBlocks(RoundsItself, Optimizer):
     """Mixed into one of torch's fused optimizers: rounds the main params in the sweep that updates them."""
@@ -47,9 +55,9 @@ class _InBlocks(RoundsItself, Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """As torch's, then the rounding; in blocks from the second step on, when all state is there."""
-        if closure is None and self._models and all(map(self._is_usual, self.param_groups)):
-            for group in self.param_groups:
-                self._sweep(group)
+        pieces = self._pieces({id(main): main.grad for group in self.param_groups for main in group["params"]})
+        if closure is None and pieces is not None:
+            self._update(pieces, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
             return None
         loss = super().step(closure)
         for main, model in self._models.items():
@@ -57,39 +65,71 @@ class _InBlocks(RoundsItself, Optimizer):
                 model.copy_(main)
         return loss
 
-    def _is_usual(self, group: Mapping[str, Any]) -> bool:
-        is_as_built = group.get("decoupled_weight_decay", self._is_decoupled) == self._is_decoupled
-        is_plain = is_as_built and not any(group[option] for option in _UNUSUAL)
-        return is_plain and all(self.state.get(main) for main in _updated(group))
+    def update_with(
+        self,
+        mains: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        divisor: float | Tensor,
+        found_inf: Tensor | None,
+    ) -> bool:
+        """`step` with gradients as values.
 
-    def _sweep(self, group: Mapping[str, Any]) -> None:
-        mains, (beta1, beta2) = _updated(group), group["betas"]
-        if not mains:
-            return
-        found_inf, steps = getattr(self, "found_inf", None), [self.state[main]["step"] for main in mains]
-        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-        options |= {"beta1": beta1, "beta2": beta2, "grad_scale": getattr(self, "grad_scale", None)}
-        options["found_inf"] = found_inf
-        torch._foreach_add_(steps, 1)
+        For a small model, what torch does around the kernel (the profiler's range, hooks, grouping of tensors by
+        device) takes longer than the kernel itself.
+
+        Args:
+            mains, grads, divisor, found_inf: as of `inner.update_mains`.
+
+        Returns:
+            False where nothing was done, because torch's own `step` has to make the state, or does more than this.
+        """
+        pieces = self._pieces({id(main): grad for main, grad in zip(mains, grads, strict=True)})
+        if pieces is None:
+            return False
+        if isinstance(divisor, Tensor):
+            scale: Tensor | None = divisor
+        else:
+            scale = None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32)
+        self._update(pieces, scale, found_inf)
+        return True
+
+    def _pieces(self, grad_of: Mapping[int, Tensor | None]) -> list[list[_Piece]] | None:
+        """By param group, all main params that have a gradient; None where torch's own `step` is needed."""
+        pieces = []
+        for group in self.param_groups:
+            is_as_built = group.get("decoupled_weight_decay", self._is_decoupled) == self._is_decoupled
+            if not is_as_built or any(group[option] for option in _UNUSUAL):
+                return None
+            of_group = []
+            for main in group["params"]:
+                grad = grad_of.get(id(main))
+                if grad is not None:
+                    state = self.state.get(main)
+                    if not state:
+                        return None
+                    moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+                    of_group.append(_Piece(main, grad, *moments, self._models.get(main)))
+            pieces.append(of_group)
+        return pieces
+
+    def _update(self, pieces: Sequence[Sequence[_Piece]], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         numel = _BLOCK_NUMEL * torch.get_num_threads()
-        for block in _blocks((piece for main in mains for piece in self._pieces(main, numel)), numel):
-            parts, grads, firsts, seconds, counts, models = map(list, zip(*block, strict=True))
-            type(self)._kernel(parts, grads, firsts, seconds, [], counts, **options)
-            for part, model in zip(parts, models, strict=True):
-                if model is not None:
-                    model.copy_(part)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
-
-    def _pieces(self, main: Tensor, numel: int) -> Iterator[_Piece]:
-        """Cuts a main param into pieces of at most `numel` elements."""
-        state, model, grad = self.state[main], self._models.get(main), main.grad
-        whole: list[Any] = [main, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], model]
-        if main.numel() <= numel:
-            yield _Piece._make(whole)
-            return
-        parts = [repeat(each) if each is None or each.dim() == 0 else torch.split(each, numel) for each in whole]
-        yield from map(_Piece._make, zip(*parts, strict=False))
+        for group, whole in zip(self.param_groups, pieces, strict=True):
+            if not whole:
+                continue
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+            options["beta1"], options["beta2"] = group["betas"]
+            steps = [piece.step for piece in whole]
+            torch._foreach_add_(steps, 1)
+            for block in _blocks(whole, numel):
+                mains, grads, firsts, seconds, counts, models = map(list, zip(*block, strict=True))
+                given = {"grad_scale": divisor, "found_inf": found_inf}
+                type(self)._kernel(mains, grads, firsts, seconds, [], counts, **options, **given)
+                for main, model in zip(mains, models, strict=True):
+                    if model is not None:
+                        model.copy_(main)
+            if found_inf is not None:
+                torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 class AdamW(_InBlocks, torch.optim.AdamW):
@@ -106,15 +146,11 @@ class Adam(_InBlocks, torch.optim.Adam):
     _is_decoupled = False
 
 
-def _updated(group: Mapping[str, Any]) -> list[Tensor]:
-    return [main for main in group["params"] if main.grad is not None]
-
-
-def _blocks(pieces: Iterable[_Piece], numel: int) -> Iterator[list[_Piece]]:
-    """Puts small pieces together, until a block for one call of the kernel has at least `numel` elements."""
+def _blocks(whole: Iterable[_Piece], numel: int) -> Iterator[list[_Piece]]:
+    """Cuts large main params and puts small ones together: at least `numel` elements for one call of the kernel."""
     block: list[_Piece] = []
     held = 0
-    for piece in pieces:
+    for piece in (piece for each in whole for piece in each.cut(numel)):
         block.append(piece)
         held += piece.main.numel()
         if held >= numel:

@@ -64,58 +64,55 @@ class GradStats:
         return math.sqrt(self.sum_of_squares) / divisor
 
 
-def local_stats(flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool) -> Tensor:
+def local_stats(
+    flat_params: Sequence[FlatParam], grads: Sequence[Tensor], device: torch.device, *, count_zeros: bool
+) -> Tensor:
     """What this rank contributes: sum of squares, zeros, 1 if something is not finite.
 
     Args:
-        flat_params: with their gradients attached.
+        flat_params: of this rank.
+        grads: their main grads.
         device: of the result.
 
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
-    grads = [flat.main_grad for flat in flat_params]
-    sums = [_sum_of_squares(grad) for grad in grads] if device.type == CPU else _sums_unseen(grads, device)
-    return _add_up(flat_params, sums, device, count_zeros=count_zeros)
+    if device.type != CPU:
+        return local_numbers(flat_params, grads, device, count_zeros=count_zeros)[0]
+    included = duplicated = 0.0
+    num_zeros = 0
+    for flat, grad in zip(flat_params, grads, strict=True):
+        sum_of_squares = _sum_of_squares(grad)
+        if flat.plan.key.excluded_from_norm:
+            duplicated += sum_of_squares
+            continue
+        included += sum_of_squares
+        if count_zeros:
+            num_zeros += grad.numel() - flat.plan.padding_numel - int(torch.count_nonzero(grad))
+    is_finite = math.isfinite(included + duplicated)
+    return torch.tensor([included, num_zeros, not is_finite], dtype=torch.float64, device=device)
 
 
 def local_numbers(
-    flat_params: Sequence[FlatParam], device: torch.device, *, count_zeros: bool
+    flat_params: Sequence[FlatParam], grads: Sequence[Tensor], device: torch.device, *, count_zeros: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same without a look at any of it, for a deferred check.
+    """The same without a look at any of it, for a device and for a deferred check.
 
     Returns:
         What `local_stats` returns, and [len(flat_params)] of that dtype: 1 where the gradient of one is not finite.
     """
-    sums = _sums_unseen([flat.main_grad for flat in flat_params], device)
-    stats = _add_up(flat_params, sums, device, count_zeros=count_zeros)
-    return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
-
-
-def _add_up(
-    flat_params: Sequence[FlatParam], sums: Sequence[Tensor], device: torch.device, *, count_zeros: bool
-) -> Tensor:
+    sums = _sums_unseen(grads, device)
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
-    is_excluded = [flat.plan.key.excluded_from_norm for flat in flat_params]
-    included = sum((each for each, excluded in zip(sums, is_excluded, strict=True) if not excluded), zero)
-    duplicated = sum((each for each, excluded in zip(sums, is_excluded, strict=True) if excluded), zero)
-    to_count = [flat for flat, excluded in zip(flat_params, is_excluded, strict=True) if count_zeros and not excluded]
-    zeros = sum((_num_zeros(flat) for flat in to_count), zero)
-    nonfinite = (~torch.isfinite(included + duplicated)).to(zero.dtype)
-    return torch.stack([included, zeros, nonfinite])
-
-
-def reduce_stats(local: Tensor, group: Group, *, count_zeros: bool, extra: Tensor | None = None) -> GradStats:
-    """Collective: the statistics of the whole gradient. Here the CPU waits for the device.
-
-    Args:
-        local: of this rank, see `local_stats`.
-        group: over which they are added up.
-        count_zeros: whether zeros were counted.
-        extra: see `sum_with`.
-    """
-    sum_of_squares, zeros, nonfinite = sum_with(local, extra, group).tolist()
-    return GradStats(sum_of_squares, int(zeros) if count_zeros else None, int(nonfinite))
+    included = [number for number, flat in enumerate(flat_params) if not flat.plan.key.excluded_from_norm]
+    duplicated = [number for number, flat in enumerate(flat_params) if flat.plan.key.excluded_from_norm]
+    total = sum((sums[number] for number in included), zero)
+    zeros = zero
+    for number in included if count_zeros else ():
+        numel = grads[number].numel() - flat_params[number].plan.padding_numel
+        zeros = zeros + (numel - torch.count_nonzero(grads[number]))
+    nonfinite = (~torch.isfinite(total + sum((sums[number] for number in duplicated), zero))).to(zero.dtype)
+    stats = torch.stack([total, zeros, nonfinite])
+    return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
 
 
 def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
@@ -178,18 +175,19 @@ def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     return separator.join(names[:most]) + rest
 
 
-def _sum_of_squares(grad: Tensor) -> Tensor:
-    """0-D. `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
-    total = _in_pieces(grad, _PIECE_NUMEL)
-    return total if math.isfinite(total.item()) else grad.double().square().sum()
+def _sum_of_squares(grad: Tensor) -> float:
+    """`dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
+    total = _in_pieces(grad, _PIECE_NUMEL, torch.float64).item()
+    return float(total if math.isfinite(total) else grad.double().square().sum().item())
 
 
 def _sums_unseen(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The same of each without a look, see [Note: large and infinite]."""
-    has_wide = device.type != CPU and stats_dtype(device) is torch.float64 and (_POWSUM or _HAS_WIDE_NORM)
+    dtype = stats_dtype(device)
+    has_wide = device.type != CPU and dtype is torch.float64 and (_POWSUM or _HAS_WIDE_NORM)
     if not has_wide:
         numel = _PIECE_NUMEL if device.type == CPU else _PIECE_NUMEL_OF_DEVICES
-        return [_in_pieces(grad, numel) for grad in grads]
+        return [_in_pieces(grad, numel, dtype) for grad in grads]
     if not grads:
         return []
     if _POWSUM is not None:
@@ -197,12 +195,7 @@ def _sums_unseen(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return list(torch.stack(list(torch._foreach_norm(list(grads), 2, torch.float64))).square())
 
 
-def _in_pieces(grad: Tensor, numel: int) -> Tensor:
-    dtype = stats_dtype(grad.device)
+def _in_pieces(grad: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     if grad.numel() <= numel:
         return torch.dot(grad, grad).to(dtype)
     return torch.stack([torch.dot(piece, piece) for piece in torch.split(grad, numel)]).to(dtype).sum()
-
-
-def _num_zeros(flat: FlatParam) -> Tensor:
-    return flat.main_grad.numel() - flat.plan.padding_numel - torch.count_nonzero(flat.main_grad)

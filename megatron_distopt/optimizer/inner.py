@@ -184,6 +184,38 @@ def step_divided(
         inner.step()
 
 
+def update_mains(
+    inner: Optimizer,
+    mains: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    divisor: float | Tensor,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`step_divided` with the gradients as values; torch's classes find them in `.grad`, for as long as this takes.
+
+    Args:
+        inner: holds `mains`, and perhaps others, which have no gradient.
+        mains: main params.
+        grads: fp32, of the same shapes; None for one that is not updated.
+        divisor, found_inf: as of `step_divided`.
+    """
+    update = getattr(inner, "update_with", None)
+    if update is not None and update(mains, grads, divisor, found_inf):
+        return
+    for main, grad in zip(mains, grads, strict=True):
+        main.grad = grad
+    try:
+        step_divided(inner, [grad for grad in grads if grad is not None], divisor, found_inf)
+    finally:
+        for main in mains:
+            main.grad = None
+
+
+def rounds_itself(inner: Optimizer) -> bool:
+    """Whether its update writes the model params, too."""
+    return isinstance(inner, RoundsItself)
+
+
 def _has_some_momentum(inner: Optimizer) -> bool:
     """Whether torch's fused SGD would fail: it takes params that all have momentum, or none of them."""
     if not isinstance(inner, torch.optim.SGD) or not _divides_itself(inner):

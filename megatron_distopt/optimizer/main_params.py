@@ -21,11 +21,13 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.device import pinned
-from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of
 from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
 from megatron_distopt.optimizer.low_precision.stored_values import IN_PHASE, RemainderValues, phase_of, zeros_in_phase
+
+#: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not updated.
+MainGrads = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,13 @@ class OnHost:
     Args:
         model: pinned, 1-D; what the main param is rounded into before it is copied to the model param.
         arrived: pinned, fp32 1-D; where the gradient is copied to.
-        grad: fp32 1-D; the gradient on the device, while it is attached.
     """
 
     model: Tensor
     arrived: Tensor
-    grad: Tensor | None = None
 
     def part(self, span: Span) -> OnHost:
-        """The same for some of the elements, in the same memory; no gradient may be attached."""
+        """The same for some of the elements, in the same memory."""
         return OnHost(self.model[span.as_slice()], self.arrived[span.as_slice()])
 
 
@@ -96,35 +96,9 @@ class FlatParam:
         """False where `main` is the model param itself."""
         return self.model.dtype != torch.float32
 
-    @property
-    def attached_grad(self) -> Tensor | None:
-        """fp32 1-D on the device of the model param, or None where no gradient is attached."""
-        return self.main.grad if self.on_host is None else self.on_host.grad
-
-    def hold_grad(self, grad: Tensor | None) -> None:
-        """Makes a gradient the one that is attached; None for none."""
-        if self.on_host is None:
-            self.main.grad = grad
-        else:
-            self.on_host.grad = grad
-
-    @property
-    def main_grad(self) -> Tensor:
-        """fp32 1-D, between `attach_grad` and `ShardedOptimizer.release_grads`."""
-        grad = self.attached_grad
-        if grad is None:
-            raise InvariantError(
-                refusal("main grad", "none", "be attached before it is read", "Call attach_grad first")
-            )
-        return grad
-
     def cut(self, tensor: Tensor, shard: ParamShard) -> Tensor:
         """The elements of one of its param shards, in a tensor as long as itself."""
         return tensor[self.plan.in_flat_param(shard).as_slice()]
-
-    def attach_grad(self) -> None:
-        """Attaches the gradient, see `attach_grads`."""
-        attach_grads((self,))
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
         """What is kept for every element begins as this; in phase with `main`, and of its dtype where none is given."""
@@ -255,22 +229,17 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     return FlatParam(plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host)
 
 
-def attach_grads(flat_params: Sequence[FlatParam]) -> None:
-    """Attaches every gradient: the grad buffer itself, or an fp32 copy of a 16-bit one, on the device of the buffer.
+def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
+    """The fp32 gradients of flat params, 1-D, on the device of the buffer: the grad buffer itself, or a copy.
 
-    The copies lie in one allocation, so that their places in it are the same in every step.
-
-    Args:
-        flat_params: those that have a gradient already keep it.
+    The copies of 16-bit gradients lie in one allocation, so that their places in it are the same in every step.
     """
-    waiting = [flat for flat in flat_params if flat.attached_grad is None]
-    narrow = [flat for flat in waiting if flat.grad.dtype != torch.float32]
+    narrow = [flat for flat in flat_params if flat.grad.dtype != torch.float32]
+    if not narrow:
+        return [flat.grad for flat in flat_params]
     beside = [flat.main if flat.on_host is None else flat.model for flat in narrow]
-    for flat, copied in zip(narrow, _copy_flat([flat.grad for flat in narrow], beside), strict=True):
-        flat.hold_grad(copied)
-    for flat in waiting:
-        if flat.attached_grad is None:
-            flat.hold_grad(flat.grad)
+    copies = iter(_copy_flat([flat.grad for flat in narrow], beside))
+    return [flat.grad if flat.grad.dtype == torch.float32 else next(copies) for flat in flat_params]
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:

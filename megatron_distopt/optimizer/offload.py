@@ -46,9 +46,10 @@ from megatron_distopt.optimizer.inner import (
     InnerChoice,
     RoundsItself,
     divides_in_place,
-    step_divided,
+    rounds_itself,
+    update_mains,
 )
-from megatron_distopt.optimizer.main_params import FlatParam, OnHost
+from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, OnHost
 
 
 def buckets_on_host(
@@ -178,12 +179,14 @@ class Descent:
         divisor: of the gradients, where it is known already.
         numbers: divisor and non-finite flag, where they are on their way as well.
         groups: options of the param groups, as they are before the device's update.
+        grads: on the device.
     """
 
     buckets: Sequence[tuple[Sequence[FlatParam], Callable[[], None]]]
     divisor: float | Tensor
     numbers: HostCopy | None
     groups: Groups
+    grads: Sequence[Tensor]
 
     def wait_for_numbers(self) -> tuple[float, bool]:
         """The divisor, and whether the step changes nothing; waits until both are known."""
@@ -208,30 +211,32 @@ class HostUpdates:
         self._on_host: Optimizer | None = None
 
     def bring_down(
-        self, flat_params: Sequence[FlatParam], divisor: float | Tensor, found_inf: Tensor | None
+        self, flat_params: Sequence[FlatParam], grads: MainGrads, divisor: float | Tensor, found_inf: Tensor | None
     ) -> Descent:
-        """Queues the copies of all attached gradients; waits for nothing.
+        """Queues the copies of all gradients; waits for nothing.
 
         Args:
             flat_params: of the optimizer; those on the host are meant.
-            divisor, found_inf: see `step.advance`.
+            grads: of the flat params.
+            divisor, found_inf: of the step's decision.
         """
         numbers = _copied(divisor, found_inf, self._device)
-        chosen = [flat for flat in flat_params if flat.on_host is not None and flat.on_host.grad is not None]
+        pairs = zip(flat_params, grads, strict=True)
+        chosen = [(flat, grad) for flat, grad in pairs if flat.on_host is not None and grad is not None]
         measured, buckets = fence(self._device), []
         with on_stream(self._down, self._device):
             measured()
             for _, members in groupby(
-                chosen, key=lambda flat: (flat.model.untyped_storage().data_ptr(), flat.plan.bucket)
+                chosen, key=lambda pair: (pair[0].model.untyped_storage().data_ptr(), pair[0].plan.bucket)
             ):
                 bucket = list(members)
-                _copy_all([(_host_of(flat).arrived, flat.main_grad) for flat in bucket])
-                buckets.append((bucket, mark(self._device)))
+                _copy_all([(_host_of(flat).arrived, grad) for flat, grad in bucket])
+                buckets.append(([flat for flat, _ in bucket], mark(self._device)))
         groups = [
             {key: _plain(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
             for group in self._inner.param_groups
         ]
-        return Descent(buckets, divisor, numbers, groups)
+        return Descent(buckets, divisor, numbers, groups, [grad for _, grad in chosen])
 
     def update(self, descent: Descent) -> None:
         """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for the new params."""
@@ -248,7 +253,7 @@ class HostUpdates:
             uploaded = fence(self._device)
         uploaded()
         if divides_in_place(self._inner):
-            _divide([flat.main_grad for bucket, _ in descent.buckets for flat in bucket], divisor)
+            _divide(descent.grads, divisor)
 
     def _prepared(self, flat_params: Sequence[FlatParam], num_groups: int) -> Optimizer:
         """The optimizer of the host, built anew where there are more param groups."""
@@ -270,13 +275,9 @@ class HostUpdates:
         for number, (group, wanted) in enumerate(zip(inner.param_groups, options, strict=True)):
             group.update(wanted)
             group["params"] = _mains_of(bucket, number)
-        for flat in bucket:
-            flat.main.grad = _host_of(flat).arrived
-        step_divided(inner, [_host_of(flat).arrived for flat in bucket], divisor)
-        for flat in bucket:
-            flat.main.grad = None
-            if not isinstance(inner, RoundsItself):
-                _host_of(flat).model.copy_(flat.main)
+        update_mains(inner, [flat.main for flat in bucket], [_host_of(flat).arrived for flat in bucket], divisor)
+        for flat in () if rounds_itself(inner) else bucket:
+            _host_of(flat).model.copy_(flat.main)
 
 
 def _host_of(flat: FlatParam) -> OnHost:

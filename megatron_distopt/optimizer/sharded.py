@@ -55,9 +55,10 @@ from megatron_distopt.optimizer.low_precision.stored_values import PlainValues
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
     FlatParamKey,
+    MainGrads,
     ParamGroup,
-    attach_grads,
     build_flat_params,
+    main_grads,
     split_flat_param,
 )
 from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
@@ -104,6 +105,7 @@ class ShardedOptimizer:
         flat_params: in buffer order.
         inner: updates them.
         host_updates: of those whose state is on the host; None where there are none. See offload.py.
+        defers_check: whether the CPU reads the check of a step only in the next one; the same on all ranks.
         deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
     """
 
@@ -122,6 +124,10 @@ class ShardedOptimizer:
 
     def _show_flat_params(self) -> None:
         """Tells the inner optimizer what its main params are, where it has to know."""
+        wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
+        is_exact = stats_dtype(self.device) is torch.float64
+        is_constant = isinstance(self.loss_scale, ConstantLossScale)
+        self.defers_check = wanted and is_exact and is_constant and skips_by_itself(self.inner)
         if isinstance(self.inner, InParts):
             self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
         if isinstance(self.inner, RoundsItself):
@@ -131,7 +137,7 @@ class ShardedOptimizer:
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
 
-        State stays where it is in memory. No gradients may be attached.
+        State stays where it is in memory.
 
         Args:
             key_of: from a param's name.
@@ -152,13 +158,6 @@ class ShardedOptimizer:
     def divisor(self) -> float:
         """What the sums in the grad buffers have to be divided by: loss scale times number of ranks in the sum."""
         return self.loss_scale.value * self.plan.average_over
-
-    @property
-    def defers_check(self) -> bool:
-        """Whether the CPU reads the check of a step only in the next one; the same on all ranks."""
-        wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
-        is_exact = stats_dtype(self.device) is torch.float64
-        return wanted and is_exact and isinstance(self.loss_scale, ConstantLossScale) and skips_by_itself(self.inner)
 
     @property
     def num_skipped(self) -> int:
@@ -190,19 +189,23 @@ class ShardedOptimizer:
             self.deferred_check.settled()
         self.deferred_check = None
 
-    def attach_grads(self) -> None:
-        """Gives every main param its gradient, from the grad buffers."""
-        attach_grads(self.flat_params)
+    def main_grads(self) -> list[Tensor]:
+        """The gradients of all flat params, see `main_params.main_grads`."""
+        return main_grads(self.flat_params)
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Excludes params from this step, after `attach_grads`: they are not updated and keep their state."""
-        if not names:
-            return
-        self.release_grads()
+    def leave_out(self, names: Collection[str]) -> MainGrads:
+        """Excludes params from this step: they are not updated and keep their state.
+
+        Returns:
+            The main grads of the others; None for flat params that are left out. Those found before are of no use any
+            more, because flat params are cut.
+        """
         self.separate(lambda name: name in names)
         if isinstance(self.inner, InParts):
             self.inner.leave_out(names)
-        attach_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
+        grads = main_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
+        rest = iter(grads)
+        return [None if flat.plan.shards[0].name in names else next(rest) for flat in self.flat_params]
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
         """Takes over further params, between two steps.
@@ -226,11 +229,6 @@ class ShardedOptimizer:
             self.host_updates = _host_updates(self.plan, flat_params, self.inner, self.device)
         self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
         self._show_flat_params()
-
-    def release_grads(self) -> None:
-        """Lets go of attached grads."""
-        for flat in self.flat_params:
-            flat.hold_grad(None)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

@@ -25,12 +25,11 @@ from megatron_distopt.optimizer.grad_norm import (
     local_numbers,
     local_stats,
     nonfinite_params,
-    reduce_stats,
     report_nonfinite,
     sum_with,
 )
-from megatron_distopt.optimizer.inner import RoundsItself, step_divided
-from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.inner import rounds_itself, update_mains
+from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
@@ -121,11 +120,12 @@ def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[Ste
             the check is deferred.
     """
     finish_deferred_check(optimizers, group)
-    measured = measure(optimizers, group)
+    grads = [optimizer.main_grads() for optimizer in optimizers]
+    measured = measure(optimizers, grads, group)
     decisions = decide(optimizers, measured, group)
-    for optimizer, decision in zip(optimizers, decisions, strict=True):
+    for optimizer, of_one, decision in zip(optimizers, grads, decisions, strict=True):
         if decision.action is StepAction.UPDATE:
-            update(optimizer, decision)
+            update(optimizer, of_one, decision)
     return decisions
 
 
@@ -133,29 +133,32 @@ def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[Ste
 
 
 def measure(
-    optimizers: Sequence[ShardedOptimizer], group: Group, notice: Notice | None = None
+    optimizers: Sequence[ShardedOptimizer], grads: Sequence[MainGrads], group: Group, notice: Notice | None = None
 ) -> GradStats | DeferredCheck:
-    """Collective: attaches the grads of all the optimizers and measures them with one all-reduce.
+    """Collective: measures the gradients of all the optimizers with one all-reduce.
 
     Args:
-        optimizers, group: see `make_step`.
+        optimizers: as of `make_step`.
+        grads: by optimizer, `ShardedOptimizer.main_grads`.
+        group: all ranks that hold a part of the model.
         notice: what ranks tell each other in the same all-reduce. They act on it now, or in the next step where the
             check is deferred.
 
     Raises: as `Notice.act`, on all ranks.
     """
     if not all(optimizer.defers_check for optimizer in optimizers):
-        return measure_now(optimizers, group, notice)
+        return measure_now(optimizers, grads, group, notice)
     count_zeros, device = optimizers[0].config.count_zeros, optimizers[0].device
-    flat_params = _attached(optimizers)
+    flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
     with profiled("measure gradients"):
-        stats, flags = local_numbers(flat_params, device, count_zeros=count_zeros)
+        stats, flags = local_numbers(flat_params, _joined(grads), device, count_zeros=count_zeros)
         numbers = torch.cat([sum_with(stats, None if notice is None else notice.numbers, group), flags])
     return DeferredCheck(numbers, flat_params, counts_zeros=count_zeros, notice=notice)
 
 
 def measure_now(
     optimizers: Sequence[ShardedOptimizer],
+    grads: Sequence[MainGrads],
     group: Group,
     notice: Notice | None = None,
     *,
@@ -164,35 +167,22 @@ def measure_now(
     """Collective: `measure` where the CPU has to know the statistics at once, and waits for them.
 
     Args:
-        optimizers, group, notice: see `measure`.
+        optimizers, grads, group, notice: as of `measure`.
         count_zeros: as the config says where None.
     """
     count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
+    flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
     with profiled("measure gradients"):
-        local = local_stats(_attached(optimizers), optimizers[0].device, count_zeros=count_zeros)
-        stats = reduce_stats(local, group, count_zeros=count_zeros, extra=None if notice is None else notice.numbers)
+        local = local_stats(flat_params, _joined(grads), optimizers[0].device, count_zeros=count_zeros)
+        numbers = sum_with(local, None if notice is None else notice.numbers, group)
+        sum_of_squares, zeros, nonfinite = numbers.tolist()  # waits for the device
     if notice is not None:
-        try:
-            notice.act(notice.head.tolist())
-        except Exception:
-            _release(optimizers)
-            raise
-    return stats
+        notice.act(notice.head.tolist())
+    return GradStats(sum_of_squares, int(zeros) if count_zeros else None, int(nonfinite))
 
 
-def _attached(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
-    for optimizer in optimizers:
-        optimizer.attach_grads()
-    return _flat_params(optimizers)
-
-
-def _flat_params(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
-    return [flat for optimizer in optimizers for flat in optimizer.flat_params]
-
-
-def _release(optimizers: Sequence[ShardedOptimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.release_grads()
+def _joined(grads: Sequence[MainGrads]) -> list[Tensor]:
+    return [grad for of_one in grads for grad in of_one if grad is not None]
 
 
 # --- decide: update, skip or raise, and what the gradient is divided by
@@ -206,52 +196,47 @@ def decide(
     clip_grad: float | None = None,
     divisors: Sequence[float] | None = None,
 ) -> tuple[StepDecision, ...]:
-    """Collective where a gradient is not finite: decides about the step, by optimizer.
-
-    Moves the loss scales, and lets go of the grads of a step that does not happen.
+    """Collective where a gradient is not finite: decides about the step, by optimizer, and moves the loss scales.
 
     Args:
-        optimizers, group: see `make_step`.
+        optimizers: as of `make_step`.
         measured: what `measure` returned.
+        group: all ranks that hold a part of the model.
         clip_grad: as the config says where None; 0 for no clipping.
         divisors: what the gradients have to be divided by; `ShardedOptimizer.divisor` of each where None.
 
     Raises:
-        NonFiniteGradError: see `make_step`.
+        NonFiniteGradError: as of `make_step`.
     """
     clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
     divisors = divisors or [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
+    policy = optimizers[0].config.policy
     if isinstance(measured, DeferredCheck):
-        _leave_to_next_step(optimizers, measured)
-        return tuple(_decide_on_device(optimizers[0], measured, divisor, clip_grad) for divisor in divisors)
-    action = _action_for(optimizers, measured)
-    _take(action, optimizers, measured, group)
+        if policy is NonFinitePolicy.RAISE:
+            measured.report_unless_settled()
+        for optimizer in optimizers:
+            optimizer.deferred_check = measured
+        found_inf = None if policy is NonFinitePolicy.LOG else found_inf_of(measured.numbers)
+        clipped = [deferred_divisor(measured.numbers, divisor, clip_grad) for divisor in divisors]
+        pairs = zip(divisors, clipped, strict=True)
+        return tuple(StepDecision(StepAction.UPDATE, measured, *pair, found_inf) for pair in pairs)
+    action = StepAction.UPDATE
+    if not measured.is_finite:
+        if policy is NonFinitePolicy.SKIP or all(optimizer.loss_scale.can_back_off() for optimizer in optimizers):
+            action = StepAction.SKIP
+        elif policy is NonFinitePolicy.RAISE:
+            action = StepAction.RAISE
+    for optimizer in optimizers:
+        optimizer.loss_scale.update(found_nonfinite=not measured.is_finite)
+        if action is StepAction.SKIP:
+            optimizer.num_skipped += 1
+    if action is not StepAction.SKIP and not measured.is_finite:
+        names = nonfinite_params([flat for optimizer in optimizers for flat in optimizer.flat_params])
+        report_nonfinite(names, group, raises=action is StepAction.RAISE)
     return tuple(
         StepDecision(action, measured, divisor, divisor * clip_divisor(measured.norm(divisor), clip_grad))
         for divisor in divisors
     )
-
-
-def _action_for(optimizers: Sequence[ShardedOptimizer], stats: GradStats) -> StepAction:
-    """What all ranks come to, because they know the same."""
-    if stats.is_finite:
-        return StepAction.UPDATE
-    policy = optimizers[0].config.policy
-    if policy is NonFinitePolicy.SKIP or all(optimizer.loss_scale.can_back_off() for optimizer in optimizers):
-        return StepAction.SKIP
-    return StepAction.RAISE if policy is NonFinitePolicy.RAISE else StepAction.UPDATE
-
-
-def _take(action: StepAction, optimizers: Sequence[ShardedOptimizer], stats: GradStats, group: Group) -> None:
-    """Collective where a gradient is not finite."""
-    for optimizer in optimizers:
-        optimizer.loss_scale.update(found_nonfinite=not stats.is_finite)
-        if action is StepAction.SKIP:
-            optimizer.num_skipped += 1
-    if action is not StepAction.UPDATE:
-        _release(optimizers)
-    if action is not StepAction.SKIP and not stats.is_finite:
-        report_nonfinite(nonfinite_params(_flat_params(optimizers)), group, raises=action is StepAction.RAISE)
 
 
 def clip_divisor(norm: float, clip_grad: float) -> float:
@@ -274,60 +259,42 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 # --- update: divide, step the inner optimizer, round
 
 
-def update(optimizer: ShardedOptimizer, decision: StepDecision) -> None:
-    """Divides, updates and rounds into the param buffers; the grads are let go of.
+def update(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
+    """Divides the gradients, updates the main params and rounds them into the param buffers.
 
     Args:
-        optimizer: whose grads are attached.
+        optimizer: whose step it is.
+        grads: its main grads, None for a flat param that is left out; their values are of no use afterwards.
         decision: about its step.
     """
-    advance(optimizer, decision.divisor, decision.found_inf)
+    advance(optimizer, grads, decision)
     write_model(optimizer)
 
 
-def advance(optimizer: ShardedOptimizer, divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
-    """The first half of `update`: the step of the inner optimizer.
-
-    Args:
-        optimizer, divisor, found_inf: see `StepDecision`.
-    """
+def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
+    """The first half of `update`: the step of the inner optimizer, with the same arguments."""
+    divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
+    mains = [flat.main for flat in optimizer.flat_params]
     with profiled("update"):
-        descent = optimizer.host_updates and optimizer.host_updates.bring_down(
-            optimizer.flat_params, divisor, found_inf
-        )
-        grads = [flat.main.grad for flat in optimizer.flat_params if flat.main.grad is not None]
-        step_divided(optimizer.inner, grads, divisor, found_inf)
-    if optimizer.host_updates and descent:
+        if on_host is not None:
+            descent = on_host.bring_down(optimizer.flat_params, grads, divisor, found_inf)
+            grads = [None if flat.on_host else grad for flat, grad in zip(optimizer.flat_params, grads, strict=True)]
+        update_mains(optimizer.inner, mains, grads, divisor, found_inf)
+    if on_host is not None:
         with profiled("update on the host"):
-            optimizer.host_updates.update(descent)
+            on_host.update(descent)
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:
     """The second half: rounds into this rank's shards of the param buffers, where that was not done by the update."""
-    with profiled("write model params"):
-        for flat in () if isinstance(optimizer.inner, RoundsItself) else optimizer.flat_params:
-            if flat.on_host is None:
-                flat.write_model()
-        optimizer.release_grads()
+    if not rounds_itself(optimizer.inner):
+        with profiled("write model params"):
+            for flat in optimizer.flat_params:
+                if flat.on_host is None:
+                    flat.write_model()
 
 
 # --- the variation: see [Note: deferred check] in deferred.py
-
-
-def _decide_on_device(
-    optimizer: ShardedOptimizer, check: DeferredCheck, unclipped: float, clip_grad: float
-) -> StepDecision:
-    found_inf = None if optimizer.config.policy is NonFinitePolicy.LOG else found_inf_of(check.numbers)
-    divisor = deferred_divisor(check.numbers, unclipped, clip_grad)
-    return StepDecision(StepAction.UPDATE, check, unclipped, divisor, found_inf)
-
-
-def _leave_to_next_step(optimizers: Sequence[ShardedOptimizer], check: DeferredCheck) -> None:
-    """Leaves a check to the next step."""
-    if optimizers[0].config.policy is NonFinitePolicy.RAISE:
-        check.report_unless_settled()
-    for optimizer in optimizers:
-        optimizer.deferred_check = check
 
 
 def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -337,11 +304,7 @@ def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
     """
     check = optimizers[0].deferred_check
     if check is not None:
-        try:
-            check.act_on_notice()
-        except Exception:
-            _release(optimizers)
-            raise
+        check.act_on_notice()
 
 
 def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
@@ -351,12 +314,12 @@ def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) 
         NonFiniteGradError: on all ranks, where its gradient was not finite and the policy is "raise".
         DistOptError: on all ranks, as `act_on_deferred_notice`.
     """
+    if optimizers[0].deferred_check is None:
+        return
     act_on_deferred_notice(optimizers)
-    checks = [optimizer.take_deferred_check() for optimizer in optimizers]
-    check, policy = checks[0], optimizers[0].config.policy
+    check, *_ = [optimizer.take_deferred_check() for optimizer in optimizers]
+    policy = optimizers[0].config.policy
     if check is None or policy is NonFinitePolicy.SKIP or check.stats.is_finite:
         return
     raises = policy is NonFinitePolicy.RAISE
-    if raises:
-        _release(optimizers)  # a host may have attached the grads of this step already, and makes it anew
     report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, when=", in the step before")

@@ -36,7 +36,7 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
     words += ["--distopt-overlap-grad-reduce", "--distopt_overlap_param_gather", "yes"]
     words += ["--distopt-bucket-size", "1000000", "--distopt-log-communication", "10"]
     words += ["--distopt-log-digests", "100", "--distopt-digest-file", "/runs/digests", "--distopt-deterministic"]
-    words += ["--distopt-reduce-dtype", "bfloat16", "--distopt-shared-memory", "no", "--distopt-debug"]
+    words += ["--distopt-reduce-dtype", "bfloat16", "--distopt-shared-memory", "no"]
     config = config_from_arguments(_parse(*words), DistOptConfig(lr=0.5))
     wanted = DistOptConfig(
         adam="torch_foreach",
@@ -56,7 +56,6 @@ def test_flags_when_given_then_they_say_what_the_config_leaves_open() -> None:
         deterministic=True,
         reduce_dtype="bfloat16",
         shared_memory=False,
-        debug=True,
         lr=0.5,
     )
     assert config == wanted

@@ -11,7 +11,7 @@ from megatron_distopt.comm import CommLog, CommTime, Communicator, Group, gather
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer, main_grads
 from megatron_distopt.hosts.megatron_2023.start import Start, num_microbatches_of
 from megatron_distopt.hosts.torch.gather import ParamGather
-from megatron_distopt.hosts.watch import AccessWatch, Watch, tell_of_grads
+from megatron_distopt.hosts.watch import Watch, tell_of_grads
 
 
 class Communication:
@@ -48,10 +48,8 @@ class Communication:
         self._params = ParamGather(self._communicator, models)
         self._params.add(named)
         self._nodes, self._watch = self._follow_grads(trained)
-        if start.plan.config.debug:
-            params = {name: param.detach() for name, param in named.items()}
-            self._access = AccessWatch(params, main_grads(trained), self._communicator)
-        self._log = CommLog(start.plan.config.log_communication, is_first=everyone.rank == 0)
+        every = start.plan.config.log_communication
+        self._log = CommLog(every) if every is not None and everyone.rank == 0 else None
 
     def _follow_grads(self, trained: Mapping[str, Parameter]) -> tuple[list[object], Watch | None]:
         """Announces gradients where they are overlapped, and prepares `watched`."""
@@ -79,7 +77,9 @@ class Communication:
         # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
         for buffer in self._experts:
             reduce_grads(buffer.sharded[0], buffer.plan.group, self._how)
-        self._log.step(time, self._params.finish())
+        gathered = self._params.finish()
+        if self._log is not None:
+            self._log.step(time, gathered)
 
     def gather(self) -> None:
         """Collective: every rank has the new params afterwards, or when it reads them."""

@@ -80,10 +80,10 @@ class DistributedOptimizer(BuiltOptimizer):
         for hook in hooks:
             hook.before()
         with phase(TIMERS.attach):
-            sharded.attach_grads()
+            grads = sharded.main_grads()
         with phase(TIMERS.measure):
             finish_deferred_check([sharded], self.everyone)
-            measured = measure([sharded], self.everyone, notice)
+            measured = measure([sharded], [grads], self.everyone, notice)
             (decision,) = decide([sharded], measured, self.everyone)
         if decision.action is StepAction.SKIP:
             for hook in hooks:
@@ -95,7 +95,7 @@ class DistributedOptimizer(BuiltOptimizer):
         with phase(TIMERS.zeros):
             num_zeros = decision.zeros_to_log  # counted while the gradient was measured
         with phase(TIMERS.inner):
-            advance(sharded, decision.divisor, decision.found_inf)
+            advance(sharded, grads, decision)
         with phase(TIMERS.write):
             write_model(sharded)
         for hook in hooks:
@@ -172,8 +172,9 @@ class DistributedOptimizer(BuiltOptimizer):
         raise not_copied("pickled")
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The main grads that are in the norm, while they are attached."""
-        return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
+        """The main grads that are in the norm; after `reduce_model_grads`."""
+        pairs = zip(self.sharded.flat_params, self.sharded.main_grads(), strict=True)
+        return [grad for flat, grad in pairs if not flat.plan.key.excluded_from_norm]
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -182,8 +183,7 @@ class DistributedOptimizer(BuiltOptimizer):
         Returns:
             The norm before clipping, of the averaged and unscaled gradient.
         """
-        stats = measure_now([self.sharded], self.everyone)
-        self.sharded.release_grads()
+        stats = measure_now([self.sharded], [self.sharded.main_grads()], self.everyone)
         norm = stats.norm(self.sharded.divisor)
         for flat in self.sharded.flat_params:
             flat.grad.div_(clip_divisor(norm, clip_grad))
@@ -192,8 +192,8 @@ class DistributedOptimizer(BuiltOptimizer):
     @torch.no_grad()
     def count_zeros(self) -> int:
         """Collective: zeros of the whole reduced gradient."""
-        stats = measure_now([self.sharded], self.everyone, count_zeros=True)
-        self.sharded.release_grads()
+        grads = [self.sharded.main_grads()]
+        stats = measure_now([self.sharded], grads, self.everyone, count_zeros=True)
         return stats.num_zeros or 0
 
     def get_model_parallel_group(self) -> None:

@@ -71,6 +71,5 @@ HOSTS_OWN = {
     "bucket_size": "--ddp-bucket-size",
     "reduce_dtype": "--grad-reduce-in-bf16",
     "shared_memory": "own collectives",
-    "debug": "own collectives",
     "log_communication": "timers (--timing-log-level 2)",
 }

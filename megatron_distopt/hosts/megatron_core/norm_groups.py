@@ -63,15 +63,24 @@ def groups_on_all_ranks(optimizer: Any, group: Group) -> tuple[str, ...]:
     return tuple(sorted(set().union(*exchange(own, group))))
 
 
-def measure_groups(optimizers: Sequence[OneOptimizer], group: Group) -> Mapping[str, GroupStats]:
-    """Collective where there is a norm group: the statistics of each, while the grads are attached."""
+def measure_groups(
+    optimizers: Sequence[OneOptimizer], grads: Sequence[Sequence[Tensor]], group: Group
+) -> Mapping[str, GroupStats]:
+    """Collective where there is a norm group: the statistics of each.
+
+    Args:
+        optimizers: whose step it is.
+        grads: by optimizer, its main grads.
+        group: of their statistics.
+    """
     names = sorted({name for each in optimizers for name in each.norm_groups})
     if not names:
         return {}
     device = optimizers[0].sharded.device
     sums = torch.zeros(2 * len(names), dtype=stats_dtype(device), device=device)
     for index, name in enumerate(names):
-        for grad in (part for each in optimizers for part in grads_of_group(each, name)):
+        pairs = zip(optimizers, grads, strict=True)
+        for grad in (part for optimizer, of_one in pairs for part in grads_of_group(optimizer, of_one, name)):
             wide = grad.to(sums.dtype)
             sums[2 * index] += wide.dot(wide)
             sums[2 * index + 1] += grad.numel() - torch.count_nonzero(grad)
@@ -81,32 +90,41 @@ def measure_groups(optimizers: Sequence[OneOptimizer], group: Group) -> Mapping[
 
 
 def divide_groups(
-    optimizers: Sequence[OneOptimizer], norms: Mapping[str, float], main_norm: float, clip_grad: float
+    optimizers: Sequence[OneOptimizer],
+    grads: Sequence[Sequence[Tensor]],
+    norms: Mapping[str, float],
+    main_norm: float,
+    clip_grad: float,
 ) -> None:
     """Scales the grads of each group so that the coming update, which clips by the main norm, clips them by their own.
 
     Args:
-        optimizers: with their grads attached.
+        optimizers: whose step it is.
+        grads: by optimizer, its main grads.
         norms: by group, before clipping.
         main_norm: of all other params, before clipping.
         clip_grad: 0 for no clipping.
     """
     for name, norm in norms.items():
         factor = clip_divisor(main_norm, clip_grad) / clip_divisor(norm, clip_grad)
-        for grad in (part for each in optimizers for part in grads_of_group(each, name, with_copies=True)):
-            grad.mul_(factor)
+        for optimizer, of_one in zip(optimizers, grads, strict=True):
+            for grad in grads_of_group(optimizer, of_one, name, with_copies=True):
+                grad.mul_(factor)
 
 
-def grads_of_group(optimizer: OneOptimizer, name: str, *, with_copies: bool = False) -> Iterator[Tensor]:
+def grads_of_group(
+    optimizer: OneOptimizer, grads: Sequence[Tensor], name: str, *, with_copies: bool = False
+) -> Iterator[Tensor]:
     """The main grads of one norm group on this rank, views of param shards.
 
     Args:
-        optimizer: with its grads attached.
+        optimizer: whose step it is.
+        grads: its main grads.
         name: of the group.
         with_copies: also those that another rank counts.
     """
-    for flat in optimizer.sharded.flat_params:
+    for flat, main_grad in zip(optimizer.sharded.flat_params, grads, strict=True):
         for shard in flat.plan.shards:
             is_in = norm_group_of(optimizer.named[shard.name]) == name
             if is_in and (with_copies or not optimizer.is_duplicate(shard.name)):
-                yield flat.cut(flat.main_grad, shard)
+                yield flat.cut(main_grad, shard)

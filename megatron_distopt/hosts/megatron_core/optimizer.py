@@ -50,7 +50,8 @@ from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
 from megatron_distopt.hosts.megatron_core.muon import muon_for
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
-from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.megatron_core.start import PreparedStep
+from megatron_distopt.hosts.megatron_core.step import StepCalls, prepared_of
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
@@ -58,7 +59,6 @@ from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
-from megatron_distopt.optimizer.step import StepDecision
 
 
 class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):
@@ -109,7 +109,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
-        self.prepared: StepDecision | None = None
+        self.prepared: PreparedStep | None = None
         #: Whether ranks were compared, see start.py.
         self.is_started = False
         self.norm_groups: tuple[str, ...] = ()
@@ -187,16 +187,18 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The main grads that are in the norm, divided by the loss scale, for a chain of the host's."""
-        if self.prepared is not None and self.prepared.divisor != 1.0 and self.sharded.flat_params:
-            torch._foreach_div_([flat.main_grad for flat in self.sharded.flat_params], self.prepared.divisor)
-            self.prepared = replace(self.prepared, divisor=1.0)
-        return [flat.main_grad for flat in self.sharded.flat_params if not flat.plan.key.excluded_from_norm]
+        grads, decision = prepared_of(self).grads, prepared_of(self).decision
+        if decision.divisor != 1.0 and grads:
+            torch._foreach_div_(list(grads), decision.divisor)
+            self.prepared = PreparedStep(grads, replace(decision, divisor=1.0))
+        pairs = zip(self.sharded.flat_params, grads, strict=True)
+        return [grad for flat, grad in pairs if not flat.plan.key.excluded_from_norm]
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
         """The same by the name of megatron-core 0.19; of one norm group where it is given."""
         if grad_norm_group is None:
             return self.get_main_grads_for_grad_norm()
-        return list(grads_of_group(self, grad_norm_group))
+        return list(grads_of_group(self, prepared_of(self).grads, grad_norm_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,6 +14,14 @@ from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """The main grads of one optimizer and what was decided about its step, before the update."""
+
+    grads: Sequence[Tensor]
+    decision: StepDecision
 
 
 class OneOptimizer(Protocol):
@@ -27,8 +36,8 @@ class OneOptimizer(Protocol):
     is_started: bool
     #: Norm groups of any rank, see norm_groups.py.
     norm_groups: tuple[str, ...]
-    #: What `prepare_grads` decided, until the update; None before it.
-    prepared: StepDecision | None
+    #: What `prepare_grads` measured and decided, until the update; None before it.
+    prepared: PreparedStep | None
 
     def check_between_steps(self) -> None:
         """Raises LayoutError where params or groups are not as they have to be."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Group
@@ -19,7 +20,7 @@ from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron_core.norm_groups import GroupStats, divide_groups, measure_groups
-from megatron_distopt.hosts.megatron_core.start import OneOptimizer, start_together
+from megatron_distopt.hosts.megatron_core.start import OneOptimizer, PreparedStep, start_together
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -74,14 +75,15 @@ class StepCalls(MegatronOptimizer):
             finish_deferred_check(sharded, group)
             threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
             waits = threshold < math.inf or any(each.norm_groups for each in ours)  # the CPU has to know norms
+            grads = [optimizer.main_grads() for optimizer in sharded]
             find = measure_now if waits else measure
-            measured = find(sharded, group, _notice_of(ours, group))
+            measured = find(sharded, grads, group, _notice_of(ours, group))
             decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
         if decisions[0].action is StepAction.SKIP:
             for hook in self.hooks:
                 hook.after(decisions[0])
             return False, None, None
-        self._group_stats = measure_groups(ours, group)
+        self._group_stats = measure_groups(ours, grads, group)
         zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
         if zeros is not None and self._group_stats:
             zeros += self._zeros_of_groups()
@@ -90,16 +92,22 @@ class StepCalls(MegatronOptimizer):
             for hook in self.hooks:
                 hook.after(replace(decisions[0], action=StepAction.SKIP))
             return False, decisions[0].norm, zeros
-        self._clip_groups(ours, decisions[0], config.clip_grad)
-        _update(ours, decisions, self.hooks)
+        self._clip_groups(ours, grads, decisions[0], config.clip_grad)
+        _update(ours, grads, decisions, self.hooks)
         return True, decisions[0].norm_to_log, zeros
 
-    def _clip_groups(self, ours: Sequence[OneOptimizer], decision: StepDecision, clip_grad: float) -> None:
+    def _clip_groups(
+        self,
+        ours: Sequence[OneOptimizer],
+        grads: Sequence[Sequence[Tensor]],
+        decision: StepDecision,
+        clip_grad: float,
+    ) -> None:
         """By their own norms, which the host's training loop reads off `grad_norms_by_group`."""
         self.grad_norms_by_group: dict[str, float] = {}
         if self._group_stats and clip_grad > 0:
             norms = {name: stats.norm(decision.unclipped) for name, stats in self._group_stats.items()}
-            divide_groups(ours, norms, decision.norm, clip_grad)
+            divide_groups(ours, grads, norms, decision.norm, clip_grad)
             self.grad_norms_by_group = norms
 
     def _zeros_of_groups(self) -> int:
@@ -114,47 +122,49 @@ class StepCalls(MegatronOptimizer):
             hook.before()
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
-            stats = measure_now(sharded, group, _notice_of(ours, group))
+            grads = [optimizer.main_grads() for optimizer in sharded]
+            stats = measure_now(sharded, grads, group, _notice_of(ours, group))
             decisions = decide(sharded, stats, group, clip_grad=0.0)
-        for optimizer, decision in zip(ours, decisions, strict=True):
-            optimizer.prepared = decision
+        for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
+            optimizer.prepared = PreparedStep(of_one, decision)
         if decisions[0].action is StepAction.SKIP:
             for hook in self.hooks:
                 hook.after(decisions[0])
             return True
-        self._group_stats = measure_groups(ours, group)
+        self._group_stats = measure_groups(ours, grads, group)
         return False
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""
-        return _prepared(self.ours()[0]).norm
+        return prepared_of(self.ours()[0]).decision.norm
 
     def count_zeros(self) -> int:
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
-        return (_prepared(self.ours()[0]).stats.num_zeros or 0) + self._zeros_of_groups()
+        return (prepared_of(self.ours()[0]).decision.stats.num_zeros or 0) + self._zeros_of_groups()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
         norm = self.get_grad_norm()
-        self._clip_groups(self.ours(), _prepared(self.ours()[0]), clip_grad)
-        for optimizer in self.ours():
-            prepared = _prepared(optimizer)
-            optimizer.prepared = replace(prepared, divisor=prepared.divisor * clip_divisor(norm, clip_grad))
+        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
+        self._clip_groups(self.ours(), [each.grads for each in prepared], prepared[0].decision, clip_grad)
+        for optimizer, before in zip(self.ours(), prepared, strict=True):
+            divisor = before.decision.divisor * clip_divisor(norm, clip_grad)
+            optimizer.prepared = PreparedStep(before.grads, replace(before.decision, divisor=divisor))
         return norm
 
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
         ours = self.ours()
-        _update(ours, [_prepared(optimizer) for optimizer in ours], self.hooks)
+        prepared = [prepared_of(optimizer) for optimizer in ours]
         for optimizer in ours:
             optimizer.prepared = None
+        _update(ours, [each.grads for each in prepared], [each.decision for each in prepared], self.hooks)
         return True
 
 
 def _leave_out(sharded: Sequence[ShardedOptimizer], norm: float, threshold: float, group: Group) -> None:
-    """Lets go of the gradients of a step that the host's `grad_norm_skip_threshold` forbids."""
+    """Counts a step that the host's `grad_norm_skip_threshold` forbids."""
     for optimizer in sharded:
-        optimizer.release_grads()
         optimizer.num_skipped += 1
     if group.rank == 0:
         _log.info("step skipped: its gradient norm %s is above grad_norm_skip_threshold %s", norm, threshold)
@@ -177,19 +187,29 @@ def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
     return notice_for(raising(found), flag, group)
 
 
-def _prepared(optimizer: OneOptimizer) -> StepDecision:
+def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
+    """What `prepare_grads` has found.
+
+    Raises:
+        HostError: it was not called.
+    """
     if optimizer.prepared is None:
         rule, remedy = "be measured first", "Call prepare_grads() before it"
         raise HostError(refusal("gradient statistics", "none", rule, remedy))
     return optimizer.prepared
 
 
-def _update(ours: Sequence[OneOptimizer], decisions: Sequence[StepDecision], hooks: Sequence[DigestLog]) -> None:
+def _update(
+    ours: Sequence[OneOptimizer],
+    grads: Sequence[Sequence[Tensor]],
+    decisions: Sequence[StepDecision],
+    hooks: Sequence[DigestLog],
+) -> None:
     """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
     config = ours[0].config
-    for optimizer, decision in zip(ours, decisions, strict=True):
+    for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
         with _timer(config, "optimizer-inner-step"):
-            update(optimizer.sharded, decision)
+            update(optimizer.sharded, of_one, decision)
         if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
             optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
     for hook in hooks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from megatron_distopt.checkpoint import (
     load_local_state_dict,
     local_state_dict,
 )
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
@@ -27,7 +26,6 @@ from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.hosts.torch.step import Stepper
 from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 
@@ -36,8 +34,6 @@ class StateCalls(Optimizer):
     """A `torch.optim.Optimizer` whose state is that of the sharded params of a model."""
 
     _model: ShardedModel
-    _stepper: Stepper
-    _hooks: Sequence[DigestLog]
     _saver: Saver
     #: False until torch's constructor is done, which sets attributes that are made when they are read here.
     _is_built = False
@@ -114,8 +110,8 @@ class StateCalls(Optimizer):
         if self._model.may_grow:
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
-        for each in self._hooks:
-            each.loaded()
+        for step_hook in self._model.hooks:
+            step_hook.loaded()
         self._model.forget_changes()
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -174,7 +170,7 @@ class StateCalls(Optimizer):
         if is_read:
             self._model.check_can_follow(changed)
         self._model.follow(changed)
-        self._stepper.take_options()
+        self._model.take_options()
 
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
@@ -201,8 +197,8 @@ class StateCalls(Optimizer):
 
     def _after_load(self) -> None:
         self._consolidated = None
-        for hook in self._hooks:
-            hook.loaded()
+        for step_hook in self._model.hooks:
+            step_hook.loaded()
         for theirs, ours in zip(self.param_groups, self._model.sharded.inner.param_groups, strict=True):
             theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
         self._model.gather.gather_now()

@@ -104,17 +104,20 @@ class ParamGather:
         self._communicator, self._chunks = communicator, chunks
         self._names: dict[Parameter, str] = {}
         self._handles: list[RemovableHandle] = []
-        #: The class of each param that is pending.
-        self._usual: dict[Parameter, type[Parameter]] = {}
+        self._params_of_bucket: dict[int, list[Parameter]] = {}
+        #: By bucket that is pending, its params and their classes.
+        self._usual: dict[int, list[tuple[Parameter, type[Parameter]]]] = {}
         self._is_compiled = False
         if communicator.overlaps_params:
             _gathers.add(self)
 
     def add(self, named: Mapping[str, Parameter]) -> None:
         """Takes over further params, which the communicator gathers. Between two steps, on all ranks alike."""
-        self._names |= {param: name for name, param in named.items()}
         if not self._communicator.overlaps_params:
             return
+        self._names |= {param: name for name, param in named.items()}
+        for name, param in named.items():
+            self._params_of_bucket.setdefault(self._communicator.gather_of(name), []).append(param)
         for handle in self._handles:
             handle.remove()
         modules = {module: None for chunk in self._chunks for module in chunk.modules()}
@@ -135,17 +138,20 @@ class ParamGather:
 
     def gather(self) -> None:
         """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
-        self.finish()
+        if self._usual:
+            self.finish()
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return
         _watch_compiler()
-        for param in self._names:
-            self._usual[param] = type(param)
-            _pending[id(param)] = ref(self)
-            param.__class__ = _pending_class(type(param))
         if self._is_compiled or self._communicator.group.size == 1:
-            self.finish()
+            self._communicator.finish_params()
+            return
+        for number, params in self._params_of_bucket.items():
+            self._usual[number] = [(param, type(param)) for param in params]
+            for param in params:
+                _pending[id(param)] = ref(self)
+                param.__class__ = _pending_class(type(param))
 
     def gather_now(self) -> None:
         """Collective: gathers without overlap."""
@@ -154,12 +160,13 @@ class ParamGather:
 
     def wait_for(self, param: Parameter) -> None:
         """Waits until a param may be read on the current stream."""
-        self._communicator.param_needed(self._names[param])
-        self._restore([each for each in self._usual if not self._communicator.is_gathering(self._names[each])])
+        name = self._names[param]
+        if self._communicator.param_needed(name):
+            self._restore(self._communicator.gather_of(name))
 
-    def _restore(self, params: Iterable[Parameter]) -> None:
-        for param in params:
-            param.__class__ = self._usual.pop(param)
+    def _restore(self, number: int) -> None:
+        for param, usual in self._usual.pop(number, ()):
+            param.__class__ = usual
             _pending.pop(id(param), None)
 
     def finish(self) -> CommTime:
@@ -169,7 +176,8 @@ class ParamGather:
             The time of the last gather.
         """
         time = self._communicator.finish_params()
-        self._restore(list(self._usual))
+        for number in list(self._usual):
+            self._restore(number)
         return time
 
     def compiler_starts(self) -> None:

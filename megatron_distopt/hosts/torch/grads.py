@@ -24,6 +24,8 @@ from megatron_distopt.comm import CommTime, Communicator, sum_over
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
+from megatron_distopt.optimizer.loss_scale import LossScale
+from megatron_distopt.optimizer.step import StepAction, StepDecision
 
 
 class Phase(Enum):
@@ -42,12 +44,15 @@ class Grads:
 
     Args:
         communicator: of the model; reduces the buffers.
+        loss_scale: is in the gradients, as the number of ranks is in their sums.
         needs_scaling: whether every backward has to begin at a loss that `scaled` returned.
         is_deterministic: whether they have to be repeated to the bit.
     """
 
-    def __init__(self, communicator: Communicator, *, needs_scaling: bool, is_deterministic: bool) -> None:
-        self._communicator, self._needs_scaling = communicator, needs_scaling
+    def __init__(
+        self, communicator: Communicator, loss_scale: LossScale, *, needs_scaling: bool, is_deterministic: bool
+    ) -> None:
+        self._communicator, self._loss_scale, self._needs_scaling = communicator, loss_scale, needs_scaling
         self._data = communicator.group
         self._buffers: list[ShardedBuffer] = []
         self._ddp = DDPWatch(
@@ -66,8 +71,13 @@ class Grads:
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self.phase = Phase.LOCAL
-        #: By buffer, the number that divides the sums to give torch's `param.grad`; not in the phase LOCAL.
-        self._divisors: list[float | Tensor] = []
+        #: By slot, whether this rank has a gradient of it; as of the last reduction.
+        self.present: list[bool] = []
+        #: By what users have clipped the sums since they were reduced, or since the step.
+        self._clip = 1.0
+        #: Of the last step, whose sums stay in the buffers until the next backward.
+        self._decision: StepDecision | None = None
+        self._is_divided_in_place = False
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
         #: Called after a round was dropped while its buckets were under way. Collective, as dropping it is.
@@ -100,7 +110,6 @@ class Grads:
         for slot in slots:
             slot.take()
         self._communicator.reduce_now(buffers)
-        self._divisors += [self._divisors[0]] * len(buffers)
 
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
@@ -174,7 +183,8 @@ class Grads:
         ):
             got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
             raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
-        for buffer, divisor in zip(self._buffers, self._divisors, strict=True):
+        for buffer in self._buffers:
+            divisor = self._divisor_of(buffer)
             for name in [each.name for each in buffer.layout.slots if each.name in kept]:
                 kept[name].take()
                 flat, owned = kept[name].view.view(-1), self._owned.get(name, Span(0, 0))
@@ -183,31 +193,25 @@ class Grads:
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
 
-    def reduce(self, divisor: float) -> CommTime:
-        """Collective: reduces gradients for the step that follows at once; afterwards each rank's shards hold the sums.
-
-        Args:
-            divisor: what the sums have to be divided by.
-        """
+    def reduce(self) -> CommTime:
+        """Collective: reduces gradients for the step; afterwards each rank's shards hold the sums."""
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
+            self.present = [slot.param.grad is not None for slot in self.slots]
             return CommTime(0.0, 0.0)
-        return self._reduce(divisor, for_step=True)
+        return self._reduce(for_step=True)
 
-    def reduce_ahead(self, divisor: float) -> None:
-        """Collective: reduces gradients before the step, for calls that read them.
-
-        Args:
-            divisor: as of `reduce`.
-        """
+    def reduce_ahead(self) -> None:
+        """Collective: reduces gradients before the step, for calls that read them."""
         if self._is_local_somewhere():
-            self._reduce(divisor, for_step=False)
+            self._reduce(for_step=False)
         self._was_reduced = True
-        flags = torch.tensor(self.present, dtype=torch.float32, device=self.slots[0].view.device)
+        present = [slot.param.grad is not None for slot in self.slots]
+        flags = torch.tensor(present, dtype=torch.float32, device=self.slots[0].view.device)
         sum_over(flags, self._data)
         self.settle([flag > 0 for flag in flags.tolist()])
 
-    def _reduce(self, divisor: float, *, for_step: bool) -> CommTime:
+    def _reduce(self, *, for_step: bool) -> CommTime:
         """Collective: reduces gradients; before the step, those under DDP too become the buffer's."""
         try:
             if self.phase is not Phase.LOCAL:
@@ -216,10 +220,17 @@ class Grads:
             self.complaints.append(error)
         self.kept = self._mark
         self.complaints += self._ddp.complaints()
-        for slot in self.slots:
+        self.present, outside = [], []
+        with torch._C.DisableTorchFunctionSubclass():  # a LocalGrad asks Python before each of its attributes
+            for slot in self.slots:
+                grad = slot.param.grad
+                self.present.append(grad is not None)
+                if grad is not slot.shown or grad.data_ptr() != slot.address:
+                    outside.append(slot)
+        for slot in outside:
             self._contribute(slot, for_step=for_step)
         time = self._communicator.finish_grads()
-        self.phase, self._divisors = Phase.REDUCED, [divisor] * len(self._buffers)
+        self.phase, self._clip = Phase.REDUCED, 1.0
         self._zeroed.clear()
         return time
 
@@ -238,17 +249,32 @@ class Grads:
         return bool(local)
 
     @property
-    def divisor(self) -> float | Tensor:
-        """What the sums have to be divided by; only after a reduction."""
-        return self._divisors[0]
+    def divisor(self) -> float:
+        """What the sums have to be divided by to give torch's `param.grad`; not in the phase LOCAL."""
+        return float(self._divisor_of(self._buffers[0]))
+
+    def _divisor_of(self, buffer: ShardedBuffer) -> float | Tensor:
+        if self.phase is Phase.REDUCED or self._decision is None:
+            return self._loss_scale.value * self._data.size * self._clip
+        if self._decision.action is not StepAction.UPDATE:
+            return self._decision.unclipped * self._clip
+        # Of 16-bit sums only an fp32 copy was divided.
+        is_divided = self._is_divided_in_place and buffer.grad.dtype == torch.float32
+        return self._clip if is_divided else self._decision.divisor * self._clip
 
     def clip(self, divisor: float) -> None:
         """Divides the sums: now if there is one rank, where users may read them, else in the step, by its divisor."""
         if self._data.size == 1:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
-            return
-        self._divisors = [each * divisor for each in self._divisors]
+        else:
+            self._clip *= divisor
+
+    def raise_complaint(self) -> None:
+        """Raises the first error of this rank that all ranks are to raise, if there is one."""
+        complaints, self.complaints = self.complaints, []
+        if complaints:
+            raise complaints[0]
 
     def _check_reduced(self) -> None:
         """Checks that gradients were at most cleared, and not assigned, after clip_grad_norm_ or full_grad."""
@@ -271,11 +297,6 @@ class Grads:
             slot.take()
 
     @property
-    def present(self) -> list[bool]:
-        """By slot, whether this rank has a gradient."""
-        return [slot.param.grad is not None for slot in self.slots]
-
-    @property
     def _shown(self) -> list[bool]:
         """By slot, whether `param.grad` is what the buffer holds, and not zeroed."""
         return [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
@@ -295,18 +316,14 @@ class Grads:
             if active and slot.is_missing:
                 slot.show()
 
-    def updated(self, divisor: float | Tensor, *, in_place: bool) -> None:
-        """Notes that the optimizer has divided the sums.
+    def end_round(self, decision: StepDecision, *, in_place: bool) -> None:
+        """Ends the round after a step that was made or skipped.
 
         Args:
-            divisor: what they were divided by.
-            in_place: whether fp32 sums hold the quotient now; of 16-bit sums only an fp32 copy was divided.
+            decision: about the step.
+            in_place: whether the inner optimizer leaves the quotient in the fp32 gradients that it is given.
         """
-        is_divided = [in_place and buffer.grad.dtype == torch.float32 for buffer in self._buffers]
-        self._divisors = [1.0 if divided else divisor for divided in is_divided]
-
-    def end_round(self) -> None:
-        """Ends the round after a step that was made or skipped."""
+        self._decision, self._is_divided_in_place, self._clip = decision, in_place, 1.0
         self.num_rounds += 1
         self.phase, self._was_reduced = Phase.STEPPED, False
         self._forget_backward()
@@ -321,10 +338,10 @@ class Grads:
         Args:
             slot: of the param; the result is fp32, in its shape.
         """
-        number = next(n for n, buffer in enumerate(self._buffers) if slot.name in buffer.layout.slot_of)
+        buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
         whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
-            whole[owned.as_slice()] = slot.view.view(-1)[owned.as_slice()].float() / self._divisors[number]
+            whole[owned.as_slice()] = slot.view.view(-1)[owned.as_slice()].float() / self._divisor_of(buffer)
         return whole.view(slot.view.shape)
 
     def clear(self, *, set_to_none: bool = True) -> None:

@@ -10,8 +10,19 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, allocate_grads, dtype_name, move_into_buffer
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
-from megatron_distopt.comm import Communicator, Field, Group, compare, exchange, raise_together, share_initial, sum_over
+from megatron_distopt.comm import (
+    CommLog,
+    Communicator,
+    Field,
+    Group,
+    compare,
+    exchange,
+    raise_together,
+    share_initial,
+    sum_over,
+)
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import named_params, spec_of
 from megatron_distopt.hosts.torch.gather import ParamGather
@@ -19,8 +30,8 @@ from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.hosts.torch.plan import ParamSet, Plan, check_trained, group_names, plan_sets
-from megatron_distopt.hosts.watch import AccessWatch
 from megatron_distopt.layout import Placement
+from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 
@@ -81,8 +92,6 @@ class ShardedModel:
         self.config, self.device, self.chunks, self.ranks = plan.config, plan.device, chunks, ranks
         self._torch_groups, self._placement, self._plan = plan.torch_groups, placement, plan
         self.placements: dict[str, Placement] = {}
-        self._members: list[list[int]] = []
-        self.learn_members()
         self.communicator = Communicator(
             ranks.data,
             plan.how,
@@ -90,7 +99,13 @@ class ShardedModel:
             overlap_params=plan.config.overlap_param_gather,
         )
         needs_scaling = plan.config.loss_scale not in (None, 1, 1.0)
-        self.grads = Grads(self.communicator, needs_scaling=needs_scaling, is_deterministic=plan.config.deterministic)
+        self.grads = Grads(
+            self.communicator,
+            step_plan.loss_scale,
+            needs_scaling=needs_scaling,
+            is_deterministic=plan.config.deterministic,
+        )
+        self.learn_members()
         self.params = Params(chunks)
         self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)
@@ -100,9 +115,12 @@ class ShardedModel:
         share_initial([*(buffer.param for buffer in buffers), *outside], ranks.data, plan.device)
         self.sharded = ShardedOptimizer(buffers, step_plan)
         self._take_over(plan.sets, buffers, slots)
-        self._access: AccessWatch | None = None
-        self._watch_accesses()
-        self.module_buffers = ModuleBuffers(chunks, ranks.data, plan.device, follow=broadcast_buffers)
+        module_buffers = ModuleBuffers(chunks, ranks.data, plan.device) if broadcast_buffers else None
+        self.module_buffers = module_buffers if module_buffers and module_buffers.has_any else None
+        every = plan.config.log_communication
+        self.comm_log = CommLog(every) if every is not None and ranks.stats.rank == 0 else None
+        #: Called around each step and after a load.
+        self.hooks: Sequence[DigestLog] = ()
 
     def _allocate(self, sets: Iterable[ParamSet]) -> tuple[list[ShardedBuffer], list[GradSlot]]:
         buffers, slots = [], list[GradSlot]()
@@ -124,21 +142,7 @@ class ShardedModel:
         self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
         self.gather.add({name: param for each in sets for name, param in each.named.items()})
-
-    def _watch_accesses(self) -> None:
-        """Watches accesses to memory that a collective is using, with `debug`."""
-        if not self.config.debug:
-            return
-        if self._access is not None:
-            self._access.end()
-        params = {slot.name: slot.param.detach() for slot in self.grads.slots}
-        grads = {slot.name: slot.view for slot in self.grads.slots}
-        self._access = AccessWatch(params, grads, self.communicator)
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether a group has params that do not train yet; the same on all ranks."""
-        return sum(len(group["params"]) for group in self._torch_groups) > len(self.grads.slots)
+        self._count_waiting()
 
     def check_members(self) -> None:
         """Checks that the groups have the params that they had.
@@ -151,9 +155,26 @@ class ShardedModel:
             remedy = "Call optimizer.add_param_group(...) for more, and param.requires_grad_(False) for fewer"
             raise LayoutError(refusal("param_groups", got, rule, remedy))
 
+    def take_options(self) -> None:
+        """Copies the options that the user has written into the param groups to the inner optimizer.
+
+        Raises:
+            LayoutError: the groups have other params.
+        """
+        self.check_members()
+        for ours, theirs in zip(self.sharded.inner.param_groups, self._torch_groups, strict=True):
+            for key, value in theirs.items():
+                if key != "params" and key not in IMPLEMENTATION:
+                    ours[key] = value
+
     def learn_members(self) -> None:
         """Notes that the groups have the right params now."""
         self._members = [list(map(id, group["params"])) for group in self._torch_groups]
+        self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        #: Whether a group has params that do not train yet; the same on all ranks.
+        self.may_grow = sum(map(len, self._members)) > len(self.grads.slots)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -183,7 +204,7 @@ class ShardedModel:
 
     def newcomers(self) -> dict[str, Parameter]:
         """Params in a group that have no state and a gradient: they were frozen or empty before."""
-        return self._named({param for param in self._waiting() if param.grad is not None}) if self.may_grow else {}
+        return self._named({param for param in self._waiting() if param.grad is not None})
 
     def _waiting(self) -> set[Parameter]:
         """Params in a group that have no state."""
@@ -234,7 +255,6 @@ class ShardedModel:
         groups = tuple(group_names(group, added) for group in self._torch_groups)
         self.sharded.extend(buffers, groups)
         self._take_over(sets, buffers, slots)
-        self._watch_accesses()
 
     def check_can_follow(self, changed: frozenset[str]) -> None:
         """Checks that main params know how their model params were changed.
@@ -256,8 +276,13 @@ class ShardedModel:
         return [shard.name for flat in unknowing for shard in flat.plan.shards if shard.name in changed]
 
     def follow(self, changed: frozenset[str]) -> None:
-        """Updates main params from model params that the user has changed, where they know how."""
-        for flat in self.sharded.flat_params if changed else ():
+        """Updates main params from model params that the user has changed, where they know how.
+
+        Changes that main params know nothing about are found again by the next `collect`.
+        """
+        if not changed:
+            return
+        for flat in self.sharded.flat_params:
             for shard in flat.plan.shards if flat.can_tell_changes else ():
                 if shard.name in changed:
                     flat.follow_model(shard)
@@ -265,12 +290,10 @@ class ShardedModel:
 
     def forget_changes(self) -> None:
         """Takes model params as they are now for known, but for changes that main params know nothing about."""
-        self.params.forget(but=lambda changed: frozenset(self._lost(changed)))
+        self.params.forget(self._lost(self.params.changed))
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
-        if self._access is not None:
-            self._access.end()
         self.gather.release()
         self.grads.release()
         self.params.release()

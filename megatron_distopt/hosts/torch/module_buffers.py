@@ -32,16 +32,20 @@ class ModuleBuffers:
         chunks: of the model.
         data: ranks that hold the same model.
         device: one that the group's backend carries.
-        follow: whether they follow the first rank at all.
     """
 
-    def __init__(self, chunks: Sequence[Module], data: Group, device: torch.device, *, follow: bool) -> None:
+    def __init__(self, chunks: Sequence[Module], data: Group, device: torch.device) -> None:
         self._data, self._device = data, device
-        self._modules = dict(_with_buffers(chunks)) if follow and data.size > 1 else {}
+        self._modules = dict(_with_buffers(chunks)) if data.size > 1 else {}
         #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
         self._changing: dict[str, tuple[str, ...]] = {}
         self._seen = {name: _seen_in(module) for name, module in self._modules.items()}
         self.learn([name for name, module in self._modules.items() if _updates_statistics(module)])
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a buffer that could have to follow another rank."""
+        return bool(self._modules)
 
     def begun(self) -> list[str]:
         """Modules whose buffers have changed for the first time, or have another shape now; the ranks may differ."""

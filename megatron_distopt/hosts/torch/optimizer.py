@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
 
@@ -23,7 +24,7 @@ from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.hosts.torch.step import Stepper
+from megatron_distopt.hosts.torch.step import announce_drop, step_model
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.owners.given import let_go
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
@@ -67,9 +68,9 @@ class TorchDistributedOptimizer(StateCalls):
         self._is_built = True
         self.param_groups = groups
         self.last_step: StepDecision | None = None
-        logs_digests = model.config.log_digests is not None
-        self._hooks = (DigestLog(model.config, model.whole, model.ranks.stats),) if logs_digests else ()
-        self._stepper = Stepper(model, groups, self._hooks)
+        if model.config.log_digests is not None:
+            model.hooks = (DigestLog(model.config, model.whole, model.ranks.stats),)
+        model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.ranks.stats)
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
@@ -109,7 +110,7 @@ class TorchDistributedOptimizer(StateCalls):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        self.last_step = self._stepper.step()
+        self.last_step = step_model(self._model)
         if self._num_owned != len(self._model.grads.slots):  # params have begun to train
             self._own()
         for each in self._given:
@@ -223,10 +224,8 @@ class TorchDistributedOptimizer(StateCalls):
             raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
         model = self._model
         model.admit()
-        model.grads.reduce_ahead(model.sharded.divisor)
-        stats = measure_now([model.sharded], model.ranks.stats)
-        model.sharded.release_grads()
-        norm = stats.norm(float(model.grads.divisor))
+        model.grads.reduce_ahead()
+        norm = measure_now([model.sharded], [model.sharded.main_grads()], model.ranks.stats).norm(model.grads.divisor)
         model.grads.clip(clip_divisor(norm, float(max_norm)))
         return torch.tensor(norm, device=model.device)
 
@@ -248,7 +247,7 @@ class TorchDistributedOptimizer(StateCalls):
         model = self._model
         model.admit()
         slot = self._slot_of(param)
-        model.grads.reduce_ahead(model.sharded.divisor)
+        model.grads.reduce_ahead()
         whole = model.grads.averaged(slot)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole.view(-1), present])

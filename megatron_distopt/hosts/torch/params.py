@@ -9,7 +9,7 @@ element by element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.hosts.between_steps import PlacedParam, params_that_left
+from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left
 from megatron_distopt.hosts.written import data_watch
 
 
@@ -31,33 +31,25 @@ class TrainedParam(PlacedParam):
         homes: where modules hold it: the dict of the module, and the key.
     """
 
-    __slots__ = ("__weakref__", "_aliases", "_version", "homes")
+    __slots__ = ("__weakref__", "aliases", "homes", "is_short", "version")
 
     def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         super().__init__(name, param)
         self.homes = tuple(homes)
-        self._aliases: list[ReferenceType[Tensor]] = []
+        #: Of fewer than 32 bits, so that it has a main param of its own, which has to follow changes of the values.
+        self.is_short = param.dtype != torch.float32
+        #: Tensors through which the values may be changed.
+        self.aliases: list[ReferenceType[Tensor]] = []
         self.forget()
 
     def forget(self) -> None:
         """Takes its values as they are now for known. An alias that still exists may be written to later."""
-        self._version = self.param._version
-        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        self.version = self.param._version
+        self.aliases = [alias for alias in self.aliases if alias() is not None]
 
     def keep(self, alias: Tensor) -> None:
         """Notes an alias, through which the values may be changed."""
-        self._aliases.append(ref(alias))
-
-    @property
-    def may_have_changed(self) -> bool:
-        """Whether it could have been written to since `forget`."""
-        is_written = bool(self.param._version != self._version)
-        return is_written or bool(self._aliases)
-
-    @property
-    def is_at_home(self) -> bool:
-        """Whether its modules still hold it."""
-        return all(held.get(key) is self.param for held, key in self.homes)
+        self.aliases.append(ref(alias))
 
 
 class Params:
@@ -74,7 +66,7 @@ class Params:
         self._short: list[TrainedParam] = []
         self._doubtful: frozenset[str] = frozenset()
         #: Names of those of 16 bits whose values may have changed since `forget`, as `collect` has found them so far.
-        self._changed: frozenset[str] = frozenset()
+        self.changed: frozenset[str] = frozenset()
 
     def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
         """Watches further params.
@@ -93,7 +85,7 @@ class Params:
     def release(self) -> None:
         """Stops watching."""
         data_watch.remove(self, self._short)
-        self._params, self._short, self._doubtful, self._changed = [], [], frozenset(), frozenset()
+        self._params, self._short, self._doubtful, self.changed = [], [], frozenset(), frozenset()
 
     def _homes(self) -> dict[Parameter, list[tuple[Mapping[str, Any], str]]]:
         homes: dict[Parameter, list[tuple[Mapping[str, Any], str]]] = {}
@@ -113,24 +105,30 @@ class Params:
         Raises:
             LayoutError: what was done to one of them cannot be followed.
         """
-        left = params_that_left(self._params)
-        for each in left:
-            each.bring_back(with_values=True)
-        if any(held.get(key) is not each.param for each in self._params for held, key in each.homes):
+        left, is_replaced, changed = [], False, self.changed
+        for trained in self._params:
+            param = trained.param
+            if param.data_ptr() != trained.address:
+                left.append(trained)
+            for held, key in trained.homes:
+                is_replaced = is_replaced or held.get(key) is not param
+            if trained.is_short and (trained.aliases or param._version != trained.version):
+                changed = changed | {trained.name}
+        if left:
+            check_that_left(self._params, left)
+            for trained in left:
+                trained.bring_back(with_values=True)
+            changed = changed.union(trained.name for trained in left)
+        self.changed = changed
+        if is_replaced:
             self._look_for_replaced()
-        changed = {each.name for each in self._short if each.may_have_changed}
-        self._changed |= changed.union(each.name for each in left)
-        return self._changed
+        return changed
 
-    def forget(self, but: Callable[[frozenset[str]], frozenset[str]] = lambda changed: frozenset()) -> None:
-        """Takes all values as they are now for known.
-
-        Args:
-            but: from names of params that may have changed to those of them that stay unknown.
-        """
-        self._changed = but(self._changed)
-        for each in self._short:
-            each.forget()
+    def forget(self, unknown: Collection[str] = ()) -> None:
+        """Takes all values as they are now for known, but for those of `unknown` params that may have changed."""
+        self.changed &= frozenset(unknown)
+        for trained in self._short:
+            trained.forget()
 
     def doubt(self) -> None:
         """Has all values compared before the next step: main params were loaded, the model perhaps not."""
@@ -147,11 +145,11 @@ class Params:
         new_at = {
             (id(held), key): param for param, places in homes.items() for held, key in places if param not in ours
         }
-        for each in self._params:
-            if not each.is_at_home:
-                if any((id(held), key) in new_at for held, key in each.homes):
-                    raise _replaced(each.name)
-                each.homes = tuple(homes.get(each.param, ()))
+        for trained in self._params:
+            if any(held.get(key) is not trained.param for held, key in trained.homes):
+                if any((id(held), key) in new_at for held, key in trained.homes):
+                    raise _replaced(trained.name)
+                trained.homes = tuple(homes.get(trained.param, ()))
 
 
 def _replaced(name: str) -> LayoutError:
