@@ -203,7 +203,8 @@ def _nadam(steps: Mapping[str, int]) -> World:
             is_updated = number < steps.get(run.plan.shards[0].name.removeprefix("module."), 2)
             run.main.grad = torch.ones_like(run.main) if is_updated else None
         optimizer.inner.step()
-    optimizer.release_grads()
+    for run in optimizer.flat_params:
+        run.main.grad = None
     return world
 
 

@@ -336,7 +336,6 @@ def parts(fork: MiniFork) -> Facts:
         facts["zeros"] = optimizer.count_zeros()
         facts["norm"] = optimizer.clip_grad_norm(0.25)
         facts["norm once clipped"] = optimizer.clip_grad_norm(0.25)
-        facts["grads kept"] = [run.main.grad for run in optimizer.sharded.flat_params if run.main.grad is not None]
         facts["step"] = optimizer.step(*both)
         shard_numel = optimizer.grad_buffers[0].plan.layout.shard_numel
         changed = [(a != b).sum() for a, b in zip(_params(model).values(), before.values(), strict=True)]
@@ -668,7 +667,6 @@ def test_clip_grad_norm_when_called_then_it_returns_the_norm_and_scales_the_grad
     assert found["norm once clipped"] == pytest.approx(0.25, rel=2.0**-11)
     for norm, _ in found["plain"]:
         assert found["norm"] == pytest.approx(norm, rel=1e-6)
-    assert found["grads kept"] == []
     assert found["step"] == (True, None, None)
 
 

@@ -101,7 +101,7 @@ def test_log_when_a_backend_does_not_say_its_time_then_what_was_waited_for_alone
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="megatron_distopt"):
-        log = CommLog(1, is_first=True)
+        log = CommLog(1)
         log.step(CommTime(None, 0.002), CommTime(0.25, 0.05) + CommTime(0.25, 0.0))
     assert caplog.messages == [
         "communication of step 1: reduce-scatter 2.0 ms exposed; "

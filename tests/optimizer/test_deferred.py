@@ -21,7 +21,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import NonFiniteGradError
 from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
-from megatron_distopt.optimizer.step import clip_divisor, finish_deferred_check, make_step
+from megatron_distopt.optimizer.step import clip_divisor, finish_deferred_check
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
@@ -189,15 +189,6 @@ def test_settle_when_a_step_was_bad_then_raises_once_and_before_a_next_step(one_
         finish_deferred_check([optimizer.sharded], Group.of())
     finish_deferred_check([optimizer.sharded], Group.of())
     assert _step(model, optimizer, 0, 1, poison=False).updated
-
-
-def test_step_when_it_raises_for_the_one_before_then_grads_that_a_host_attached_are_let_go_of(one_rank: None) -> None:
-    model, optimizer = _built("raise 16-bit grads", deferred=True)
-    _step(model, optimizer, 0, 0, poison=True)
-    optimizer.sharded.attach_grads()  # copies of 16-bit grads, of no use to the step that is made anew
-    with pytest.raises(NonFiniteGradError):
-        make_step([optimizer.sharded], Group.of())
-    assert all(run.main.grad is None for run in optimizer.sharded.flat_params)
 
 
 @pytest.mark.parametrize("by", ["folder", "state_dict"])

@@ -16,7 +16,7 @@ from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
 from megatron_distopt.comm import Group, gather_params, travel
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
-from megatron_distopt.optimizer.main_params import FlatParamKey, attach_grads, build_flat_params
+from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
 from megatron_distopt.optimizer.owners import exchange
 from megatron_distopt.optimizer.owners.exchange import Lane
 from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
@@ -120,10 +120,9 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
             for name, each in _grads(step).items():
                 grad[layout.slot_of[name].in_buffer.as_slice()] = each.view(-1)
             optimizer.left_out = case.left_out if step == 2 else frozenset()
-            attach_grads([flat for flat in flats if flat.plan.shards[0].name not in optimizer.left_out])
+            for flat, flat_grad in zip(flats, main_grads(flats), strict=True):
+                flat.main.grad = None if flat.plan.shards[0].name in optimizer.left_out else flat_grad
             optimizer.step()
-            for flat in flats:
-                flat.hold_grad(None)
     for flat in flats:
         flat.write_model()
     gather_params(buffer, group)

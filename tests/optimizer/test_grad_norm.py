@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span
 from megatron_distopt.optimizer import grad_norm
-from megatron_distopt.optimizer.grad_norm import local_numbers, local_stats, nonfinite_params, reduce_stats
+from megatron_distopt.optimizer.grad_norm import GradStats, local_numbers, local_stats, nonfinite_params
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from tests.support.models import stepped
 from tests.support.spawn import run_ranks
@@ -148,7 +147,7 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
     grad = torch.empty(3000)
     change(grad)
     run = _flat_param(grad)
-    stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
+    stats = _stats_of([run])
     assert stats.is_finite == finite
     if norm is not None:
         # fp32 squares in pieces: 1e-7 each, and their sum in float64.
@@ -172,8 +171,8 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
     device, found = torch.device("cpu"), {}
     for name, value in values.items():
         run = _flat_param(torch.full((3000,), value))
-        stats = reduce_stats(local_stats([run], device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
-        numbers, flags = local_numbers([run], device, count_zeros=False)
+        stats = _stats_of([run])
+        numbers, flags = local_numbers([run], [run.grad], device, count_zeros=False)
         assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
         found[name] = stats.is_finite, flags.tolist() == [0.0]
     is_told = elsewhere != "neither"
@@ -183,13 +182,13 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
         "inf": (False, False),
         "nan": (False, False),
     }
-    assert local_numbers([], device, count_zeros=False)[0].tolist() == [0.0, 0.0, 0.0]
+    assert local_numbers([], [], device, count_zeros=False)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(elsewhere: str) -> None:
     grad = torch.randn(100_000, generator=torch.Generator().manual_seed(5))
     run = _flat_param(grad)
-    stats = reduce_stats(local_stats([run], grad.device, count_zeros=False), Group(None, 0, 1), count_zeros=False)
+    stats = _stats_of([run])
     # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some thousand partial sums.
     bound = 1e-5 if elsewhere == "neither" else 1e-13
     assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=bound)
@@ -204,20 +203,14 @@ def test_nonfinite_params_when_all_are_finite_and_their_squares_are_not_then_the
 
 def test_local_stats_when_a_run_is_long_then_the_norm_is_as_good_as_in_float64() -> None:
     grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(5))
-    stats = reduce_stats(
-        local_stats([_flat_param(grad)], grad.device, count_zeros=False),
-        Group(None, 0, 1),
-        count_zeros=False,
-    )
+    stats = _stats_of([_flat_param(grad)])
     # 62 pieces of 2**16, each added up in fp32 to about 2e-8; pieces of 2**20 would be 4e-7 off.
     assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=1e-7)
 
 
 def test_local_stats_when_an_excluded_param_is_infinite_then_is_not_finite() -> None:
     runs = [_flat_param(torch.ones(4)), _flat_param(torch.full((4,), float("inf")), excluded=True)]
-    stats = reduce_stats(
-        local_stats(runs, torch.device("cpu"), count_zeros=False), Group(None, 0, 1), count_zeros=False
-    )
+    stats = _stats_of(runs)
     assert (stats.num_nonfinite_ranks, stats.sum_of_squares, stats.num_zeros) == (1, 4.0, None)
 
 
@@ -225,6 +218,10 @@ def _flat_param(grad: Tensor, *, excluded: bool = False) -> FlatParam:
     span = Span(0, grad.numel())
     shard = ParamShard("p", 0, 0, span, span, span, span)
     main = torch.zeros_like(grad)
-    run = FlatParam(FlatParamPlan(FlatParamKey(0, excluded), 0, span, (shard,)), main, main, grad)
-    run.attach_grad()
-    return run
+    return FlatParam(FlatParamPlan(FlatParamKey(0, excluded), 0, span, (shard,)), main, main, grad)
+
+
+def _stats_of(flat_params: list[FlatParam]) -> GradStats:
+    grads = [flat.grad for flat in flat_params]
+    total, _, nonfinite = local_stats(flat_params, grads, grads[0].device, count_zeros=False).tolist()
+    return GradStats(total, None, int(nonfinite))

@@ -107,7 +107,7 @@ REMOVALS = (
     Removal(_COMM, "if _has_ended(pending):", "if True:", ("bf16 overlap, two streams",)),
     Removal(_COMM, "self._published.get(", "{}.get(", (_STREAMS,)),
     Removal(_COMM, "self._published[id(buffer)] = fence(buffer.param.device)", "pass", (_STREAMS,)),
-    Removal(_COMM, "self._wait_for([self._params.number_of[name]])", "pass", _PLAIN),
+    Removal(_COMM, "self._wait_for([number])", "pass", _PLAIN),
     Removal(_COMM, "self._wait_for(tuple(self._params.under_way))", "pass", _BEHIND),
     Removal("device.py", "here.wait_stream(stream)", "pass", (_STREAMS,)),
     Removal("device.py", "current_stream(device).wait_event(event)", "None", (_STREAMS,)),
@@ -128,7 +128,7 @@ REMOVALS = (
     Removal(_GATHER, "_wait_for(args)", "pass", (*_PLAIN, "weights changed")),
     Removal(_GATHER, "_wait_for((kwargs or {}).values())", "pass", ("params by keyword",)),
     Removal(_GATHER, "_wait_for(value)", "pass", ("params in a list",), behind="(list, tuple)"),
-    Removal(_GATHER, "self._communicator.param_needed(self._names[param])", "pass", _PLAIN),
+    Removal(_GATHER, "self._communicator.param_needed(name)", "True", _PLAIN),
     Removal(_GATHER, "time = self._communicator.finish_params()", f"time = {_NO_TIME}", _BEHIND),
     Removal(
         _GATHER, "gather.finish()", "pass", ("model copied",), "def _settled", "it restores the class; a copy waits"
@@ -147,7 +147,7 @@ REMOVALS = (
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), "def state_dict", _OWN),
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("saved in the background",), behind="def _before_state"),
     Removal(_2023, "self._communicator.finish_grads()", _NO_TIME, _FORK),
-    Removal(_2023, "self._params.finish())", f"{_NO_TIME})", _FORK, why=_AGAIN),
+    Removal(_2023, "gathered = self._params.finish()", f"gathered = {_NO_TIME}", _FORK, why=_AGAIN),
     Removal(
         "hosts/megatron_2023/communication.py", "self._params.finish()", _NO_TIME, _FORK, "def finish_gather", _AGAIN
     ),
