@@ -309,7 +309,6 @@ def test_environment_when_variables_are_set_then_they_stand_in_for_what_code_lea
         "MEGATRON_DISTOPT_DETERMINISTIC": "yes",
         "MEGATRON_DISTOPT_REDUCE_DTYPE": "none",
         "MEGATRON_DISTOPT_SHARED_MEMORY": "no",
-        "MEGATRON_DISTOPT_DEBUG": "yes",
         "MEGATRON_DISTOPT_MUON_MOMENTUM": "0.5",
         "MEGATRON_DISTOPT_MUON_NESTEROV": "no",
         "MEGATRON_DISTOPT_MUON_NS_STEPS": "7",

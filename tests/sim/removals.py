@@ -191,6 +191,7 @@ _KEPT: dict[str, dict[str, str]] = {
     "hosts/torch/gather.py": {
         "self.finish()": f"{_CALLER}; and for torch's compiler, which does not compile for the simulator",
         "gather.wait_for(value)": _BY_NAME,
+        "self._communicator.finish_params()": "where params are waited for in the step itself",
         "_wait_for(value.values())": "no function of torch takes a dict of params",
     },
     "optimizer/deferred.py": {"self._wait = mark(numbers.device)": _GONE},

@@ -94,6 +94,7 @@ class Grads:
         """
         self._buffers += buffers
         self.slots += slots
+        self.present += [slot.param.grad is not None for slot in slots]
         for buffer in buffers:
             self._owned |= {shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)}
         for slot in slots:
