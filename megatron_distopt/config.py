@@ -261,9 +261,9 @@ class DistOptConfig:
         rule=one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
-    async_buffer_mb: int = option(
-        4096,
-        "memory for that copy on each rank, in MB of 10**6 bytes; a larger state is copied in waves",
+    async_buffer_mb: int | None = option(
+        None,
+        "the most memory for that copy on each rank, in MB of 10**6 bytes; none for as much as the state needs",
         rule=at_least(1),
     )
     keep_last: int | None = option(

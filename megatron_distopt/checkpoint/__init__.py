@@ -2,7 +2,6 @@
 
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load import load_checkpoint
-from megatron_distopt.checkpoint.local_state import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.checkpoint.save import save_checkpoint
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel
 
@@ -10,11 +9,8 @@ __all__ = [
     "MANIFEST",
     "Share",
     "WholeModel",
-    "check_local_state_dict",
     "is_checkpoint",
     "load_checkpoint",
-    "load_local_state_dict",
-    "local_state_dict",
     "read_manifest",
     "save_checkpoint",
 ]

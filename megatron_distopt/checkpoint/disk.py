@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 
 try:
     import fcntl
@@ -24,10 +24,10 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno
 
 def make_folder(path: Path) -> None:
     """Makes a folder and its parents, where they are missing. They are there after a power cut, too."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_folder(each.parent)
+    for parent in missing:
+        sync_folder(parent.parent)
 
 
 def create(path: Path) -> BinaryIO:
@@ -98,11 +98,14 @@ def written(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def lock(path: Path) -> int | None:
-    """Locks a file until `unlock`, or until this process ends, however it ends.
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a new file, which is on the disk afterwards."""
+    with written(path) as file:
+        write(file, content)
 
-    Returns:
-        For `unlock`; None where the file system has no locks.
+
+def lock(path: Path) -> int | None:
+    """Locks a file until `unlock` of what it returns, or until this process ends; None where there are no locks.
 
     Raises:
         CheckpointError: another process holds it.
@@ -114,9 +117,9 @@ def lock(path: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        rule, remedy = "be written by one run at a time", "Give each run a folder of its own"
         raise CheckpointError(
-            refusal(f"checkpoint {path.parent}", "another run is saving there now", rule, remedy)
+            f"Invalid checkpoint {path.parent}: another run is saving there now. Must be written by one run at a time. "
+            "Give each run a folder of its own."
         ) from None
     except OSError:
         os.close(descriptor)

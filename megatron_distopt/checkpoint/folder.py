@@ -1,4 +1,4 @@
-"""A checkpoint's folder, and how a save becomes the checkpoint in it: all or nothing, in one step.
+"""A checkpoint's folder: where it lies, how a save becomes the checkpoint in it, and which older ones are removed.
 
 ::
 
@@ -22,30 +22,33 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.dcp import metadata_of
 from megatron_distopt.checkpoint.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
-    check_written,
+    check_joined,
     from_text,
     join,
+    metadata_of,
     overlap,
     to_text,
 )
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
-_DATA, _PART, _FAILED = ".distcp", ".part", ".failed"
 #: Names of files of a save. Other files in the folder are never touched.
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new|failed)")
+_SUFFIX = ".distopt"
+#: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one checkpoint.
+_OF_A_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
+_ITERATION = re.compile(r"iter_(\d+)")
 
 
 def new_save_id() -> str:
@@ -55,11 +58,17 @@ def new_save_id() -> str:
 
 def data_file(folder: Path, save_id: str, rank: int) -> Path:
     """The file into which a rank writes its tensors."""
-    return folder / f"{save_id}-{rank:05d}{_DATA}"
+    return folder / f"{save_id}-{rank:05d}.distcp"
 
 
-def _part_file(folder: Path, save_id: str, rank: int) -> Path:
-    return folder / f"{save_id}-{rank:05d}{_PART}"
+def part_file(folder: Path, save_id: str, rank: int) -> Path:
+    """The file with a rank's own manifest, for the rank that commits."""
+    return folder / f"{save_id}-{rank:05d}.part"
+
+
+def failure_file(folder: Path, save_id: str, rank: int) -> Path:
+    """The file that says why no part of a rank will come, for the rank that commits."""
+    return folder / f"{save_id}-{rank:05d}.failed"
 
 
 def _new_file(folder: Path, save_id: str, name: str) -> Path:
@@ -87,39 +96,11 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
-        remedy = "Load an earlier checkpoint, or start from the model's weights alone"
-        raise CheckpointError(refusal(f"checkpoint {folder}", got, f"hold {MANIFEST}", remedy)) from None
+        raise CheckpointError(
+            f"Invalid checkpoint {folder}: {got}. Must hold {MANIFEST}. Load an earlier checkpoint, or start from the "
+            "model's weights alone."
+        ) from None
     return from_text(text, str(path))
-
-
-def write_part(folder: Path, part: Manifest, rank: int) -> None:
-    """Writes a rank's own manifest, for the rank that commits."""
-    with disk.written(_part_file(folder, part.save_id, rank)) as file:
-        disk.write(file, to_text(part).encode())
-
-
-def read_part(folder: Path, save_id: str, rank: int) -> Manifest | None:
-    """Reads a rank's own manifest; None while it is not there or not complete."""
-    with suppress(OSError, UnicodeDecodeError, CheckpointError):
-        path = _part_file(folder, save_id, rank)
-        return from_text(path.read_text(encoding="utf-8"), str(path))
-    return None
-
-
-def write_failure(folder: Path, save_id: str, rank: int, text: str) -> None:
-    """Tells the rank that commits that no part of this rank will come."""
-    with disk.written(_failure_file(folder, save_id, rank)) as file:
-        disk.write(file, text.encode())
-
-
-def read_failure(folder: Path, save_id: str, rank: int) -> str | None:
-    """Why no part of a rank will come; None where the rank did not say so."""
-    path = _failure_file(folder, save_id, rank)
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
-
-
-def _failure_file(folder: Path, save_id: str, rank: int) -> Path:
-    return folder / f"{save_id}-{rank:05d}{_FAILED}"
 
 
 def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
@@ -134,23 +115,47 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
         OSError: the disk fails; the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
-    check_written(manifest)
+    check_joined(manifest)
     for key, record in manifest.tensors.items():
         _check_complete(key, record)
-    for each in manifest.files:
-        _check_there(folder, each)
+    for file in manifest.files:
+        _check_there(folder, file)
     metadata = metadata_of(manifest)
     manifest = replace(manifest, metadata=(len(metadata), zlib.crc32(metadata)))
     contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata}
     for name, content in contents.items():
-        with disk.written(_new_file(folder, manifest.save_id, name)) as file:
-            disk.write(file, content)
+        disk.write_file(_new_file(folder, manifest.save_id, name), content)
     disk.sync_folder(folder)
     for name in contents:
         disk.replace(_new_file(folder, manifest.save_id, name), folder / name)
     disk.sync_folder(folder)
     _remove_except({file.name for file in manifest.files}, folder)
     return manifest
+
+
+def _check_complete(key: str, record: TensorRecord) -> None:
+    numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
+    if numel != wanted or overlap([chunk.box for chunk in record.chunks]) is not None:
+        got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
+        raise CheckpointError(
+            f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give each param of the model "
+            "a name of its own, and one rank that writes it."
+        )
+
+
+def _check_there(folder: Path, file: FileRecord) -> None:
+    """The folder may have been removed, or another run saves there on a file system without locks."""
+    path = folder / file.name
+    try:
+        with path.open("rb") as opened:  # a network file system may show an old size of a file that is not open
+            got = f"{os.fstat(opened.fileno()).st_size} bytes"
+    except FileNotFoundError:
+        got = "not there"
+    if got != f"{file.nbytes} bytes":
+        raise CheckpointError(
+            f"Invalid file {path}: {got}. Must have the {file.nbytes} bytes that its rank wrote. Let nothing else "
+            "write or remove there."
+        )
 
 
 def withdraw(folder: Path, save_id: str) -> None:
@@ -160,11 +165,6 @@ def withdraw(folder: Path, save_id: str) -> None:
         for path in folder.glob(f"{save_id}-*"):
             if path.name not in named:
                 disk.remove(path)
-
-
-def saves_in(folder: Path) -> set[str]:
-    """Ids of the saves whose tensors lie in a folder: the checkpoint's, and those of saves that never ended."""
-    return {path.name.partition("-")[0] for path in folder.glob(f"*{_DATA}") if _OF_A_SAVE.fullmatch(path.name)}
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -192,24 +192,85 @@ def _remove_except(kept: set[str], folder: Path) -> None:
                 disk.remove(path)
 
 
-def _check_complete(key: str, record: TensorRecord) -> None:
-    numel = sum(chunk.box.numel for chunk in record.chunks)
-    wanted, twice = math.prod(record.shape), overlap([chunk.box for chunk in record.chunks])
-    if numel != wanted or twice is not None:
-        got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
-        rule = f"be written once, all {wanted} elements"
-        remedy = "Give each param of the model a name of its own, and one rank that writes it"
-        raise CheckpointError(refusal(f"tensor {key!r}", got, rule, remedy))
+def folder_beside(filename: str) -> Path:
+    """The folder of the checkpoint that belongs to a file of the host, the same for all ranks of the model.
+
+    >>> folder_beside("run/iter_0000010/mp_rank_00_001/distrib_optim.pt").as_posix()
+    'run/iter_0000010/distrib_optim.distopt'
+    """
+    path = Path(filename)
+    parent = path.parent.parent if _OF_A_RANK.fullmatch(path.parent.name) else path.parent
+    return parent / f"{path.stem}{_SUFFIX}"
 
 
-def _check_there(folder: Path, file: FileRecord) -> None:
-    """The folder may have been removed, or another run saves there on a file system without locks."""
-    path = folder / file.name
+def finished_beside(folder: Path) -> list[Path]:
+    """Finished checkpoints of the other iterations in a Megatron's folder of a run, the latest first."""
+    if not _ITERATION.fullmatch(folder.parent.name):
+        return []
+    others = (other for other in _neighbours(folder) if other.name == folder.name and _iteration_of(other) >= 0)
+    return sorted((other for other in others if is_checkpoint(other)), key=_iteration_of, reverse=True)
+
+
+def _iteration_of(folder: Path) -> int:
+    match = _ITERATION.fullmatch(folder.parent.name)
+    return int(match.group(1)) if match else -1
+
+
+def not_found(folder: Path, filename: str) -> CheckpointError:
+    """The error where there is neither a checkpoint of ours nor the host's file."""
+    remedy = "Start from the weights with --no-load-optim"
+    others = finished_beside(folder)
+    if others:
+        latest = _iteration_of(others[0])
+        remedy = (
+            f"Write {latest} into latest_checkpointed_iteration.txt: the save of this iteration never ended, "
+            f"that of {latest} did"
+        )
+    return CheckpointError(
+        f"Invalid optimizer state: neither {folder / MANIFEST} nor {filename}. Must be in one of the two. {remedy}."
+    )
+
+
+def drop_older(folder: Path, keep: int) -> None:
+    """Removes all but the latest checkpoints of a run, of those that the manifest names as earlier ones.
+
+    They lie in sibling folders, or in siblings of the parent under the same name (`iter_1/optimizer`,
+    `iter_2/optimizer`). Other files stay, also those in the folders of checkpoints.
+
+    Args:
+        folder: of the checkpoint that was just saved.
+        keep: how many stay, this one included.
+    """
+    with suppress(OSError, CheckpointError):  # the new checkpoint is there, whatever becomes of older ones
+        number_of = {save_id: number for number, save_id in enumerate(read_manifest(folder).earlier)}
+        older = {}
+        for other in _neighbours(folder):
+            with suppress(CheckpointError):  # none, or one that cannot be read
+                save_id = read_manifest(other).save_id
+                if save_id in number_of:
+                    older[other] = number_of[save_id]
+        for other in sorted(older, key=lambda path: older[path], reverse=True)[keep - 1 :]:
+            _remove_unless_locked(other)
+
+
+def _neighbours(folder: Path) -> Iterator[Path]:
+    """Folders in which earlier checkpoints may lie. Symbolic links are left out: their targets lie elsewhere."""
+    folder = folder.resolve()
+    parents = [folder.parent, folder.parent.parent]
+    siblings, beside_parent = ([*parent.iterdir()] if parent.is_dir() else [] for parent in parents)
+    for path in (*siblings, *(other / folder.name for other in beside_parent)):
+        with suppress(OSError):  # another user's
+            if path != folder and path.is_dir() and not (path.is_symlink() or path.parent.is_symlink()):
+                yield path
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    """Removes a checkpoint, unless another run is saving to its folder now."""
+    lock = None
     try:
-        with path.open("rb") as opened:  # a network file system may show an old size of a file that is not open
-            got = f"{os.fstat(opened.fileno()).st_size} bytes"
-    except FileNotFoundError:
-        got = "not there"
-    if got != f"{file.nbytes} bytes":
-        rule, remedy = f"have the {file.nbytes} bytes that its rank wrote", "Let nothing else write or remove there"
-        raise CheckpointError(refusal(f"file {path}", got, rule, remedy))
+        lock = disk.lock(lock_file(folder))
+        remove_checkpoint(folder)
+    except (OSError, CheckpointError):
+        return
+    finally:
+        disk.unlock(lock)

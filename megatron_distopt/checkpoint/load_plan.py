@@ -1,156 +1,390 @@
-"""What this rank has to read, planned and checked before anything is changed."""
+"""What this rank reads of a checkpoint: found and checked on all ranks before anything is changed on one.
+
+[Note: another kind of optimizer] A param that Muon updates and another optimizer has updated, or the other way round,
+keeps its main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each
+needs an lr of its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
+The same holds for optimizers that update whole params, each of which keeps what no other one understands and nobody
+else can cut: the state of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_distopt.checkpoint.load_groups import GroupMatch, match_groups
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of
-from megatron_distopt.checkpoint.owned_state import owned_by_name
-from megatron_distopt.checkpoint.saved_by_name import SavedByName
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.layout import Box
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.layout import Box, Placement
+from megatron_distopt.optimizer.inner import is_torchs, part_for
+from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+
+_log = logging.getLogger("megatron_distopt")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What is saved of the state of one param; the params of a flat param must have it in common."""
+
+    step: int | None = None  # updates so far; None where they are not counted, or there were none
+    scalars: tuple[tuple[str, Scalar], ...] = ()  # what the inner optimizer keeps once for the param
+    kinds: tuple[tuple[str, torch.dtype], ...] = ()  # names and dtypes of the moments; empty without state
 
 
 @dataclass(frozen=True, eq=False)
-class ReadTarget:
-    """Where a part of what is read goes.
+class SavedParam:
+    """What a checkpoint has for one param of the run."""
 
-    Args:
-        piece: of the state.
-        kind: of the tensor: "main", or the inner optimizer's name for what it keeps.
-        in_chunk: the part of the tensor that is read.
-        in_piece: the same elements in the piece.
-    """
+    name: str  # in the checkpoint
+    group: GroupRecord
+    state: SavedState  # empty where it begins anew
+    owned: tuple[str, ...]  # keys of what the owner of the whole param keeps
+    begins_anew: bool  # see [Note: another kind of optimizer]
 
-    piece: OwnedPiece
-    kind: str
-    in_chunk: Box
-    in_piece: Box
+
+@dataclass(frozen=True, eq=False)
+class GroupMatch:
+    """A param group of the run, and what is saved for it."""
+
+    optimizer: ShardedOptimizer
+    number: int  # of the group in the optimizer
+    options: Mapping[str, Any]
+    states: Mapping[str, SavedState]  # by the params' names in the optimizer
+
+    @property
+    def step(self) -> int | None:
+        """The largest count of updates of its params."""
+        return max((state.step for state in self.states.values() if state.step is not None), default=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One tensor to read from a file, and the places that its elements go to."""
+    """Elements that one stored chunk has of a piece of the state."""
 
-    key: str
-    chunk: Chunk
-    dtype: torch.dtype
-    targets: tuple[ReadTarget, ...]
+    key: str  # of the stored tensor
+    chunk: Chunk  # a box of that tensor
+    box: Box  # the elements, in the whole param
+    piece: OwnedPiece  # takes them
+
+    @property
+    def in_chunk(self) -> Box:
+        """The elements in the tensor that is read."""
+        return self.box.relative_to(self.chunk.box.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class Loadable:
+    """A state that can be loaded, wherever its tensors come from."""
+
+    manifest: Manifest
+    where: str  # the place of the state, for errors
+    read: Callable[[Sequence[Read]], Iterator[tuple[Read, Tensor]]]  # the elements of each box, in the order of reads
+    read_whole: Callable[[str], Tensor]  # a whole tensor, by key
+    verify: Callable[[Sequence[Read]], None]  # raises where something cannot be read; may keep what it reads
 
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """Everything that this rank reads.
+    """Everything that this rank reads."""
+
+    saved: Mapping[str, SavedParam]  # by the params' names in the whole model of the run
+    groups: tuple[GroupMatch, ...]  # of the run, as far as something is saved for them
+    reads: tuple[Read, ...]  # in the order of files and of the bytes in them
+    owned: Mapping[str, tuple[str, ...]]  # keys of what owners of whole params read, by the params' names
+
+    @property
+    def anew(self) -> list[str]:
+        """Params of this rank whose state begins anew, see [Note: another kind of optimizer]."""
+        return [name for name, saved in self.saved.items() if saved.begins_anew]
+
+
+def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
+    """Finds everything that this rank owns in a state; nothing is changed.
 
     Args:
-        manifest: of the checkpoint.
-        reads: in the order of files and of the bytes in them.
-        groups: of the run, as far as the checkpoint has something for them.
-        anew: names of params of this rank whose state begins anew, see [Note: another kind of optimizer] in
-            saved_by_name.py.
-        owned: what owners of whole params read, without targets, in the order of `reads`; each with the param's name.
-    """
-
-    manifest: Manifest
-    reads: tuple[Read, ...]
-    groups: tuple[GroupMatch, ...]
-    anew: tuple[str, ...] = ()
-    owned: Mapping[Read, str] = field(default_factory=dict)
-
-
-def plan_load(manifest: Manifest, where: str, model: WholeModel) -> LoadPlan:
-    """Finds in a checkpoint everything that this rank owns.
-
-    Args:
-        manifest: of the checkpoint.
-        where: its path, for errors.
-        model: will take the state.
+        names: in the whole model of the run, of the params of all ranks.
 
     Raises:
-        CheckpointError: a param is missing, has another shape, or its group is ambiguous.
+        CheckpointError: params are missing, unknown or of another shape, a group is ambiguous, or the inner optimizer
+            could not go on with what is there.
     """
-    saved = SavedByName(manifest, where, model)
-    groups = tuple(match for share in model.shares for match in match_groups(share, saved))
-    targets: dict[tuple[str, Chunk], list[ReadTarget]] = {}
-    for piece in owned_pieces(model):
-        for key, chunk, target in _targets_of(piece, saved):
-            targets.setdefault((key, chunk), []).append(target)
-    reads = [
-        Read(key, chunk, getattr(torch, manifest.tensors[key].dtype), tuple(found))
-        for (key, chunk), found in targets.items()
+    _check_no_others(state, model, names)
+    saved = _saved_params(state, model)
+    resting = _resting_groups(state.manifest, model)
+    groups = [
+        match
+        for share in model.shares
+        for number in range(len(share.optimizer.plan.groups))
+        if (match := _match_group(share, number, saved, resting, state.where, model.from_weights)) is not None
     ]
-    owned = {read: name for share in model.shares for name, read in _owned_reads(share, saved)}
-    return LoadPlan(manifest, _in_order(reads), groups, saved.anew, {read: owned[read] for read in _in_order(owned)})
+    mine = {name for share in model.shares for name in owned_by_name(share)}
+    owned = {name: each.owned for name, each in saved.items() if name in mine and each.owned}
+    return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model), owned)
 
 
-def _in_order(reads: Iterable[Read]) -> tuple[Read, ...]:
+def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeModel) -> tuple[Read, ...]:
+    """Finds the chunks that hold the elements of this rank's flat params, as they are cut now.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the param of the run, or elements of it are missing.
+    """
+    reads = []
+    for piece in owned_pieces(model):
+        param = saved[piece.placement.name]
+        for kind in (MAIN, *(kind for kind, _ in param.state.kinds)):
+            key = key_of(kind, param.name)
+            record, what = state.manifest.tensors[key], f"tensor {key!r} in checkpoint {state.where}"
+            wanted = _wanted(piece, record.shape, what, model)
+            boxes = [chunk.box for chunk in record.chunks]
+            for number, box in covering(wanted, boxes, what, _another(model)) if wanted is not None else ():
+                reads.append(Read(key, record.chunks[number], box, piece))
     return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
 
 
-def _owned_reads(share: Share, saved: SavedByName) -> Iterator[tuple[str, Read]]:
-    """What this rank reads of params that it owns whole, with their names in the whole model."""
-    mine = owned_by_name(share)
-    for placement in share.placements.values():
-        for key in saved.owned_of(placement) if placement.name in mine else ():
-            record = saved.manifest.tensors[key]
-            for chunk in record.chunks:
-                yield placement.name, Read(key, chunk, getattr(torch, record.dtype), ())
-
-
-def _targets_of(piece: OwnedPiece, saved: SavedByName) -> Iterator[tuple[str, Chunk, ReadTarget]]:
-    name = saved.name_of(piece.placement)
-    for kind in (MAIN, *saved.kinds_of(piece.placement)):
-        key = key_of(kind, name)
-        record = saved.manifest.tensors[key]
-        wanted = _wanted(piece, key, record, saved)
-        what = f"tensor {key!r} in checkpoint {saved.where}"
-        if wanted is not None:
-            for chunk, target in find_targets(piece, kind, wanted, record.chunks, what, saved.another):
-                yield key, chunk, target
-
-
-def find_targets(
-    piece: OwnedPiece, kind: str, wanted: Box, chunks: Iterable[Chunk], what: str, remedy: str
-) -> Iterator[tuple[Chunk, ReadTarget]]:
-    """Finds the chunks that hold elements of a piece.
+def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Iterator[tuple[int, Box]]:
+    """Yields which of the boxes hold elements of a box, by number, and which elements.
 
     Args:
-        piece: of the state.
-        kind: "main", or the inner optimizer's name for what it keeps.
-        wanted: the elements of the piece, in the whole param, that the chunks must hold.
-        chunks: of one tensor; disjoint.
-        what: what errors call the tensor.
-        remedy: for errors.
+        boxes: disjoint.
+        what: the tensor, for errors.
 
     Raises:
-        CheckpointError: after the last chunk, where elements are missing.
+        CheckpointError: after the last box, where elements are missing.
     """
-    found = 0
-    for chunk in chunks:
-        both = wanted.intersect(chunk.box)
+    numel = 0
+    for number, box in enumerate(boxes):
+        both = wanted.intersect(box)
         if both is not None:
-            found += both.numel
-            in_piece = both.relative_to(piece.piece.in_global.offsets)
-            yield chunk, ReadTarget(piece, kind, both.relative_to(chunk.box.offsets), in_piece)
-    if found != wanted.numel:
-        got, rule = f"{found} elements of {wanted}", f"hold all {wanted.numel} which this rank owns, each once"
-        raise CheckpointError(refusal(what, got, rule, remedy))
+            numel += both.numel
+            yield number, both
+    if numel != wanted.numel:
+        raise CheckpointError(
+            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel} which this rank owns, each "
+            f"once. {remedy}."
+        )
 
 
-def _wanted(piece: OwnedPiece, key: str, record: TensorRecord, saved: SavedByName) -> Box | None:
-    """The elements of a piece that the checkpoint has to hold; None where the piece is padding that it lacks.
+def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeModel) -> Box | None:
+    """The elements of a piece that a tensor has to hold; None where the piece is padding that it lacks."""
+    ours = piece.placement.global_shape
+    is_padding_alone = piece.placement.is_padded and shape[1:] == ours[1:] and len(shape) == len(ours)
+    if shape != ours and not is_padding_alone:
+        raise CheckpointError(
+            f"Invalid {what}: of shape {list(shape)}. Must have the shape {list(ours)} of the run. {_another(model)}."
+        )
+    return piece.piece.in_global.intersect(Box.whole(shape))
+
+
+def _another(model: WholeModel) -> str:
+    """The remedy where the checkpoint is of another model."""
+    return f"Load a checkpoint of this model, or {model.from_weights}"
+
+
+def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
+    """The canonical name of each name; a name itself where another one has the same canonical name."""
+    canonical = {name: model.canonical(name) for name in names}
+    counts = Counter(canonical.values())
+    return {name: each if counts[each] == 1 else name for name, each in canonical.items()}
+
+
+def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -> None:
+    """Raises where a checkpoint has params that the model does not have on any rank."""
+    known = set(_canonical([*names, *model.frozen], model).values())
+    others = [name for name, canonical in _canonical(state.manifest.names, model).items() if canonical not in known]
+    if others:
+        raise CheckpointError(
+            f"Invalid checkpoint {state.where}: {some_of(others)}, which the model does not have. Must hold the params "
+            f"of the run. {_another(model)}."
+        )
+
+
+def _names_in_run(model: WholeModel) -> dict[str, str]:
+    """The canonical name of each param of this rank, frozen ones included."""
+    names = [placement.name for share in model.shares for placement in share.placements.values()]
+    return _canonical([*names, *model.frozen], model)
+
+
+def _saved_params(state: Loadable, model: WholeModel) -> dict[str, SavedParam]:
+    """What a checkpoint has for the params that this rank updates, by their names in the whole model."""
+    manifest, canonical = state.manifest, _names_in_run(model)
+    saved_name = {canonical: name for name, canonical in _canonical(manifest.names, model).items()}
+    group_of = {name: group for group in manifest.groups for name in group.names}
+    keys: dict[str, list[str]] = {name: [] for name in manifest.names}
+    for key in manifest.tensors:
+        keys.get(name_of(key), []).append(key)
+    found = {}
+    for placement, current, optimizer in _updated(model):
+        name = saved_name.get(canonical[placement.name], "")
+        if name not in group_of:
+            got = f"param {name!r} in no group" if name else f"without param {placement.name!r}"
+            rule = "name the group of every param" if name else "hold the params of the run"
+            raise CheckpointError(f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}.")
+        owned = [key for key in keys[name] if is_owned(key)]
+        group = group_of[name]
+        if _begins_anew(placement, current, optimizer, manifest, group, name, owned):
+            found[placement.name] = SavedParam(name, group, SavedState(), (), begins_anew=True)
+            continue
+        kinds = {kind_of(key): getattr(torch, manifest.tensors[key].dtype) for key in keys[name] if not is_owned(key)}
+        moments = tuple(sorted((kind, dtype) for kind, dtype in kinds.items() if kind != MAIN))
+        saved = SavedState(group.step, tuple(sorted(group.scalars.items())), moments)
+        ours = tuple(key for key in owned if is_owned_part(key, placement))
+        found[placement.name] = SavedParam(name, group, saved, ours, begins_anew=False)
+    return found
+
+
+def _updated(model: WholeModel) -> Iterator[tuple[Placement, Mapping[str, Any], ShardedOptimizer]]:
+    """Params that are updated, each with its param group and its optimizer."""
+    for share in model.shares:
+        for group, current in zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False):
+            yield from ((share.placements[name], current, share.optimizer) for name in group.names)
+
+
+def _begins_anew(
+    placement: Placement,
+    current: Mapping[str, Any],
+    optimizer: ShardedOptimizer,
+    manifest: Manifest,
+    group: GroupRecord,
+    name: str,
+    owned: Sequence[str],
+) -> bool:
+    """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer]."""
+    if group.options and is_muons_group(group.options) != is_muons_group(current):
+        return True
+    if not optimizer.plan.choice.updates_whole_params:
+        return bool(owned)
+    if class_of(manifest.inner) != class_of(optimizer.plan.choice.name):
+        return True
+    main = manifest.tensors[key_of(MAIN, name)]
+    is_cut_alike = main.shape == placement.global_shape and any(is_owned_part(key, placement) for key in owned)
+    return bool(owned) and not is_cut_alike
+
+
+def class_of(inner: str) -> str:
+    """The name of a class that was given as an object, or asked for as module:Class.
+
+    >>> class_of("pytorch_optimizer:SOAP")
+    'SOAP'
+    """
+    return inner.rpartition(":")[2]
+
+
+def _resting_groups(manifest: Manifest, model: WholeModel) -> dict[str, GroupRecord]:
+    """Where a checkpoint has options for params of this rank, by the names of the run; also for those at rest there."""
+    groups = (*manifest.resting, *manifest.groups)
+    known = {name: group for group in groups for name in group.names}
+    saved_names = _canonical([*manifest.names, *known], model)
+    by_canonical = {canonical: known[name] for name, canonical in saved_names.items() if name in known}
+    ours = _names_in_run(model)
+    return {name: by_canonical[canonical] for name, canonical in ours.items() if canonical in by_canonical}
+
+
+def _match_group(
+    share: Share,
+    number: int,
+    saved: Mapping[str, SavedParam],
+    resting: Mapping[str, GroupRecord],
+    where: str,
+    from_weights: str,
+) -> GroupMatch | None:
+    """What is saved for a param group; None where nothing is.
+
+    A group of frozen params has options and no state. The options matter once one of the params is unfrozen.
+    """
+    optimizer = share.optimizer
+    params = {name: saved[share.placements[name].name] for name in optimizer.plan.groups[number].names}
+    records = {share.placements[name].name: param.group for name, param in params.items() if not param.begins_anew}
+    if not params:
+        records = {name: resting[name] for name in share.resting.get(number, ()) if name in resting}
+        if not records:
+            return None
+    first = next(iter(records), "")
+    for name, record in records.items():
+        if record.options != records[first].options:
+            raise CheckpointError(
+                f"Invalid param groups in checkpoint {where}: {first!r} and {name!r} in different groups. Must have "
+                "been in groups of equal options, because they are in one here. Build the optimizer with the param "
+                "groups of the saved run."
+            )
+    if records:
+        _check_options(optimizer, number, records[first], where)
+    states = {name: param.state for name, param in params.items()}
+    by_global_name = {share.placements[name].name: state for name, state in states.items()}
+    _check_kinds(optimizer, number, by_global_name, where, from_weights)
+    steps = {name: 0 if saved[name].begins_anew else state.step for name, state in by_global_name.items()}
+    check_steps(optimizer, steps, f"updates in checkpoint {where}")
+    return GroupMatch(optimizer, number, records[first].options if records else {}, states)
+
+
+def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
+    """The moments that the inner optimizer needs for an updated param of a group; empty where that is not known.
+
+    `plan.choice.moments` does not say it of an instance that the user gave, so its class is asked.
+    """
+    updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
+    if isinstance(updater, (torch.optim.Adam, torch.optim.AdamW)):
+        return frozenset(("exp_avg", "exp_avg_sq"))
+    if isinstance(updater, (torch.optim.SGD, FlatMuon)):
+        return frozenset(("momentum_buffer",))
+    return optimizer.plan.choice.moments
+
+
+def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
+    """Checks the types of saved options, and that the run has those which no file keeps, such as functions."""
+    current = optimizer.inner.param_groups[number]
+    place = f"of the params of group {number} in checkpoint {where}"
+    check_types(saved.options, current, place, "Load another checkpoint")
+    for key, type_name in saved.unsaved.items():
+        if key not in current:
+            raise CheckpointError(
+                f"Invalid {key} {place}: a {type_name}, which no file keeps. Must be in the param group of the run. "
+                f"Put {key} into the param group before the load."
+            )
+        _log.warning("param group option %r was a %s, which no file keeps; the run's own stays", key, type_name)
+
+
+def _check_kinds(
+    optimizer: ShardedOptimizer, number: int, states: Mapping[str, SavedState], where: str, from_weights: str
+) -> None:
+    """Checks that all updated params of a group have the same moments, and those that the inner optimizer needs."""
+    wanted = needed_moments(optimizer, number)
+    usual = next((state.kinds for state in states.values() if state.kinds), ())
+    for name, state in states.items():
+        kinds = dict(state.kinds).keys()
+        has_begun = bool(kinds) or bool(state.step)
+        if (kinds and state.kinds != usual) or (has_begun and not wanted <= kinds):
+            needed = ", ".join(sorted(wanted | dict(usual).keys()))
+            raise CheckpointError(
+                f"Invalid state of {name!r} in checkpoint {where}: {', '.join(sorted(kinds)) or 'nothing'} besides the "
+                f"param. Must hold {needed} for {optimizer.plan.choice.name}. Resume with the optimizer of the saved "
+                f"run, or {from_weights}."
+            )
+
+
+def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
+    """Checks that the inner optimizer can count the updates of each param by itself, where the counts differ.
+
+    Args:
+        steps: updates of the params of one group, by name.
+        what: what errors call the counts.
 
     Raises:
-        CheckpointError: the param has another shape there.
+        CheckpointError
     """
-    ours = piece.placement.global_shape
-    is_padding_alone = piece.placement.is_padded and record.shape[1:] == ours[1:] and len(record.shape) == len(ours)
-    if record.shape != ours and not is_padding_alone:
-        got, rule = f"of shape {list(record.shape)}", f"have the shape {list(ours)} of the run"
-        raise CheckpointError(refusal(f"tensor {key!r} in checkpoint {saved.where}", got, rule, saved.another))
-    return piece.piece.in_global.intersect(Box.whole(record.shape))
+    counted = {step: name for name, step in steps.items() if step is not None}
+    if len(counted) > 1 and not is_torchs(optimizer.inner):
+        (one, first), (other, second) = sorted(counted.items())[:2]
+        raise CheckpointError(
+            f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for all params of a group, "
+            f"for which {optimizer.plan.choice.name} has one count. Write adam='torch_fused' or adam='torch_foreach'."
+        )

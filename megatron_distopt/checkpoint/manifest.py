@@ -1,7 +1,8 @@
 """The manifest: what a checkpoint holds and where, as one JSON document. docs/checkpoint.md specifies it.
 
 Every rank makes one of its own file (a `Manifest` with one entry in `files`); joined, they are the checkpoint's.
-Nothing in a manifest is trusted: it is checked while it is read, and no pickle is involved.
+Nothing in a manifest is trusted: it is checked while it is read, and no pickle is read. `metadata_of` writes one, for
+torch's own reader.
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ from __future__ import annotations
 import gc
 import json
 import math
+import pickle
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
 from itertools import combinations
 from typing import Any
+
+import torch
 
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_groups,
+    check_names_once,
     group_from_json,
     group_to_json,
     join_groups,
     known_dtype,
 )
-from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 
 _FORMAT_VERSION = 1
@@ -68,34 +75,21 @@ def name_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One box of a tensor, and the bytes that hold it, as `torch.save` wrote them.
+    """One box of a tensor, and the bytes that hold it, as `torch.save` wrote them."""
 
-    Args:
-        box: of the whole tensor.
-        file: number in `Manifest.files`.
-        start: first byte in that file.
-        nbytes: number of bytes there.
-    """
-
-    box: Box
-    file: int
-    start: int
+    box: Box  # of the whole tensor
+    file: int  # number in `Manifest.files`
+    start: int  # first byte in that file
     nbytes: int
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of the whole model.
-
-    Args:
-        shape: of the whole param.
-        dtype: e.g. "float32".
-        chunks: disjoint; together they are the whole tensor.
-    """
+    """One tensor of the whole model."""
 
     shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[Chunk, ...]
+    dtype: str  # e.g. "float32"
+    chunks: tuple[Chunk, ...]  # disjoint; together they are the whole tensor
 
 
 @dataclass(frozen=True)
@@ -109,35 +103,21 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Args:
-        save_id: of the save, in the names of its files.
-        files: all of them.
-        tensors: by key, see `key_of`.
-        groups: param groups.
-        resting: param groups of params that never trained; their options count once they are unfrozen.
-        inner: name of the inner optimizer.
-        loss_scale: numbers of the loss scale; empty where it never changes.
-        num_skipped: steps that were skipped so far.
-        about: host, sizes of the parallel groups and versions of the run that wrote it, for people to read.
-        earlier: ids of the saves before it, the latest last, see [Note: history] in whole_model.py.
-        metadata: bytes and CRC-32 of the file `.metadata`; None before that is written, and in old checkpoints.
-    """
-
-    save_id: str
+    save_id: str  # in the names of the save's files
     files: tuple[FileRecord, ...]
-    tensors: Mapping[str, TensorRecord]
+    tensors: Mapping[str, TensorRecord]  # by `key_of`
     groups: tuple[GroupRecord, ...]
-    inner: str
-    loss_scale: Mapping[str, float] = field(default_factory=dict)
-    num_skipped: int = 0
-    about: Mapping[str, str | int] = field(default_factory=dict)
-    earlier: tuple[str, ...] = ()
-    metadata: tuple[int, int] | None = None
-    resting: tuple[GroupRecord, ...] = ()
+    inner: str  # name of the inner optimizer
+    loss_scale: Mapping[str, float] = field(default_factory=dict)  # empty where it never changes
+    num_skipped: int = 0  # steps that were skipped so far
+    about: Mapping[str, str | int] = field(default_factory=dict)  # host, sizes and versions of the run, for people
+    earlier: tuple[str, ...] = ()  # ids of the saves before it, the latest last, see [Note: history] in whole_model.py
+    metadata: tuple[int, int] | None = None  # bytes and CRC-32 of `.metadata`; None in old checkpoints
+    resting: tuple[GroupRecord, ...] = ()  # of params that never trained; their options count once they are unfrozen
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the params, in the order of the keys."""
         return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
@@ -145,7 +125,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(each.nbytes for each in self.files)
+        return sum(file.nbytes for file in self.files)
 
 
 def join(parts: Sequence[Manifest]) -> Manifest:
@@ -157,41 +137,40 @@ def join(parts: Sequence[Manifest]) -> Manifest:
     Raises:
         CheckpointError: ranks disagree about a tensor.
     """
-    tensors: dict[str, TensorRecord] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    records: dict[str, TensorRecord] = {}
     files: list[FileRecord] = []
     for part in parts:
         for key, record in part.tensors.items():
-            moved = tuple(replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
-            known = tensors.setdefault(key, TensorRecord(record.shape, record.dtype, ()))
+            known = records.setdefault(key, record)
             if (known.shape, known.dtype) != (record.shape, record.dtype):
-                got = f"{_described(record)} on one rank and {_described(known)} on another"
-                raise CheckpointError(refusal(f"tensor {key!r}", got, "be the same on all ranks", "Report this"))
-            tensors[key] = replace(known, chunks=known.chunks + moved)
+                one, other = (f"{each.dtype} {list(each.shape)}" for each in (record, known))
+                raise CheckpointError(
+                    f"Invalid tensor {key!r}: {one} on one rank and {other} on another. Must be the same on all ranks. "
+                    "Report this."
+                )
+            moved = (replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
+            chunks.setdefault(key, []).extend(moved)
         files += part.files
-    groups = join_groups([group for part in parts for group in part.groups])
-    resting = join_groups([group for part in parts for group in part.resting])
-    joined = dict(sorted(tensors.items()))
-    return replace(parts[0], files=tuple(files), tensors=joined, groups=groups, resting=resting)
+    groups = join_groups(group for part in parts for group in part.groups)
+    resting = join_groups(group for part in parts for group in part.resting)
+    tensors = {key: replace(records[key], chunks=tuple(chunks[key])) for key in sorted(records)}
+    return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)
 
 
-def check_written(manifest: Manifest) -> None:
-    """Checks that the values of every param were written, and that the groups hold nothing that a load would refuse.
-
-    Args:
-        manifest: of the whole model.
+def check_joined(manifest: Manifest) -> None:
+    """Checks what no rank can see alone: every param of a group was written, and every param is in one group.
 
     Raises:
         CheckpointError
     """
-    missing = [name for group in manifest.groups for name in group.names if key_of(MAIN, name) not in manifest.tensors]
-    if missing:
-        rule, remedy = "be written by one of the ranks that hold it", "Report this"
-        raise CheckpointError(refusal(f"param {missing[0]!r}", "written by no rank", rule, remedy))
-    check_groups((*manifest.groups, *manifest.resting), "the checkpoint that is being saved")
-
-
-def _described(record: TensorRecord) -> str:
-    return f"{record.dtype} {list(record.shape)}"
+    for name in (name for group in manifest.groups for name in group.names):
+        if key_of(MAIN, name) not in manifest.tensors:
+            raise CheckpointError(
+                f"Invalid param {name!r}: written by no rank. Must be written by one of the ranks that hold it. "
+                "Report this."
+            )
+    check_names_once((*manifest.groups, *manifest.resting), "the checkpoint that is being saved")
 
 
 def to_text(manifest: Manifest) -> str:
@@ -208,16 +187,16 @@ def to_text(manifest: Manifest) -> str:
         "resting": [group_to_json(group) for group in manifest.resting],
         "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
         "tensors": {
-            key: [list(record.shape), record.dtype, [_chunk_to_json(chunk) for chunk in record.chunks]]
+            key: [
+                list(record.shape),
+                record.dtype,
+                [[list(c.box.offsets), list(c.box.sizes), c.file, c.start, c.nbytes] for c in record.chunks],
+            ]
             for key, record in manifest.tensors.items()
         },
     }
     head = {"format": _FORMAT, "version": _FORMAT_VERSION, "crc32": _crc(body)}
     return json.dumps({**head, "body": body}, separators=(",", ":")) + "\n"
-
-
-def _chunk_to_json(chunk: Chunk) -> list[Any]:
-    return [list(chunk.box.offsets), list(chunk.box.sizes), chunk.file, chunk.start, chunk.nbytes]
 
 
 def _crc(body: object) -> int:
@@ -226,45 +205,46 @@ def _crc(body: object) -> int:
 
 
 def from_text(text: str, where: str) -> Manifest:
-    """The inverse of `to_text`.
-
-    Args:
-        text: of the file.
-        where: its path, for errors.
+    """The inverse of `to_text`; `where` is the path of the file, for errors.
 
     Raises:
         CheckpointError: it is no manifest, damaged, of a later version, or has values that no optimizer can use.
     """
-    what, remedy = f"manifest {where}", "Load an earlier checkpoint; this one was damaged after it was written"
-    try:
-        document = json.loads(text)
-        found, version, body = document["format"], document["version"], document["body"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(refusal(what, f"{error!r} while reading it", "be one JSON document", remedy)) from None
-    if found != _FORMAT or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
-        rule = f"be {_FORMAT!r} of version 1 to {_FORMAT_VERSION}"
-        newer = "Load it with the version of megatron-distopt that wrote it"
-        raise CheckpointError(refusal(what, f"format {found!r} of version {version!r}", rule, newer))
-    if document.get("crc32") != _crc(body):
-        got, rule = f"CRC-32 {_crc(body)}", f"have the {document.get('crc32')} that it says"
-        raise CheckpointError(refusal(what, got, rule, remedy))
-    try:
-        manifest = _from_json(body)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, DistOptError) as error:
-        raise CheckpointError(
-            refusal(what, f"{error!r} while reading it", "follow docs/checkpoint.md", remedy)
-        ) from None
+    manifest, what = parsed(text, where), f"manifest {where}"
     check_groups((*manifest.groups, *manifest.resting), what)
     check_counts(manifest, what)
     return manifest
 
 
+def parsed(text: str, where: str) -> Manifest:
+    """`from_text` without a check of the values in param groups, for one that this save has written and checked."""
+    what, damaged = (
+        f"Invalid manifest {where}",
+        "Load an earlier checkpoint; this one was damaged after it was written.",
+    )
+    try:
+        document = json.loads(text)
+        format, version, body = document["format"], document["version"], document["body"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{what}: {error!r} while reading it. Must be one JSON document. {damaged}") from None
+    if format != _FORMAT or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
+        raise CheckpointError(
+            f"{what}: format {format!r} of version {version!r}. Must be {_FORMAT!r} of version 1 to {_FORMAT_VERSION}. "
+            "Load it with the version of megatron-distopt that wrote it."
+        )
+    if document.get("crc32") != _crc(body):
+        said = document.get("crc32")
+        raise CheckpointError(f"{what}: CRC-32 {_crc(body)}. Must have the {said} that it says. {damaged}")
+    try:
+        return _from_json(body)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, DistOptError) as error:
+        raise CheckpointError(
+            f"{what}: {error!r} while reading it. Must follow docs/checkpoint.md. {damaged}"
+        ) from None
+
+
 def check_counts(manifest: Manifest, what: str) -> None:
     """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative.
-
-    Args:
-        manifest: was read, or is about to be written.
-        what: what errors call it.
 
     Raises:
         CheckpointError
@@ -273,60 +253,77 @@ def check_counts(manifest: Manifest, what: str) -> None:
         is_right = math.isfinite(value) and (key != "scale" or value > 0) and (key != "num_skipped" or value >= 0)
         if not is_right:
             rule = {"scale": "be finite and above 0", "num_skipped": "be at least 0"}.get(key, "be finite")
-            raise CheckpointError(refusal(f"{key} in {what}", repr(value), rule, "Load another checkpoint"))
+            raise CheckpointError(f"Invalid {key} in {what}: {value!r}. Must {rule}. Load another checkpoint.")
 
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:
-    manifest = Manifest(
+    files = tuple(FileRecord(str(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"])
+    for file in files:
+        if not _FILE_NAME.fullmatch(file.name):
+            raise ValueError(f"{file.name!r} is no file name")
+    tensors = {
+        str(key): TensorRecord(
+            tuple(map(int, shape)),
+            known_dtype(dtype),
+            tuple(
+                Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), int(file), int(start), int(nbytes))
+                for offsets, sizes, file, start, nbytes in chunks
+            ),
+        )
+        for key, (shape, dtype, chunks) in body["tensors"].items()
+    }
+    for key, record in tensors.items():
+        _check_chunks(key, record, files)
+    metadata = body.get("metadata")
+    return Manifest(
         save_id=str(body["save_id"]),
-        files=tuple(FileRecord(_plain_name(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"]),
-        tensors={
-            str(key): TensorRecord(tuple(map(int, shape)), known_dtype(dtype), tuple(map(_chunk_from_json, chunks)))
-            for key, (shape, dtype, chunks) in body["tensors"].items()
-        },
+        files=files,
+        tensors=tensors,
         groups=tuple(map(group_from_json, body["groups"])),
         inner=str(body["inner"]),
         loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
         num_skipped=int(body["num_skipped"]),
         about=dict(body["about"]),
         earlier=tuple(map(str, body.get("earlier", ()))),
-        metadata=_metadata_from_json(body.get("metadata")),
+        metadata=None if metadata is None else (int(metadata[0]), int(metadata[1])),
         resting=tuple(map(group_from_json, body.get("resting", ()))),
     )
-    _check_chunks(manifest)
-    return manifest
 
 
-def _metadata_from_json(record: Sequence[Any] | None) -> tuple[int, int] | None:
-    if record is None:
-        return None
-    nbytes, crc32 = map(int, record)
-    return nbytes, crc32
+def _check_chunks(key: str, record: TensorRecord, files: Sequence[FileRecord]) -> None:
+    whole = Box.whole(record.shape)
+    for chunk in record.chunks:
+        file = files[chunk.file]
+        if chunk.file < 0 or chunk.start < 0 or chunk.start + chunk.nbytes > file.nbytes:
+            raise ValueError(f"{key} lies outside of {file.name}")
+        if whole.intersect(chunk.box) != chunk.box:
+            raise ValueError(f"{chunk.box} of {key} lies outside of its shape {list(record.shape)}")
+    if twice := overlap([chunk.box for chunk in record.chunks]):
+        raise ValueError(f"{twice[0]} and {twice[1]} of {key} overlap")
 
 
-def _plain_name(name: str) -> str:
-    """The name of a file in the folder of the manifest."""
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no file name")
-    return name
+def metadata_of(manifest: Manifest) -> bytes:
+    """The content of `.metadata`, for torch's own reader; empty where this torch has no distributed checkpoints.
 
-
-def _chunk_from_json(record: Sequence[Any]) -> Chunk:
-    offsets, sizes, file, start, nbytes = record
-    return Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), int(file), int(start), int(nbytes))
-
-
-def _check_chunks(manifest: Manifest) -> None:
+    torch's modules take seconds to import, so only a save imports them.
+    """
+    try:
+        dcp = import_module("torch.distributed.checkpoint.metadata")
+        place = import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
+        meta = dcp.StorageMeta(save_id=manifest.save_id)
+    except (ImportError, AttributeError):  # torch before 2.3 has no reader for it either
+        return b""
+    tensors, storage = {}, {}
     for key, record in manifest.tensors.items():
-        whole = Box.whole(record.shape)
+        chunks = []
         for chunk in record.chunks:
-            file = manifest.files[chunk.file]
-            if chunk.file < 0 or chunk.start < 0 or chunk.start + chunk.nbytes > file.nbytes:
-                raise ValueError(f"{key} lies outside of {file.name}")
-            if whole.intersect(chunk.box) != chunk.box:
-                raise ValueError(f"{chunk.box} of {key} lies outside of its shape {list(record.shape)}")
-        if twice := overlap([chunk.box for chunk in record.chunks]):
-            raise ValueError(f"{twice[0]} and {twice[1]} of {key} overlap")
+            offsets = torch.Size(chunk.box.offsets)
+            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            file = manifest.files[chunk.file].name
+            storage[dcp.MetadataIndex(key, offsets)] = place(file, chunk.start, chunk.nbytes)
+        properties = dcp.TensorProperties(dtype=getattr(torch, record.dtype))
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+    return pickle.dumps(dcp.Metadata(tensors, planner_data={}, storage_data=storage, storage_meta=meta))
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -337,25 +334,17 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     >>> overlap([Box((0,), (4,)), Box((4,), (2,)), Box((3,), (1,))])
     (Box(offsets=(0,), sizes=(4,)), Box(offsets=(3,), sizes=(1,)))
     """
-    if len(boxes) < 2:
-        return None
-    for dim in range(len(boxes[0].offsets)):
-        parts = _apart(boxes, dim)
+    for dim in range(len(boxes[0].offsets)) if boxes else ():
+        parts: list[list[Box]] = []
+        end = 0
+        for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+            if box.offsets[dim] >= end:  # shares nothing with the boxes before it
+                parts.append([])
+            parts[-1].append(box)
+            end = max(end, box.offsets[dim] + box.sizes[dim])
         if len(parts) > 1:
-            return next((found for part in parts if (found := overlap(part))), None)
+            return next((pair for part in parts if (pair := overlap(part))), None)
     return next(((one, other) for one, other in combinations(boxes, 2) if one.intersect(other)), None)
-
-
-def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Separates boxes into parts: those of different parts share nothing along a dimension."""
-    parts: list[list[Box]] = []
-    end = 0
-    for box in sorted(boxes, key=lambda each: each.offsets[dim]):
-        if box.offsets[dim] >= end:
-            parts.append([])
-        parts[-1].append(box)
-        end = max(end, box.offsets[dim] + box.sizes[dim])
-    return parts
 
 
 @contextmanager

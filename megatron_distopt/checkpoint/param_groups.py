@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
@@ -42,21 +42,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Params of one param group that have been updated equally often.
+    """Params of one param group that have been updated equally often."""
 
-    Args:
-        names: of its params.
-        options: of `torch.optim`: numbers, texts, and lists of them.
-        step: updates so far; None for an inner optimizer that does not count, and for params that never had a gradient.
-        scalars: what else the inner optimizer keeps once for a param; equal for all of these.
-        unsaved: options that a file cannot keep, with the names of their types.
-    """
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-    step: int | None = None
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    unsaved: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...]  # of its params
+    options: Mapping[str, Any]  # of `torch.optim`: numbers, texts, and lists of them
+    step: int | None = None  # updates so far; None where they are not counted, or no param ever had a gradient
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)  # what else is kept once a param; equal for all of them
+    unsaved: Mapping[str, str] = field(default_factory=dict)  # options that a file cannot keep, with their types
 
     @property
     def meaning(self) -> tuple[object, ...]:
@@ -68,7 +60,7 @@ def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
     """Joins groups of equal meaning; ranks may number the same groups differently."""
     joined: list[tuple[GroupRecord, dict[str, None]]] = []
     for group in groups:
-        names = next((names for each, names in joined if each.meaning == group.meaning), None)
+        names = next((names for known, names in joined if known.meaning == group.meaning), None)
         if names is None:
             joined.append((group, dict.fromkeys(group.names)))
         else:
@@ -78,14 +70,12 @@ def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 def group_to_json(group: GroupRecord) -> dict[str, Any]:
     """A group as JSON, in the manifest and in the file of `convert --to torch`."""
-    scalars = {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()}
-    unsaved = {"unsaved": dict(group.unsaved)} if group.unsaved else {}
     return {
         "names": list(group.names),
         "options": dict(group.options),
         "step": group.step,
-        "scalars": scalars,
-        **unsaved,
+        "scalars": {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()},
+        **({"unsaved": dict(group.unsaved)} if group.unsaved else {}),
     }
 
 
@@ -103,38 +93,40 @@ def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
 
 
 def known_dtype(name: str) -> str:
-    """Returns the name of a dtype, where torch has it.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
+    """Returns the name of a dtype; a ValueError where torch has no such dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return name
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
-    """Checks that an optimizer can compute with the values, and that every param is in one group.
+    """Checks groups that were read: an optimizer can compute with the values, and every param is in one group.
 
-    Args:
-        groups: of a checkpoint that was read, or is about to be written.
-        where: what errors call the checkpoint.
+    Raises:
+        CheckpointError
+    """
+    check_values(groups, where)
+    check_names_once(groups, where)
+
+
+def check_values(groups: Sequence[GroupRecord], where: str) -> None:
+    """Checks that an optimizer can compute with the options, counts and numbers of groups.
 
     Raises:
         CheckpointError
     """
     for number, group in enumerate(groups):
         for key, value, rule in _faults(group):
-            what = f"{key} of param group {number} in {where}"
-            remedy = f"Set {key} in the run that saves it, or load another checkpoint"
-            raise CheckpointError(refusal(what, repr(value), rule, remedy))
-    _check_once(groups, where)
+            raise CheckpointError(
+                f"Invalid {key} of param group {number} in {where}: {value!r}. Must {rule}. Set {key} in the run that "
+                "saves it, or load another checkpoint."
+            )
 
 
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
-        if key in _NUMBERS and not (_is_number(value) or _is_pair_of_adafactor(key, value)):
+        if key in _NUMBERS and not (_is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))):
             yield key, value, "be a finite number"
         elif key in _LISTS_OF_NUMBERS and not (isinstance(value, list) and value and all(map(_is_number, value))):
             yield key, value, "be a list of finite numbers"
@@ -147,15 +139,79 @@ def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
             yield key, scalar.value, "be a number"
 
 
-def _is_pair_of_adafactor(key: str, value: object) -> bool:
-    """Adafactor has two eps, and None for one that depends on the dtype."""
-    return (
-        key == "eps" and isinstance(value, list) and len(value) == 2 and all(v is None or _is_number(v) for v in value)
-    )
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_pair_of_adafactor(value: object) -> bool:
+    """Adafactor has two eps, and None for one that depends on the dtype."""
+    return isinstance(value, list) and len(value) == 2 and all(v is None or _is_number(v) for v in value)
+
+
+def _has_nan(value: object) -> bool:
+    if isinstance(value, (dict, list)):
+        return any(map(_has_nan, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isnan(value)
+
+
+def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
+    """Checks that every param is in one group.
+
+    Raises:
+        CheckpointError
+    """
+    number_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name in group.names:
+            first = number_of.setdefault(name, number)
+            if first != number:
+                raise CheckpointError(
+                    f"Invalid param {name!r} in {where}: in param groups {first} and {number}, which differ in "
+                    f"{_difference(groups[first], group)}. Must be in one param group. Load an earlier checkpoint; no "
+                    "optimizer takes a param twice."
+                )
+
+
+def _difference(one: GroupRecord, other: GroupRecord) -> str:
+    """The first key in which two groups differ, with both values."""
+    left, right = ({"step": group.step, **group.options, **group.scalars} for group in (one, other))
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
+
+
+def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], place: str) -> None:
+    """Checks that Muon goes on with a state of Muon, and others with that of others.
+
+    SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
+
+    Args:
+        saved: options of a param group.
+        current: the param group that takes its state.
+        place: of the saved options, for errors.
+
+    Raises:
+        CheckpointError
+    """
+    if saved and is_muons_group(saved) != is_muons_group(current):
+        got, wanted = ("Muon", "another optimizer") if is_muons_group(saved) else ("another optimizer", "Muon")
+        raise CheckpointError(
+            f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the optimizer of the saved "
+            "run, or start from its weights with a new one."
+        )
+
+
+def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
+    """Checks that every saved option has the type of the option that a param group has.
+
+    Raises:
+        CheckpointError
+    """
+    for key, value in saved.items():
+        if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
+            raise CheckpointError(
+                f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which the run has. "
+                f"{remedy}."
+            )
 
 
 def _is_like(saved: object, current: object) -> bool:
@@ -175,69 +231,6 @@ def _is_like(saved: object, current: object) -> bool:
     return isinstance(saved, type(current))
 
 
-def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], place: str) -> None:
-    """Checks that Muon goes on with a state of Muon, and others with that of others.
-
-    SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
-
-    Args:
-        saved: options of a param group.
-        current: the param group that takes its state.
-        place: of the saved options, for errors.
-
-    Raises:
-        CheckpointError
-    """
-    if saved and is_muons_group(saved) != is_muons_group(current):
-        got, rule = ("Muon", "another optimizer") if is_muons_group(saved) else ("another optimizer", "Muon")
-        remedy = "Resume with the optimizer of the saved run, or start from its weights with a new one"
-        raise CheckpointError(refusal(f"state {place}", f"that of {got}", f"be that of {rule}", remedy))
-
-
-def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
-    """Checks that every saved option has the type of the option that a param group has.
-
-    Args:
-        saved: options.
-        current: the param group.
-        place: of the saved options, for errors.
-        remedy: for errors.
-
-    Raises:
-        CheckpointError
-    """
-    for key, value in saved.items():
-        if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
-            rule = f"be of the type of {current[key]!r}, which the run has"
-            raise CheckpointError(refusal(f"{key} {place}", repr(value), rule, remedy))
-
-
-def _has_nan(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_nan, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_nan, value))
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _check_once(groups: Sequence[GroupRecord], where: str) -> None:
-    number_of: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        for name in group.names:
-            first = number_of.setdefault(name, number)
-            if first != number:
-                got = f"in param groups {first} and {number}, which differ in {_difference(groups[first], group)}"
-                remedy = "Load an earlier checkpoint; no optimizer takes a param twice"
-                raise CheckpointError(refusal(f"param {name!r} in {where}", got, "be in one param group", remedy))
-
-
-def _difference(one: GroupRecord, other: GroupRecord) -> str:
-    """The first key in which two groups differ, with both values."""
-    left, right = ({"step": each.step, **each.options, **each.scalars} for each in (one, other))
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
-
-
 def step_of(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
 ) -> int | None:
@@ -252,8 +245,8 @@ def options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     """The options that a file can keep, and the names of the types of the others."""
     given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
     unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
-    for key, name in unsaved.items():
-        _log.warning("param group option %r is a %s and is not saved", key, name)
+    for key, type_name in unsaved.items():
+        _log.warning("param group option %r is a %s and is not saved", key, type_name)
     return {key: value for key, value in given.items() if key not in unsaved}, unsaved
 
 
@@ -262,14 +255,14 @@ def plain_option(value: Any) -> Any:
     if torch.is_tensor(value) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        return {key: plain_option(each) for key, each in value.items()}
+        return {key: plain_option(member) for key, member in value.items()}
     return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
     """Whether JSON keeps a value as it is."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+        return all(isinstance(key, str) and _is_plain(member) for key, member in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
@@ -277,16 +270,16 @@ def _is_plain(value: object) -> bool:
 
 def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
     """What the inner optimizer keeps once for a flat param."""
-    cut = moments_of(optimizer.inner, flat.main)
+    moments = moments_of(optimizer.inner, flat.main)
     state = optimizer.inner.state.get(flat.main, {})
-    return {key: _scalar(key, value) for key, value in state.items() if key not in cut}
+    return {key: _scalar(key, value) for key, value in state.items() if key not in moments}
 
 
 def _scalar(key: str, value: Any) -> Scalar:
     if value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (bool, int, float)):
         return Scalar.of(value)
     got = f"a tensor of {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
-    remedy = "Use an element-wise inner optimizer"
     raise CheckpointError(
-        refusal(f"state {key!r} of the inner optimizer", got, "be a number, or as large as its param", remedy)
+        f"Invalid state {key!r} of the inner optimizer: {got}. Must be a number, or as large as its param. Use an "
+        "element-wise inner optimizer."
     )

@@ -18,19 +18,17 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import (
     commit,
     data_file,
+    failure_file,
     lock_file,
     new_save_id,
-    read_failure,
-    read_part,
+    part_file,
     withdraw,
-    write_failure,
-    write_part,
 )
-from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection
+from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection, parsed, to_text
 from megatron_distopt.checkpoint.owned_state import owned_tensors
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
-    check_groups,
+    check_values,
     join_groups,
     options_of,
     scalars_of,
@@ -47,7 +45,7 @@ from megatron_distopt.checkpoint.whole_model import (
     saved_loss_scale,
 )
 from megatron_distopt.comm import Group, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from megatron_distopt.version import VERSION
 
@@ -57,32 +55,20 @@ _SECONDS_TO_APPEAR = 120.0
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """One tensor to write.
-
-    Args:
-        key: see `key_of`.
-        shape: of the whole param.
-        box: which part of the param the tensor is.
-        tensor: a view of the live state.
-    """
+    """One tensor to write."""
 
     key: str
-    shape: tuple[int, ...]
-    box: Box
-    tensor: Tensor
+    shape: tuple[int, ...]  # of the whole param
+    box: Box  # which part of the param the tensor is
+    tensor: Tensor  # a view of the live state
 
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """What one rank writes.
+    """What one rank writes."""
 
-    Args:
-        head: its manifest, without files, tensors and save id.
-        tensors: in the order of the file; iterated once.
-    """
-
-    head: Manifest
-    tensors: Iterable[Written]
+    head: Manifest  # without files, tensors and save id
+    tensors: Iterable[Written]  # in the order of the file; iterated once
 
 
 def contribution_of(model: WholeModel) -> Contribution:
@@ -107,7 +93,7 @@ def contribution_of(model: WholeModel) -> Contribution:
     first = model.shares[0].optimizer
     groups = join_groups(group for share in model.shares for group in _groups_of(share))
     resting = join_groups(group for share in model.shares for group in _resting_of(share))
-    check_groups((*groups, *resting), "the optimizer")
+    check_values((*groups, *resting), "the optimizer")
     head = Manifest(
         save_id="",
         files=(),
@@ -120,28 +106,8 @@ def contribution_of(model: WholeModel) -> Contribution:
         earlier=earlier_saves(model),
         resting=resting,
     )
-    check_counts(head, "the optimizer")  # the first rank would wait in vain for a part that it cannot read
+    check_counts(head, "the optimizer")
     return Contribution(head, tensors)
-
-
-def write_contribution(folder: Path, contribution: Contribution, save_id: str, rank: int) -> Manifest:
-    """Writes this rank's file, tensor by tensor, and then its part of the manifest; both are on the disk afterwards.
-
-    Raises:
-        CheckpointError: the disk is full, or fails; what was written is removed again.
-    """
-    path = data_file(folder, save_id, rank)
-    try:
-        with disk.written(path) as file:
-            writer = TensorWriter(path, file)
-            for each in contribution.tensors:
-                writer.append(each.key, each.tensor, shape=each.shape, box=each.box)
-        part = writer.part(contribution.head, save_id)
-        write_part(folder, part, rank)
-    except OSError as error:
-        remedy = "Free space there, or save elsewhere; the last checkpoint is untouched"
-        raise CheckpointError(refusal(f"file {path}", error, "be writable", remedy)) from error
-    return part
 
 
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
@@ -161,36 +127,50 @@ def _resting_of(share: Share) -> Iterator[GroupRecord]:
         yield GroupRecord(names, options, unsaved=unsaved)
 
 
+def write_contribution(folder: Path, contribution: Contribution, save_id: str, rank: int) -> Manifest:
+    """Writes this rank's file, tensor by tensor, and returns its manifest; the file is on the disk afterwards.
+
+    Ranks other than the first, which commits, write the manifest as well.
+
+    Raises:
+        CheckpointError: the disk is full, or fails; what was written is removed again.
+    """
+    path = data_file(folder, save_id, rank)
+    try:
+        with disk.written(path) as file:
+            writer = TensorWriter(path, file)
+            for written in contribution.tensors:
+                writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
+        part = writer.part(contribution.head, save_id)
+        if rank != 0:
+            disk.write_file(part_file(folder, save_id, rank), to_text(part).encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"Invalid file {path}: {error}. Must be writable. Free space there, or save elsewhere; the last checkpoint "
+            "is untouched."
+        ) from error
+    return part
+
+
 @dataclass(frozen=True)
 class Saving:
-    """A save that was begun.
-
-    Args:
-        folder: of the checkpoint.
-        save_id: in the names of its files.
-        rank: of this process among those that save.
-        size: how many they are.
-        lock: that the first rank holds.
-    """
+    """A save that was begun, on one rank."""
 
     folder: Path
-    save_id: str
+    save_id: str  # in the names of its files
     rank: int
-    size: int
-    lock: int | None
+    size: int  # ranks that save
+    lock: int | None  # that the first rank holds
 
     def write(self, contribution: Contribution) -> Manifest:
-        """Writes this rank's file.
-
-        Raises:
-            CheckpointError: the disk is full, or fails.
-        """
+        """Writes this rank's file; CheckpointError where the disk is full, or fails."""
         return write_contribution(self.folder, contribution, self.save_id, self.rank)
 
-    def commit(self, is_hopeless: Callable[[], bool] | None = None) -> None:
+    def commit(self, part: Manifest, is_hopeless: Callable[[], bool] | None = None) -> None:
         """Commits the save on the first rank; does nothing on the others.
 
         Args:
+            part: this rank's, as `write` returned it.
             is_hopeless: whether waiting for ranks that are still writing has become useless; None where all ranks
                 have written.
 
@@ -200,34 +180,37 @@ class Saving:
         if self.rank != 0:
             return
         try:
-            commit(self.folder, [self._part_of(rank, is_hopeless) for rank in range(self.size)])
+            others = [self._wait_for_part(rank, is_hopeless) for rank in range(1, self.size)]
+            commit(self.folder, [part, *others])
         except OSError as error:
-            remedy = "Free space there, or save elsewhere; the checkpoint there is the one before, or this one"
-            raise CheckpointError(refusal(f"checkpoint {self.folder}", error, "be writable", remedy)) from error
+            raise CheckpointError(
+                f"Invalid checkpoint {self.folder}: {error}. Must be writable. Free space there, or save elsewhere; "
+                "the checkpoint there is the one before, or this one."
+            ) from error
 
-    def _part_of(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
+    def _wait_for_part(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
         start = time.monotonic()
-        is_over = is_hopeless or (lambda: should_have_appeared(start))
+        path, failure = part_file(self.folder, self.save_id, rank), failure_file(self.folder, self.save_id, rank)
         while True:
-            part = read_part(self.folder, self.save_id, rank)
-            if part is not None:
-                return part
-            failure = read_failure(self.folder, self.save_id, rank)
-            if failure is not None:
-                remedy = "Mend what that rank reports"
+            with suppress(OSError, UnicodeDecodeError, CheckpointError):  # not there yet, or not complete
+                return parsed(path.read_text(encoding="utf-8"), str(path))
+            if failure.exists():
+                text = failure.read_text(encoding="utf-8", errors="replace")
                 raise CheckpointError(
-                    refusal("save", f"rank {rank} failed with «{failure}»", "pass on all ranks", remedy)
+                    f"Invalid save: rank {rank} failed with «{text}». Must pass on all ranks. Mend what that rank "
+                    "reports."
                 )
-            if is_over():
-                break
+            if is_hopeless() if is_hopeless is not None else should_have_appeared(start):
+                raise CheckpointError(
+                    f"Invalid checkpoint {self.folder}: no file of rank {rank} to be seen. Must be on a disk that all "
+                    f"{self.size} ranks share. Give a folder on a shared disk."
+                )
             time.sleep(0.05)
-        got, rule = f"no file of rank {rank} to be seen", f"be on a disk that all {self.size} ranks share"
-        raise CheckpointError(refusal(f"checkpoint {self.folder}", got, rule, "Give a folder on a shared disk"))
 
     def report(self, error: BaseException) -> None:
         """Tells the first rank, which waits for this rank's part, that none will come."""
         with suppress(OSError, DistOptError):
-            write_failure(self.folder, self.save_id, self.rank, str(error))
+            disk.write_file(failure_file(self.folder, self.save_id, self.rank), str(error).encode())
 
     def abandon(self) -> None:
         """Removes what was written, on the first rank; the checkpoint that was there stays."""
@@ -256,30 +239,28 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
         CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.
         RanksDisagreeError: on the others.
     """
-    locks: list[int | None] = []
+    lock: int | None = None
 
     def claim() -> str:
+        nonlocal lock
         prepare()
         if everyone.rank == 0:
-            locks.append(_claim(folder))
+            try:
+                disk.make_folder(folder)
+                lock = disk.lock(lock_file(folder))
+            except OSError as error:
+                raise CheckpointError(
+                    f"Invalid checkpoint {folder}: {error}. Must be a folder that can be written. Free space there, or "
+                    "give another folder."
+                ) from error
         return new_save_id()
 
     try:
         save_id = exchange_together(claim, everyone, "save")[0]
     except BaseException:
-        for lock in locks:
-            disk.unlock(lock)
+        disk.unlock(lock)
         raise
-    return Saving(folder, save_id, everyone.rank, everyone.size, *(locks or (None,)))
-
-
-def _claim(folder: Path) -> int | None:
-    try:
-        disk.make_folder(folder)
-        return disk.lock(lock_file(folder))
-    except OSError as error:
-        rule, remedy = "be a folder that can be written", "Free space there, or give another folder"
-        raise CheckpointError(refusal(f"checkpoint {folder}", error, rule, remedy)) from error
+    return Saving(folder, save_id, everyone.rank, everyone.size, lock)
 
 
 @no_collection()
@@ -297,8 +278,8 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """
     saving = begin(folder, everyone)
     try:
-        raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
-        raise_together(saving.commit, everyone, "save")
+        part = raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
+        raise_together(lambda: saving.commit(part), everyone, "save")
         remember_saved(model, saving.save_id)
     except BaseException:
         saving.abandon()

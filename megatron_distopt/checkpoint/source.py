@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new_save_id, read_manifest, withdraw
 from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 
 #: A checkpoint that one process writes begins a new file where one has reached this size.
@@ -33,17 +35,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """The optimizer state of a whole model.
+    """The optimizer state of a whole model."""
 
-    Args:
-        head: param groups, loss scale and so on; without files and tensors.
-        tensors: by key ("main/NAME", "exp_avg/NAME" ...), in the order in which they are best read.
-        read_box: reads a part of the tensor of a key, on the CPU and with memory of its own; little else is read
-            from the disk.
-    """
-
-    head: Manifest
-    tensors: Mapping[str, TensorInfo]
+    head: Manifest  # param groups, loss scale and so on; without files and tensors
+    tensors: Mapping[str, TensorInfo]  # by key ("main/NAME", "exp_avg/NAME" ...), in the best order to read them
+    #: Reads a part of the tensor of a key, on the CPU and with memory of its own; little else is read from the disk.
     read_box: Callable[[str, Box], Tensor]
 
     def read(self, key: str) -> Tensor:
@@ -62,15 +58,18 @@ def open_checkpoint(folder: Path) -> Source:
     """
     manifest = read_manifest(folder)
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
-    return Source(
-        replace(manifest, files=(), tensors={}), infos, lambda key, box: _read_box(folder, manifest, key, box)
-    )
+    return Source(replace(manifest, files=(), tensors={}), infos, partial(read_box, folder, manifest))
 
 
-def _read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
+def read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
+    """Reads a part of a tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is damaged, or cannot be read.
+    """
     record = manifest.tensors[key]
     dtype: torch.dtype = getattr(torch, record.dtype)
-    found = torch.empty(box.sizes, dtype=dtype)
+    values = torch.empty(box.sizes, dtype=dtype)
     for chunk in record.chunks:
         both = chunk.box.intersect(box)
         if both is None:
@@ -79,11 +78,13 @@ def _read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
         try:
             with TensorReader(path) as reader:
                 part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
-                found[both.relative_to(box.offsets).as_slices()] = part
+                values[both.relative_to(box.offsets).as_slices()] = part
         except OSError as error:
-            remedy = "Load an earlier checkpoint; this one was damaged after it was written"
-            raise CheckpointError(refusal(f"file {path}", error, "be readable", remedy)) from error
-    return found
+            raise CheckpointError(
+                f"Invalid file {path}: {error}. Must be readable. Load an earlier checkpoint; this one was damaged "
+                "after it was written."
+            ) from error
+    return values
 
 
 def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> Manifest:
@@ -97,34 +98,36 @@ def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], Non
     Raises:
         CheckpointError: the disk is full or fails, or another run is saving there.
     """
-    save_id, held = new_save_id(), None
+    check_groups((*source.head.groups, *source.head.resting), "the optimizer state")
+    save_id, lock = new_save_id(), None
     try:
         disk.make_folder(folder)
-        held = disk.lock(lock_file(folder))
-        parts = list(_written_parts(folder, source, save_id, progress))
-        return commit(folder, parts)
-    except OSError as error:
+        lock = disk.lock(lock_file(folder))
+        return commit(folder, list(_written_parts(folder, source, save_id, progress)))
+    except BaseException as error:
         withdraw(folder, save_id)
-        remedy = "Free space there, or write elsewhere; what was there before is untouched"
-        raise CheckpointError(refusal(f"checkpoint {folder}", error, "be writable", remedy)) from error
-    except BaseException:
-        withdraw(folder, save_id)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"Invalid checkpoint {folder}: {error}. Must be writable. Free space there, or write elsewhere; what "
+                "was there before is untouched."
+            ) from error
         raise
     finally:
-        disk.unlock(held)
+        disk.unlock(lock)
 
 
 def _written_parts(folder: Path, source: Source, save_id: str, progress: Callable[[int], None]) -> Iterator[Manifest]:
-    left = list(source.tensors)
-    number = 0
-    while left or number == 0:
+    """Writes files of about the same size, and yields the manifest of each."""
+    keys, number = iter(source.tensors), 0
+    key = next(keys, None)
+    while key is not None or number == 0:
         path = data_file(folder, save_id, number)
         with disk.written(path) as file:
             writer, nbytes = TensorWriter(path, file), 0
-            while left and nbytes < _FILE_NBYTES:
-                key = left.pop(0)
+            while key is not None and nbytes < _FILE_NBYTES:
                 chunk = writer.append(key, source.read(key))
                 nbytes += chunk.nbytes
                 progress(chunk.nbytes)
+                key = next(keys, None)
         yield writer.part(source.head, save_id)
         number += 1

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 
@@ -50,12 +50,7 @@ _ONE, _X = 1 << 31, 1 << 30
 
 
 class TensorWriter:
-    """Appends tensors to a new file, and knows what the manifest has to say about it.
-
-    Args:
-        path: of a file that is not there yet.
-        file: the opened file, as `disk.written` gives it.
-    """
+    """Appends tensors to a new file, and knows what the manifest has to say about it."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
@@ -82,9 +77,10 @@ class TensorWriter:
         try:
             torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # `torch.save` calls `write` and `flush` alone
         except Exception as error:
-            cause = self._error or error
-            rule, remedy = f"take {key!r}", "Free space there, or save elsewhere; the last checkpoint is untouched"
-            raise CheckpointError(refusal(f"file {self._path}", cause, rule, remedy)) from error
+            raise CheckpointError(
+                f"Invalid file {self._path}: {self._error or error}. Must take {key!r}. Free space there, or save "
+                "elsewhere; the last checkpoint is untouched."
+            ) from error
         chunk = Chunk(Box.whole(tensor.shape) if box is None else box, 0, start, self._nbytes - start)
         before = self._tensors[key].chunks if key in self._tensors else ()
         whole = tuple(tensor.shape) if shape is None else shape
@@ -127,18 +123,10 @@ class TensorWriter:
     def flush(self) -> None:
         """Called by `torch.save`; does nothing, because `disk.written` flushes once at the end."""
 
-    def record(self) -> FileRecord:
-        """Name, size and checksum of the file, as written so far."""
-        return FileRecord(self._path.name, self._nbytes, self._crc32)
-
     def part(self, head: Manifest, save_id: str) -> Manifest:
-        """The manifest of this file alone.
-
-        Args:
-            head: the manifest without files, tensors and save id.
-            save_id: of the save.
-        """
-        return replace(head, save_id=save_id, files=(self.record(),), tensors=self._tensors)
+        """The manifest of this file alone; `head` is what it has besides files, tensors and save id."""
+        record = FileRecord(self._path.name, self._nbytes, self._crc32)
+        return replace(head, save_id=save_id, files=(record,), tensors=self._tensors)
 
 
 def _has_checksums() -> bool:
@@ -160,11 +148,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class TensorReader:
-    """Reads tensors from a file; a context manager.
-
-    Args:
-        path: of the file.
-    """
+    """Reads tensors from a file; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,37 +163,29 @@ class TensorReader:
         self._file.close()
 
     def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Reads one box of a tensor, to the CPU.
-
-        Args:
-            key: its name in errors.
-            chunk: where it lies.
-            dtype: that the manifest says.
+        """Reads one box of a tensor, of the dtype that the manifest says, to the CPU.
 
         Raises:
             CheckpointError: the bytes are not that tensor.
         """
-        what, remedy = f"tensor {key!r} in {self._path}", "Load an earlier checkpoint; this file is damaged"
+        what, remedy = f"Invalid tensor {key!r} in {self._path}", "Load an earlier checkpoint; this file is damaged."
         try:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
-            _check_format(stretch)
+            magic = stretch.read(len(_MAGIC))
+            if magic != _MAGIC:
+                raise ValueError(f"it begins with {magic!r} and not as torch.save begins")
+            stretch.seek(0)
             tensor = torch.load(stretch, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:  # torch's text would recommend to execute the file
-            raise CheckpointError(refusal(what, "more than a tensor", "be one and execute nothing", remedy)) from error
+            raise CheckpointError(f"{what}: more than a tensor. Must be one and execute nothing. {remedy}") from error
         except Exception as error:  # whatever damaged bytes make torch raise
-            raise CheckpointError(refusal(what, error, "be readable", remedy)) from error
+            raise CheckpointError(f"{what}: {error}. Must be readable. {remedy}") from error
         if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:
             got = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
-            rule = f"be {dtype} {list(chunk.box.sizes)} as the manifest says"
-            raise CheckpointError(refusal(what, got, rule, remedy))
+            raise CheckpointError(
+                f"{what}: {got}. Must be {dtype} {list(chunk.box.sizes)} as the manifest says. {remedy}"
+            )
         return tensor
-
-
-def _check_format(file: _Slice) -> None:
-    magic = file.read(len(_MAGIC))
-    if magic != _MAGIC:
-        raise ValueError(f"it begins with {magic!r} and not as torch.save begins")
-    file.seek(0)
 
 
 class _Slice(io.RawIOBase):
@@ -244,11 +220,7 @@ class _Slice(io.RawIOBase):
 
 
 def crc_of_file(path: Path) -> int:
-    """CRC-32 of all bytes of a file.
-
-    Raises:
-        OSError
-    """
+    """CRC-32 of all bytes of a file; an OSError where it cannot be read."""
     crc32 = 0
     piece = memoryview(bytearray(_CACHED_NBYTES))
     with open(path, "rb", buffering=0) as file:
@@ -258,12 +230,7 @@ def crc_of_file(path: Path) -> int:
 
 
 def joined(before: int, after: int, nbytes: int) -> int:
-    """CRC-32 of two stretches of bytes, one after the other.
-
-    Args:
-        before: CRC-32 of the first stretch.
-        after: CRC-32 of the second.
-        nbytes: of the second.
+    """CRC-32 of two stretches of bytes, from that of each and the number of bytes of the second.
 
     >>> import zlib
     >>> joined(zlib.crc32(b"data-"), zlib.crc32(b"parallel"), 8) == zlib.crc32(b"data-parallel")

@@ -28,12 +28,12 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: What DataParallel and DDP add in front of the names.
 _IN_FRONT = "module"
 #: The most save ids in a manifest. A run that keeps more checkpoints never removes the oldest.
-_MOST = 1000
+_MOST_SAVES = 1000
 #: Ids of earlier saves, by the first optimizer of a rank, which lives as long as its run.
 _SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary()
 _log = logging.getLogger("megatron_distopt")
 #: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
-_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
+_LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 
 
 def without_wrappers(name: str) -> str:
@@ -50,59 +50,39 @@ def without_wrappers(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What one optimizer of this rank holds of the model.
-
-    Args:
-        optimizer: the sharded step.
-        placements: of its params, by their names in it.
-        writes: whether this rank writes its shards of a param, by the names in the optimizer. Where ranks other than
-            data-parallel ones hold the same shards, it is True on one of them.
-        resting: names in the whole model of params without state, by the number of the param group that they are in.
-    """
+    """What one optimizer of this rank holds of the model."""
 
     optimizer: ShardedOptimizer
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Placement]  # of its params, by their names in it
+    #: Whether this rank writes its shards of a param, by the names in the optimizer. Where ranks other than
+    #: data-parallel ones hold the same shards, it is True on one of them.
     writes: Callable[[str], bool] = lambda name: True
+    #: Names in the whole model of params without state, by the number of the param group that they are in.
     resting: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class WholeModel:
-    """The model as all ranks together have it.
+    """The model as all ranks together have it."""
 
-    Args:
-        shares: of this rank, one for each optimizer; at least one.
-        canonical: makes one name of the names that all hosts have for a param. Names that become equal within one
-            checkpoint or model are compared as they are.
-        frozen: names in the whole model of params that do not train here; a checkpoint may hold them.
-        about: host and sizes of the parallel groups, for the manifest.
-        from_weights: how a user starts from the model's weights without a checkpoint of the optimizer, for errors.
-    """
-
-    shares: Sequence[Share]
+    shares: Sequence[Share]  # of this rank, one for each optimizer; at least one
+    #: Makes one name of the names that all hosts have for a param. Names that become equal within one checkpoint or
+    #: model are compared as they are.
     canonical: Callable[[str], str] = without_wrappers
-    frozen: frozenset[str] = frozenset()
-    about: Mapping[str, str | int] = field(default_factory=dict)
-    from_weights: str = "start from its weights with a new optimizer"
+    frozen: frozenset[str] = frozenset()  # names of params that do not train here; a checkpoint may hold them
+    about: Mapping[str, str | int] = field(default_factory=dict)  # host and sizes of groups, for the manifest
+    from_weights: str = "start from its weights with a new optimizer"  # without a checkpoint of it, for errors
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedPiece:
-    """A box of one param that this rank owns.
-
-    Args:
-        share: of the optimizer that has the flat param.
-        flat: holds the elements.
-        shard: the param shard that it is a part of.
-        placement: of the param.
-        piece: which elements.
-    """
+    """A box of one param that this rank owns."""
 
     share: Share
-    flat: FlatParam
-    shard: ParamShard
-    placement: Placement
-    piece: Piece
+    flat: FlatParam  # holds the elements
+    shard: ParamShard  # that the box is a part of
+    placement: Placement  # of the param
+    piece: Piece  # which elements
 
     def view(self, tensor: Tensor) -> Tensor:
         """The elements of the piece in a tensor as long as the flat param, in the shape of the box."""
@@ -143,36 +123,35 @@ def earlier_saves(model: WholeModel) -> tuple[str, ...]:
 
 def remember_saved(model: WholeModel, save_id: str) -> None:
     """Called when a save has begun. If it fails, its id stays, which no checkpoint has."""
-    _SAVES[model.shares[0].optimizer] = (*earlier_saves(model), save_id)[-_MOST:]
+    _SAVES[model.shares[0].optimizer] = (*earlier_saves(model), save_id)[-_MOST_SAVES:]
 
 
 def remember_loaded(model: WholeModel, manifest: Manifest) -> None:
     """Called when a state was loaded; a state of other software has no earlier saves."""
     own = (manifest.save_id,) if manifest.save_id else ()
-    _SAVES[model.shares[0].optimizer] = (*manifest.earlier, *own)[-_MOST:]
+    _SAVES[model.shares[0].optimizer] = (*manifest.earlier, *own)[-_MOST_SAVES:]
 
 
 def saved_loss_scale(loss_scale: LossScale) -> dict[str, float]:
     """The state of a loss scale as plain numbers; empty for one that never changes."""
-    return {_NAMES.get(key, key): _number(value) for key, value in loss_scale.state_dict().items()}
+    return {
+        _LOSS_SCALE_NAMES.get(key, key): float(value.item()) if torch.is_tensor(value) else value
+        for key, value in loss_scale.state_dict().items()
+    }
 
 
 def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
     """Loads the numbers where both runs have a loss scale; a run may start or stop using one."""
     current = loss_scale.state_dict()
-    missing = [key for key in current if _NAMES.get(key, key) not in saved]
-    if not missing and current:
-        loss_scale.load_state_dict({key: _like(value, saved[_NAMES.get(key, key)]) for key, value in current.items()})
+    found = {key: saved.get(_LOSS_SCALE_NAMES.get(key, key)) for key in current}
+    if current and None not in found.values():
+        loss_scale.load_state_dict({key: _like(value, found[key]) for key, value in current.items()})
     elif current:
         _log.warning("the checkpoint has no loss scale; it starts from the initial one")
     elif saved:
         _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
 
 
-def _number(value: Any) -> float:
-    return float(value.item()) if torch.is_tensor(value) else value
-
-
-def _like(current: Any, number: float) -> Any:
+def _like(current: Any, number: Any) -> Any:
     """A number in the type and shape in which this run keeps it."""
     return torch.full_like(current, number) if torch.is_tensor(current) else type(current)(number)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
+from megatron_distopt.checkpoint.folder import MANIFEST, finished_beside, is_checkpoint
 from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
-from megatron_distopt.checkpoint.place import finished_beside
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 

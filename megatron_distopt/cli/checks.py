@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.dcp import metadata_of
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
     FileRecord,
     Manifest,
     kind_of,
+    metadata_of,
     name_of,
 )
 from megatron_distopt.checkpoint.owned_state import is_owned

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import is_checkpoint
-from megatron_distopt.checkpoint.load import Loadable, load_checkpoint, load_state
-from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
+from megatron_distopt.checkpoint.load import load_checkpoint, load_state
+from megatron_distopt.checkpoint.load_plan import Loadable, Read
 from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.whole_model import WholeModel
@@ -49,28 +49,30 @@ def _opened(path: Path, resume_step: int | None) -> Loadable:
     check_groups(source.head.groups, str(path))
     parts: dict[str, tuple[Box, Tensor]] = {}  # for each key the smallest box that holds what is needed
 
-    def verify(plan: LoadPlan) -> None:
-        for each in plan.reads:
-            box = _around([target.in_chunk for target in each.targets])
-            values = source.read_box(each.key, box)
+    def verify(reads: Sequence[Read]) -> None:
+        needed: dict[str, list[Box]] = {}
+        for each in reads:
+            needed.setdefault(each.key, []).append(each.box)
+        for key, boxes in needed.items():
+            box = _around(boxes)
+            values = source.read_box(key, box)
             if tuple(values.shape) != box.sizes:
                 raise CheckpointError(
-                    f"Tensor {each.key!r} in {path} has shape {list(values.shape)} where the file says "
+                    f"Tensor {key!r} in {path} has shape {list(values.shape)} where the file says "
                     f"{list(box.sizes)}. Load an earlier checkpoint; this one is damaged."
                 )
-            parts[each.key] = box, values
+            parts[key] = box, values
 
-    def read(plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
-        for each in plan.reads:
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+        for each in reads:
             box, values = parts[each.key]
-            targets = [replace(target, in_chunk=target.in_chunk.relative_to(box.offsets)) for target in each.targets]
-            yield replace(each, targets=tuple(targets)), values
+            yield each, values[each.box.relative_to(box.offsets).as_slices()]
 
     records = {
         key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
         for key, info in source.tensors.items()
     }
-    return Loadable(replace(source.head, tensors=records), str(path), read, verify)
+    return Loadable(replace(source.head, tensors=records), str(path), read, source.read, verify)
 
 
 def _around(boxes: list[Box]) -> Box:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
-from megatron_distopt.checkpoint.place import drop_older
+from megatron_distopt.checkpoint.folder import drop_older
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.optimizer.step import finish_deferred_check
@@ -22,7 +22,7 @@ class Saver:
 
     def __init__(self, config: DistOptConfig, everyone: Group) -> None:
         self._config, self._everyone = config, everyone
-        nbytes = config.async_buffer_mb * 10**6
+        nbytes = None if config.async_buffer_mb is None else config.async_buffer_mb * 10**6
         self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
+from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.owned_state import check_local_owned, local_owned, take_local_owned
-from megatron_distopt.checkpoint.saved_by_name import class_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.hosts.naming import FROM_WEIGHTS

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import background, disk, is_checkpoint, save
-from megatron_distopt.checkpoint.background import BackgroundSaver, Staging, room_for, split
+from megatron_distopt.checkpoint.background import BackgroundSaver, Staging, room_for
 from megatron_distopt.checkpoint.save import Written
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
@@ -57,154 +57,34 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def _drained(staging: Staging, pause: float = 0.0) -> list[Written]:
-    """Copies of everything, as a thread that writes slowly sees it."""
-    found = []
-    for each in staging.drain():
-        time.sleep(pause)
-        found.append(Written(each.key, each.shape, each.box, each.tensor.clone()))
-    return found
-
-
-def _put_together(parts: Sequence[Written]) -> dict[str, Tensor]:
-    """Whole tensors; an element that is there twice or not at all is nan."""
-    found = {each.key: torch.full(each.shape, math.nan, dtype=torch.float64) for each in parts}
-    for each in parts:
-        target = found[each.key][each.box.as_slices()]
-        assert target.isnan().all(), f"{each.key} has elements of {each.box} twice"
-        target.copy_(each.tensor)
-    return found
-
-
 # The copy.
 
 
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 31, 33, 48, 49, 1000])
-def test_staging_when_made_for_what_it_shall_hold_then_it_takes_it_in_one_piece(numel: int) -> None:
-    """In waves `fill` would wait for somebody who drains."""
-    tensors = _written(_numbers(numel))
-    staging = Staging(room_for(tensors), torch.device("cpu"))
-    assert room_for(tensors) <= staging.nbytes <= room_for(tensors) + 64
-    thread = _in_thread(lambda: staging.fill(tensors))
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-    assert torch.equal(_drained(staging)[0].tensor, tensors[0].tensor)
-
-
-def test_staging_when_the_live_state_changes_after_fill_then_the_copy_does_not() -> None:
+def test_staging_when_the_live_state_changes_after_the_copy_then_the_copy_does_not() -> None:
     live = [_numbers(5, 3), _numbers(7, dtype=torch.bfloat16), _numbers(3, dtype=torch.int8), _numbers(2, 8).t()]
-    before, tensors = [tensor.clone() for tensor in live], _written(*live)
+    tensors = _written(*live)
     staging = Staging(room_for(tensors), torch.device("cpu"))
-    for _ in range(2):  # the buffer is used again
-        staging.fill(tensors)
+    for _ in range(2):  # the memory is used again
+        before = [tensor.clone() for tensor in live]
+        copies = staging.copy(tensors)
         for tensor in live:
             tensor.add_(1)
-        found = _drained(staging)
-        assert [(each.key, each.shape, each.box) for each in found] == [(t.key, t.shape, t.box) for t in tensors]
-        for each, old in zip(found, before, strict=True):
-            assert each.tensor.dtype == old.dtype
-            assert torch.equal(each.tensor, old)
-        before = [tensor.clone() for tensor in live]
+        assert [(copy.key, copy.shape, copy.box) for copy in copies] == [(t.key, t.shape, t.box) for t in tensors]
+        for copy, old in zip(copies, before, strict=True):
+            assert copy.tensor.dtype == old.dtype
+            assert torch.equal(copy.tensor, old)
 
 
-def test_staging_when_the_state_is_larger_then_every_element_comes_once_and_memory_is_that_of_the_buffer() -> None:
-    live = [_numbers(40, 3), _numbers(1), _numbers(6, 5, 4, dtype=torch.bfloat16), _numbers(3, 100), _numbers(2)]
-    before, tensors = [tensor.double() for tensor in live], _written(*live)
-    staging = Staging(300, torch.device("cpu"))
-    assert staging.nbytes == 384
-    places: list[int] = []
-
-    def drain() -> None:
-        for each in staging.drain():
-            time.sleep(0.001)
-            places.append(each.tensor.data_ptr())
-            assert each.tensor.numel() * each.tensor.element_size() <= staging.nbytes // 2
-            found.append(Written(each.key, each.shape, each.box, each.tensor.clone()))
-
-    found: list[Written] = []
-    thread = _in_thread(drain)
-    staging.fill(tensors)
-    for tensor in live:  # fill has returned: all that is needed is copied, written or not
-        tensor.zero_()
-    thread.join(SECONDS)
-    whole = _put_together(found)
-    assert [torch.equal(whole[f"main/{number}"], old) for number, old in enumerate(before)] == [True] * 5
-    assert max(places) - min(places) < staging.nbytes
-    assert len(found) > 8
-
-
-def test_staging_when_nobody_drains_then_fill_waits_with_two_waves_in_the_buffer() -> None:
-    tensors = _written(*(_numbers(16) + 100 * number for number in range(5)))  # 64 bytes each, and a half of 64
-    staging = Staging(128, torch.device("cpu"))
-    thread = _in_thread(lambda: staging.fill(tensors))
-    thread.join(A_MOMENT)
-    assert thread.is_alive()
-    drain = staging.drain()
-    first = next(drain)
-    thread.join(A_MOMENT)
-    assert thread.is_alive()  # the first is still being written
-    assert torch.equal(first.tensor, tensors[0].tensor)
-    rest = [each.tensor.clone() for each in drain]
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-    assert all(map(torch.equal, rest, [each.tensor for each in tensors[1:]]))
-
-
-@pytest.mark.parametrize("is_early", [True, False], ids=["before it fills", "while it waits"])
-@pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
-def test_staging_when_discarded_then_the_thread_that_fills_returns(is_early: bool, nbytes: int) -> None:
-    tensors = _written(*(_numbers(16) for _ in range(20)))
-    staging = Staging(nbytes, torch.device("cpu"))
-    if is_early:
-        staging.discard()
-    thread = _in_thread(lambda: staging.fill(tensors))
-    if not is_early:
-        thread.join(A_MOMENT)
-        next(staging.drain())
-        staging.discard()
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("nbytes", [128, 10_000], ids=["in waves", "at once"])
-def test_staging_when_a_copy_fails_then_both_threads_have_the_error(nbytes: int) -> None:
-    tensors = _written(_numbers(16), torch.empty(16, device="meta"), _numbers(16))
-    staging = Staging(nbytes, torch.device("cpu"))
-    errors: list[BaseException] = []
-
-    def drain() -> None:
-        try:
-            list(staging.drain())
-        except NotImplementedError as error:
-            errors.append(error)
-
-    thread = _in_thread(drain)
-    with pytest.raises(NotImplementedError) as raised:
-        staging.fill(tensors)
-    thread.join(SECONDS)
-    assert errors == [raised.value]
-
-
-@pytest.mark.parametrize("most_nbytes", [4, 8, 12, 64, 100, 1000])
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 9), (5, 3), (1, 1, 31), (3, 1, 4), (2, 3, 5), (4, 64)])
-def test_split_when_a_tensor_is_too_large_then_its_parts_are_small_and_all_of_it(
-    shape: tuple[int, ...], most_nbytes: int
-) -> None:
-    offsets = tuple(10 * dim for dim in range(len(shape)))
-    tensor = _numbers(*shape)
-    parts = list(split(Written("main/w", (100,) * len(shape), Box(offsets, shape), tensor), most_nbytes))
-    assert all(part.tensor.numel() * 4 <= most_nbytes for part in parts)
-    assert all(part.box.sizes == tuple(part.tensor.shape) for part in parts)
-    found = torch.full(shape, math.nan)
-    for part in parts:
-        target = found[part.box.relative_to(offsets).as_slices()]
-        assert target.isnan().all()
-        target.copy_(part.tensor)
-    assert torch.equal(found, tensor)
-    # As few cuts as the first dimension allows: a row is cut only where it is too large itself.
-    row_nbytes = math.prod(shape[1:]) * 4
-    if row_nbytes <= most_nbytes:
-        assert len(parts) == math.ceil(shape[0] / (most_nbytes // row_nbytes))
+def test_save_when_the_state_is_larger_than_the_option_allows_then_refused_with_what_to_type(tmp_path: Path) -> None:
+    """Three tensors of 15 and three of 3 elements of 4 bytes, each from a multiple of 64 bytes: 384 bytes."""
+    training = Training.of(tmp_path / "checkpoint", 383)
+    with pytest.raises(CheckpointError, match=r"async_buffer_mb=1 \(--distopt-async-buffer-mb 1\)"):
+        training.save(1)
+    assert not training.folder.exists()
+    training = Training.of(tmp_path / "checkpoint", 384)
+    training.save(1)
+    training.saver.finish()
+    assert training.read() == 1
 
 
 # The thread, in a world of one rank.
@@ -266,20 +146,13 @@ def _full(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("most_nbytes", [1 << 20, 128], ids=["at once", "in waves"])
 def test_save_when_it_returns_then_the_state_may_change_and_the_checkpoint_has_the_old_one(
-    most_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, gate: Gate
 ) -> None:
-    training = Training.of(tmp_path / "checkpoint", most_nbytes)
-    if most_nbytes > 1000:  # in waves the disk is needed to come to the last one
-        gate = Gate(monkeypatch)
-        training.save(1)
-        assert not is_checkpoint(training.folder)
-    else:
-        training.save(1)
+    training.save(1)
+    assert not is_checkpoint(training.folder)
     training.numbered.become(2)
-    if most_nbytes > 1000:
-        gate.opened.set()
+    gate.opened.set()
     training.saver.finish()
     assert training.read() == 1
     assert leftovers(training.folder) == set()
@@ -333,23 +206,7 @@ def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_b
     assert training.read() == 4
 
 
-def test_save_when_the_disk_fails_in_waves_then_training_is_not_held_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state of many waves: the thread that filled the buffer would wait for one that does not write any more."""
-    for call in ("create", "write"):
-        training = Training.of(tmp_path / call, 64)
-        with monkeypatch.context() as patch:
-            patch.setattr(disk, call, _full)
-            thread = _in_thread(lambda training=training: training.save(1))  # type: ignore[misc]
-            thread.join(SECONDS)
-            assert not thread.is_alive()
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            training.saver.finish()
-        assert not is_checkpoint(training.folder)
-
-
-def test_save_when_the_copy_fails_then_the_next_call_raises_it(
+def test_save_when_the_copy_fails_then_it_raises_and_no_save_has_begun(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*arguments: object) -> None:
@@ -358,10 +215,10 @@ def test_save_when_the_copy_fails_then_the_next_call_raises_it(
     training.save(1)
     training.saver.finish()
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "_copied", out_of_memory)
-        training.save(2)
+        patch.setattr(Staging, "copy", out_of_memory)
         with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-            training.saver.finish()
+            training.save(2)
+    training.saver.finish()
     assert training.read() == 1
     assert leftovers(training.folder) == set()
 
@@ -425,7 +282,7 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
     assert training.read() == 4
 
 
-def test_buffer_when_saves_succeed_then_used_again_and_after_a_failure_dropped(
+def test_memory_for_the_copy_when_it_is_large_enough_then_used_again(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -440,15 +297,7 @@ def test_buffer_when_saves_succeed_then_used_again_and_after_a_failure_dropped(
         training.save(number)
     training.saver.finish()
     assert len(made) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "write", _full)
-        training.save(4)
-        with pytest.raises(CheckpointError):
-            training.saver.finish()
-    training.save(5)
-    training.saver.finish()
-    assert len(made) == 2
-    assert training.read() == 5
+    assert training.read() == 3
 
 
 # The end of the process.
@@ -590,8 +439,7 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
         found["failed mutely"] = ranks.ended(ranks.saver.finish)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            read = save.read_part
-            patch.setattr(save, "read_part", lambda folder, of, number: None if number else read(folder, of, number))
+            patch.setattr(save, "part_file", lambda folder, save_id, rank: folder / "not there")
             patch.setattr(save, "_SECONDS_TO_APPEAR", A_MOMENT)
         ranks.save(5)
         found["not shared"] = ranks.ended(ranks.saver.finish)

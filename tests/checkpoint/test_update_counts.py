@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_distopt import distribute
-from megatron_distopt.checkpoint import load_local_state_dict, local_state_dict, read_manifest
+from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.cli import main as cli
 from megatron_distopt.comm import Group
@@ -169,14 +169,6 @@ def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_bot
         _counting_by_group().load(tmp_path)
     text = str(caught.value)
     assert "3 of 'decoder.layers.0.mlp.linear_fc1.weight'" in text and "torch_fused" in text
-
-
-def test_local_state_when_counts_differ_then_a_new_process_takes_it() -> None:
-    for layout in ({}, {"dp": 2, "bucket_size": 50}):
-        here, there = _varied(**layout), World.of(MODEL, filled=False, **layout)
-        for one, other in zip(here.ranks, there.ranks, strict=True):
-            load_local_state_dict(other.optimizer, local_state_dict(one.optimizer))
-        _check_same(there)
 
 
 def test_save_when_the_inner_optimizer_keeps_other_numbers_then_they_are_each_params_own(tmp_path: Path) -> None:

@@ -245,7 +245,6 @@ _AS_AN_OPTIMIZER = {
         """,
     ),
     "state_dict_back": Idiom(_ANY, "optimizer.load_state_dict(optimizer.state_dict())"),
-    "local_state_dict_back": Idiom(_ANY, "optimizer.load_local_state_dict(optimizer.local_state_dict())"),
     "state_dict_saved": Idiom(
         _ANY,
         """

@@ -389,9 +389,6 @@ class AveragingOptimizer(Optimizer):
         if not self.mains:
             self.param_groups = self.inner.param_groups
 
-    local_state_dict = _whole_state
-    load_local_state_dict = load_state_dict
-
     def save(self, folder: str | Path) -> None:
         self.follow_model()
         params = [plain(self.mains.get(param, param.data)) for param in self._params()]

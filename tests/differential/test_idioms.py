@@ -169,7 +169,6 @@ EQUAL = {
         phases=(_each(grads=_all(["grad_dropped"])), Phase(3, (Iteration(),) * 3)), dtype="mixed"
     ),
     "other data, then the state dict back": program("new_data", "state_dict_back"),
-    "other data, then the local state dict back": program("new_data", "local_state_dict_back"),
     "full_grad where a rank had no data": program(
         Iteration(zero="None for each"), Iteration(microbatches=(Microbatch(idle=0),), grads=_all(["full_grad"]))
     ),

@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.dcp import metadata_of
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord, metadata_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.errors import CheckpointError

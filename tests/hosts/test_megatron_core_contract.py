@@ -243,14 +243,8 @@ def test_state_dict_when_loaded_back_then_the_groups_have_its_options(case: str,
     assert facts["state_dict"][case]["lr"] == [3e-3, 3e-3]
 
 
-def test_local_state_dict_when_loaded_back_then_the_same_steps_follow(facts: dict[str, Any]) -> None:
-    assert facts["local_state_dict"]["params"]
-    before, again = facts["local_state_dict"]["losses"]
-    assert again == before
-
-
 @pytest.mark.parametrize("case", ["plain", "fp16", "overlap"])
-def test_local_state_dict_when_loaded_into_a_fresh_model_then_every_rank_has_the_saved_params_at_once(
+def test_folder_when_loaded_into_a_fresh_model_then_every_rank_has_the_saved_params_at_once(
     case: str, facts: dict[str, Any]
 ) -> None:
     found = facts["state_in_a_fresh_model"][case]

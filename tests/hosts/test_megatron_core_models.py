@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from megatron_distopt.optimizer.inner import moments_of
 from tests.support.cases import Case, Step, train_all
 from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
@@ -115,11 +116,14 @@ def _taken_over(folder: Path) -> tuple[bool, bool]:
 
 def _tensors_of(training: Any) -> list[torch.Tensor]:
     """Main params and moments of this rank, in the order of names."""
-    shards = training.optimizer.ours()[0].local_state_dict()["param_shards"]
-    kept = [shards[name] for name in sorted(shards)]
-    return [
-        tensor.clone() for each in kept for tensor in (each["main"], *(each["cut"][key] for key in sorted(each["cut"])))
-    ]
+    sharded = training.optimizer.ours()[0].sharded
+    by_name = {
+        (shard.name, kind): flat.cut(tensor, shard).detach().clone()
+        for flat in sharded.flat_params
+        for shard in flat.plan.shards
+        for kind, tensor in {"main": flat.main, **moments_of(sharded.inner, flat.main)}.items()
+    }
+    return [by_name[key] for key in sorted(by_name)]
 
 
 def _resume(name: str, folder: Path) -> list[float]:

@@ -78,7 +78,6 @@ def _cases() -> dict[str, Callable[[int], object]]:
         "other ddp options": lambda rank: _build(ddp={"average_in_collective": rank == 1}),
         "other buckets": lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
         "bad variable on one rank": lambda rank: _with_variable("NONFINITE", "ignore", rank == 1),
-        "missing shard on one rank": _missing_shard,
         "switched off on one rank": _switched_off,
     }
 
@@ -164,15 +163,6 @@ def _required() -> object:
 def _with_variable(name: str, value: str, is_set: bool) -> object:
     with _environment(f"MEGATRON_DISTOPT_{name}", value) if is_set else contextlib.nullcontext():
         return _build()
-
-
-def _missing_shard(rank: int) -> object:
-    """Rank 1 lacks one; rank 0 has all of its own."""
-    optimizer = _build()
-    state = _only_part(optimizer).local_state_dict()
-    if rank == 1:
-        del state["param_shards"][min(state["param_shards"])]
-    return optimizer.load_state_dict(state)
 
 
 def _switched_off(rank: int) -> object:
@@ -334,19 +324,12 @@ def test_host_when_an_unknown_field_has_its_default_then_it_is_served(found: lis
     assert [each["unknown field, default"] for each in found] == [None] * SIZE
 
 
-#: Where the other rank is told so, if that is not at start-up.
-MOMENTS = {"missing shard on one rank": "load"}
 #: What rank 1 alone runs into.
 OF_RANK_1: dict[str, Refusal] = {
     "one rank only": (LayoutError, FLOAT64.format(EMBEDDING)),
     "bad variable on one rank": (
         ConfigError,
         "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
-    ),
-    "missing shard on one rank": (
-        CheckpointError,
-        "Invalid optimizer state: decoder.layers.0.input_layernorm.bias[0:40] only in the optimizer. Must hold exactly "
-        "this rank's param shards. Load each rank's own state at the data-parallel size at which it was saved.",
     ),
 }
 
@@ -359,8 +342,7 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(
     assert found[1][name] == own
     assert found[0][name] == (
         RanksDisagreeError,
-        f"Invalid {MOMENTS.get(name, 'start-up')}: rank 1 refused with «{own[1]}». Must pass on all 2 ranks. "
-        "Mend what that rank reports.",
+        f"Invalid start-up: rank 1 refused with «{own[1]}». Must pass on all 2 ranks. Mend what that rank reports.",
     )
 
 

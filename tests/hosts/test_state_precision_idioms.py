@@ -84,15 +84,15 @@ def _load_live(step: int, model: Sequential, optimizer: Any) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _load_local_and_leave_out() -> Act:
+def _load_and_leave_out() -> Act:
     """What is loaded is cut before the next update, because one param of several has no gradient."""
     kept: dict[str, Any] = {}
 
     def act(step: int, model: Sequential, optimizer: Any) -> None:
         if step == 1:
-            kept.update(copy.deepcopy(optimizer.local_state_dict()))
+            kept.update(copy.deepcopy(optimizer.state_dict()))
         if step == 3:
-            optimizer.load_local_state_dict(kept)
+            optimizer.load_state_dict(copy.deepcopy(kept))
         model[0].bias.requires_grad_(step != 3)
 
     return act
@@ -109,7 +109,7 @@ EQUAL: dict[str, Act] = {
     "loads optimizer and model": _go_back("optimizer"),
     "loads the optimizer alone": _go_back("alone"),
     "loads the state that it has": _load_live,
-    "loads a local state and leaves out a gradient": _load_local_and_leave_out(),
+    "loads a state and leaves out a gradient": _load_and_leave_out(),
 }
 
 
@@ -167,7 +167,6 @@ FAILED: dict[str, Callable[[Any, Path], None]] = {
     "a state dict of another model": lambda optimizer, folder: optimizer.load_state_dict(
         {"state": {}, "param_groups": [{"params": [0]}]}
     ),
-    "a local state of another model": lambda optimizer, folder: optimizer.load_local_state_dict({}),
 }
 #: By name: what leaves weights changed and main params as they were.
 CHANGES: dict[str, Callable[[Sequential], None]] = {
@@ -241,7 +240,6 @@ def _change_and_load_without_main_params(*, reloads: bool) -> Act:
 READS: dict[str, Callable[[Any, Path], object]] = {
     "state_dict": lambda optimizer, folder: optimizer.state_dict(),
     "full_state_dict": lambda optimizer, folder: optimizer.full_state_dict(),
-    "local_state_dict": lambda optimizer, folder: optimizer.local_state_dict(),
     "save": lambda optimizer, folder: optimizer.save(folder),
 }
 

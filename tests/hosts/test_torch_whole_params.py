@@ -242,10 +242,6 @@ def resume_all(rank: int, size: int) -> dict[str, Any]:
             for step in range(3):
                 run.step(step)
             run.optimizer.save(folder / name)
-            local = run.optimizer.local_state_dict()
-            again = Run(case, groups[2])
-            again.optimizer.load_local_state_dict(local)
-            found[name, "local"] = _continued(again)
             found[name, "on"] = _continued(run)
         dist.barrier()
         for each in (each for each in SIZES if rank < each):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import DistOptError
@@ -85,7 +84,6 @@ PROGRAMS: dict[str, Program] = {
     "weights changed": Program(_OVERLAP, BF16, variant="weights"),
     "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
     "state read": Program(_OVERLAP, BF16, variant="state"),
-    "local state read": Program(_OVERLAP, BF16, variant="local state"),
     "model copied": Program(_OVERLAP, BF16, variant="copied"),
     "params read behind torch": Program(_OVERLAP, BF16, variant="behind"),
     "weights written behind torch": Program(_OVERLAP, BF16, variant="reloaded"),
@@ -267,10 +265,6 @@ class Run:
     def _after_state(self, number: int, folder: str) -> None:
         state = self.optimizer.full_state_dict().get("state", {})
         self.others += [value.clone() for of_param in state.values() for value in of_param.values()]
-
-    def _after_local_state(self, number: int, folder: str) -> None:
-        values = tree_leaves(self.optimizer.local_state_dict())
-        self.others += [value.clone() for value in values if isinstance(value, Tensor)]
 
     def _after_copied(self, number: int, folder: str) -> None:
         self.others += [param.detach() for param in copy.deepcopy(self.model).parameters()]

@@ -143,7 +143,6 @@ REMOVALS = (
         "hosts/torch/optimizer.py", "self.finish_param_gather()", "pass", ("weights written behind torch",), why=_OWN
     ),
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), "def full_state_dict", _OWN),
-    Removal(_TORCH, "self._model.gather.finish()", "pass", ("local state read",), "def local_state_dict", _OWN),
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("state read",), "def state_dict", _OWN),
     Removal(_TORCH, "self._model.gather.finish()", "pass", ("saved in the background",), behind="def _before_state"),
     Removal(_2023, "self._communicator.finish_grads()", _NO_TIME, _FORK),

@@ -16,7 +16,7 @@ from megatron.core import mpu
 
 from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.checkpoint.place import disown, folder_beside, not_found
+from megatron_distopt.checkpoint.folder import folder_beside, not_found, remove_checkpoint
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.plain import is_plain
@@ -138,7 +138,7 @@ class CheckpointCalls:
         folder = self._folder(filename)
         if self._optimizer.sharded.config.checkpoint_format == "gathered":
             save_gathered(self._optimizer, filename)
-            raise_together(lambda: disown(folder) if self._everyone.rank == 0 else None, self._everyone, "save")
+            raise_together(lambda: _disown(folder) if self._everyone.rank == 0 else None, self._everyone, "save")
             return
         self._saver.save(folder, whole_model_of(self._optimizer))
 
@@ -188,6 +188,12 @@ class CheckpointCalls:
     def _folder(self, filename: str) -> Path:
         """The first rank's: every rank has a name of its own for the fork's file."""
         return folder_beside(exchange(filename, self._everyone)[0])
+
+
+def _disown(folder: Path) -> None:
+    """Removes an older checkpoint after the host's own file was written, so that a load takes the file."""
+    if is_checkpoint(folder):
+        remove_checkpoint(folder)
 
 
 def _nothing() -> None:

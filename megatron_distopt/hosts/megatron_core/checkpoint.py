@@ -16,8 +16,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
+from megatron_distopt.checkpoint.folder import folder_beside, not_found
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
-from megatron_distopt.checkpoint.place import folder_beside, not_found
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.load_any import load_any

@@ -10,7 +10,7 @@ the same on all ranks: the host lets rank 0 alone write that, so it is joined fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -21,14 +21,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.load import Loadable, load_state
-from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
+from megatron_distopt.checkpoint.load import load_state
+from megatron_distopt.checkpoint.load_plan import Loadable, Read
 from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
     Manifest,
     TensorRecord,
-    check_written,
+    check_joined,
     from_text,
     join,
     key_of,
@@ -121,7 +121,7 @@ def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
     written = tuple(contribution.tensors)
     records = {each.key: TensorRecord(each.shape, dtype_name(each.tensor.dtype), ()) for each in written}
     head = join(exchange(replace(contribution.head, tensors=records), everyone))
-    check_written(head)
+    check_joined(head)
     shards = {_entry(model, each.key, each.box): _shard(model, each) for each in (*written, *_not_begun(model))}
     return {HEAD: to_text(head), **shards}
 
@@ -236,10 +236,12 @@ def _kinds_in_a_trial(optimizer: ShardedOptimizer, number: int) -> set[str]:
 def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
     head = from_text(state[HEAD], _WHERE)
 
-    def read(plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
-        return ((each, state[_entry(model, each.key, each.chunk.box)]) for each in plan.reads)
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+        for each in reads:
+            yield each, state[_entry(model, each.key, each.chunk.box)][each.in_chunk.as_slices()]
 
-    return Loadable(replace(head, tensors=_tensors_in(state, head, model)), _WHERE, read)
+    manifest = replace(head, tensors=_tensors_in(state, head, model))  # nothing that owners of whole params keep
+    return Loadable(manifest, _WHERE, read, state.__getitem__, verify=lambda reads: None)
 
 
 def _tensors_in(state: Mapping[str, Any], head: Manifest, model: WholeModel) -> dict[str, TensorRecord]:

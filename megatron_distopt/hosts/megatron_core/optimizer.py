@@ -21,7 +21,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint import check_local_state_dict, load_local_state_dict, local_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
@@ -254,13 +253,8 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         """As the host's: param groups and grad scaler. The tensors go with `save` or `save_parameter_state`."""
         return head_of(self)
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """All of this rank's state by param name, for a restart at the same size, see checkpoint/local_state.py."""
-        self.offloaded.check_is_there()
-        return local_state_dict(self.sharded)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes back `state_dict()`, `sharded_state_dict()` or this rank's `local_state_dict()`.
+        """Collective: takes back `state_dict()` or `sharded_state_dict()`.
 
         Raises:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
@@ -270,13 +264,8 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
             self.load_sharded(state_dict)
             return
         self.check_is_there("load")
-        if "param_shards" not in state_dict:
-            raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
-            load_head(self, state_dict)
-            return
-        raise_together(lambda: check_local_state_dict(self.sharded, state_dict), self.stats_group, "load")
-        with self._new_params():
-            load_local_state_dict(self.sharded, state_dict)
+        raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
+        load_head(self, state_dict)
 
     def offload_to_cpu(self) -> None:
         """Moves main params and moments of this rank into the host's memory, between two phases of training.

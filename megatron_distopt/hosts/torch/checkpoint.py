@@ -11,11 +11,6 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint import (
-    check_local_state_dict,
-    load_local_state_dict,
-    local_state_dict,
-)
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
@@ -80,8 +75,8 @@ class StateCalls(Optimizer):
         """The state in torch's own format; no collective.
 
         On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its values are shards:
-        `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)`,
-        `full_state_dict()` and `local_state_dict()` are other ways.
+        `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)` and
+        `full_state_dict()` are other ways.
         """
         self._check_torchs_format("state_dict()")
         self._model.gather.finish()
@@ -203,22 +198,3 @@ class StateCalls(Optimizer):
             theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
         self._model.gather.gather_now()
         self._model.params.forget()
-
-    @torch.no_grad()
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's state by param name, for a restart at the same size; see checkpoint/local_state.py."""
-        self._model.gather.finish()
-        self._follow_user()
-        return local_state_dict(self._model.sharded)
-
-    @torch.no_grad()
-    def load_local_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes this rank's `local_state_dict()` back and gathers the params.
-
-        Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
-        """
-        self._before_state(is_read=False)
-        raise_together(lambda: check_local_state_dict(self._model.sharded, state_dict), self._model.ranks.stats)
-        load_local_state_dict(self._model.sharded, state_dict)
-        self._after_load()
