@@ -147,11 +147,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
-    """Keys of which a param has one number, as seen from the params of more than one element."""
+    """Keys of what a param has once: numbers and texts, and tensors of one element where the param has more."""
     found = {STEP}
     for name, entry in entries.items():
-        if name in params.share.placements and math.prod(params.share.placements[name].global_shape) > 1:
-            found |= {key for key, value in entry.items() if not torch.is_tensor(value) or value.numel() == 1}
+        placement = params.share.placements.get(name)
+        has_more = placement is not None and math.prod(placement.global_shape) > 1
+        found |= {key for key, value in entry.items() if torch.is_tensor(value) and value.numel() == 1 and has_more}
+        found |= {key for key, value in entry.items() if value is not None and not torch.is_tensor(value)}
     needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
     return found - frozenset().union(*needed) - {MAIN_PARAM}
 

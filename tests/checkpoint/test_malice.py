@@ -190,12 +190,11 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
     monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
     two = Numbered(World.of(TINY, dp=2)).become(2)
     by_rank = savings(two.world, folder, new_save_id())
-    for each, rank in zip(by_rank, two.world.ranks, strict=True):
-        each.write(contribution_of(rank.model))
+    written = [each.write(contribution_of(rank.model)) for each, rank in zip(by_rank, two.world.ranks, strict=True)]
     part = folder / f"{by_rank[0].save_id}-00001.part"
     part.write_bytes(pickle.dumps(Evil(marker), protocol=protocol))
     with pytest.raises(CheckpointError) as caught:
-        by_rank[0].commit()
+        by_rank[0].commit(written[0])
     assert_says(
         str(caught.value),
         f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "

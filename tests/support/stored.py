@@ -60,9 +60,8 @@ def save(world: World, folder: Path) -> None:
     disk.make_folder(folder)
     by_rank = savings(world, folder, new_save_id(), disk.lock(lock_file(folder)))
     try:
-        for saving, rank in zip(by_rank, world.ranks, strict=True):
-            saving.write(contribution_of(rank.model))
-        by_rank[0].commit()
+        parts = [s.write(contribution_of(rank.model)) for s, rank in zip(by_rank, world.ranks, strict=True)]
+        by_rank[0].commit(parts[0])
     except BaseException:
         by_rank[0].abandon()
         raise
