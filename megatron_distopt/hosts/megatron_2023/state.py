@@ -129,7 +129,7 @@ def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
 def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
     """Whether one of the run and the state has Muon or a class of whole params, so that their param groups are others.
 
-    See [Note: another kind of optimizer] in checkpoint/saved_by_name.py.
+    See [Note: another kind of optimizer] in checkpoint/load_plan.py.
     """
     if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         return True
