@@ -123,7 +123,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     fill_groups(plan.groups, state.read(reads), lambda optimizer: _is_same_class(manifest.inner, optimizer))
     for share in model.shares:
         for name, (owned, options) in owned_by_name(share).items():
-            tensors = [(key, state.read_whole(key)) for key in plan.owned.get(name, ())]
+            tensors = [(key, state.read_owned(key)) for key in plan.owned.get(name, ())]
             take_owned(owned, options, tensors, state.where)
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, manifest.loss_scale)
@@ -156,8 +156,8 @@ def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
         manifest,
         str(folder),
         read=partial(_read_from, folder, manifest),
-        read_whole=lambda key: read_box(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
         verify=lambda reads: _verify_files(folder, manifest.files[rank::size]),
+        read_owned=lambda key: read_box(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
     )
 
 

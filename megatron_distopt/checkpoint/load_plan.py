@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, key_of, 
 from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import CheckpointError, InvariantError
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.inner import is_torchs, part_for
 from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
@@ -82,6 +82,10 @@ class Read:
         return self.box.relative_to(self.chunk.box.offsets)
 
 
+def _hold_nothing(key: str) -> Tensor:
+    raise InvariantError(f"Invalid read of {key!r}: nothing is kept for owners of whole params. Report this.")
+
+
 @dataclass(frozen=True, eq=False)
 class Loadable:
     """A state that can be loaded, wherever its tensors come from."""
@@ -89,8 +93,9 @@ class Loadable:
     manifest: Manifest
     where: str  # the place of the state, for errors
     read: Callable[[Sequence[Read]], Iterator[tuple[Read, Tensor]]]  # the elements of each box, in the order of reads
-    read_whole: Callable[[str], Tensor]  # a whole tensor, by key
-    verify: Callable[[Sequence[Read]], None]  # raises where something cannot be read; may keep what it reads
+    verify: Callable[[Sequence[Read]], None] = lambda reads: None  # raises where something cannot be read; may keep it
+    #: Reads what the owner of a whole param keeps, by key. Other software keeps nothing of the kind.
+    read_owned: Callable[[str], Tensor] = _hold_nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ def _opened(path: Path, resume_step: int | None) -> Loadable:
         key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
         for key, info in source.tensors.items()
     }
-    return Loadable(replace(source.head, tensors=records), str(path), read, source.read, verify)
+    return Loadable(replace(source.head, tensors=records), str(path), read, verify)
 
 
 def _around(boxes: list[Box]) -> Box:

@@ -240,8 +240,7 @@ def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
         for each in reads:
             yield each, state[_entry(model, each.key, each.chunk.box)][each.in_chunk.as_slices()]
 
-    manifest = replace(head, tensors=_tensors_in(state, head, model))  # nothing that owners of whole params keep
-    return Loadable(manifest, _WHERE, read, state.__getitem__, verify=lambda reads: None)
+    return Loadable(replace(head, tensors=_tensors_in(state, head, model)), _WHERE, read)
 
 
 def _tensors_in(state: Mapping[str, Any], head: Manifest, model: WholeModel) -> dict[str, TensorRecord]:

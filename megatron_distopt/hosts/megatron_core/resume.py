@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.load import Loadable, load_state
-from megatron_distopt.checkpoint.load_plan import LoadPlan, Read
+from megatron_distopt.checkpoint.load import load_state
+from megatron_distopt.checkpoint.load_plan import Loadable, Read
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces, shards_of
@@ -85,11 +85,11 @@ def _loadable(path: Path, optimizers: Sequence[HasHostBuffers], model: WholeMode
     head = with_step(head, resume_step, path)
     check_step(head, path)
 
-    def read(plan: LoadPlan) -> Iterator[tuple[Read, Tensor]]:
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
         owner = {(piece.placement.name, piece.piece.in_global): piece for piece in pieces}
-        for each in plan.reads:
+        for each in reads:
             kind, name = each.key.split("/", 1)
-            yield each, values.of_piece(kind, owner[name, each.chunk.box])
+            yield each, values.of_piece(kind, owner[name, each.chunk.box])[each.in_chunk.as_slices()]
 
     return Loadable(head, str(path), read)
 
