@@ -119,7 +119,7 @@ def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_c
     Trained(replace(CONFIG, optimizer="sgd")).train(2).save(tmp_path)
     trained = Trained().train(1)
     before = trained.held()
-    with pytest.raises(CheckpointError, match="Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
+    with pytest.raises(CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
         trained.load(tmp_path, 0)
     assert same(trained.held(), before)
 
