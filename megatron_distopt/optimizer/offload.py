@@ -13,17 +13,18 @@ has one main param, and the gradient statistics are measured on the device. A st
 
 So copies down, the CPU's kernel, copies up and the device's update run at the same time. The CPU waits once for each
 bucket, which a step without state on the host does not. What is copied is pinned; main params and moments are not,
-because only the CPU uses them. An fp32 param is its own main param, in the param buffer on the device, and so is its
-state: another main param of it on the host would be a second copy of every value.
+because only the CPU uses them, and are in fp32 whatever the form of the state on the device. An fp32 param is its own
+main param, in the param buffer on the device, and so is its state: another main param of it on the host would be a
+second copy of every value.
 
-Every bit is as without where the kernel is the same (tests/sim/programs.py).
+Every bit is as without where the kernel is the same and the state is exact (tests/sim/programs.py).
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +37,7 @@ from torch.optim import Optimizer
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
-from megatron_distopt.errors import ConfigError, InvariantError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import BufferLayout, choose_buckets
 from megatron_distopt.optimizer.deferred import HostCopy
 from megatron_distopt.optimizer.inner import (
@@ -68,22 +69,10 @@ def buckets_on_host(
     return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
 
-def host_nbytes(
-    layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, device: torch.device
-) -> int:
-    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params.
-
-    Pinned memory is counted as torch allocates it on CUDA and ROCm, see `pinned_nbytes`.
-    """
-    return _host_nbytes(layouts, config, config.offload_fraction, device)
-
-
-def _host_nbytes(
-    layouts: Sequence[tuple[BufferLayout, torch.dtype]], config: DistOptConfig, fraction: float, device: torch.device
-) -> int:
+def host_nbytes(layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device) -> int:
+    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params."""
     total = 0
-    chosen = buckets_on_host(layouts, fraction, device)
-    for (layout, dtype), buckets in zip(layouts, chosen, strict=True):
+    for (layout, dtype), buckets in zip(layouts, buckets_on_host(layouts, fraction, device), strict=True):
         for bucket in buckets:
             numel = layout.buckets[bucket].in_buffer.numel // layout.num_shards
             total += 12 * numel + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
@@ -108,7 +97,8 @@ def check_offload(
         ConfigError: the inner optimizer has no kernel there, all params are fp32, or the machine's memory is too small
             for the state of its ranks.
     """
-    if config.offload_fraction == 0.0 or device.type == CPU or not layouts:
+    fraction = config.offload_fraction
+    if fraction == 0.0 or device.type == CPU or not layouts:
         return
     others: dict[Feature, str] = {}
     if choice is not None and choice.on_host is None:
@@ -116,18 +106,13 @@ def check_offload(
     if all(dtype == torch.float32 for _, dtype in layouts):
         others[Feature.ONLY_FP32_PARAMS] = "a model of fp32 params alone"
     check_compatible(config, others)
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available = _available_nbytes()
-
-    def needed(fraction: float) -> int:
-        return num_ranks * _host_nbytes(layouts, config, fraction, device)
-
-    if needed(config.offload_fraction) > available:
-        fitting = greatest_fraction(lambda fraction: needed(fraction) <= available)
-        took = f"{needed(config.offload_fraction):,} bytes on this machine for {num_ranks} rank(s)"
-        rule = f"need at most the {available:,} bytes that are available"
-        got, remedy = f"{config.offload_fraction}, which needs {took}", f"Write offload_fraction={fitting}"
-        raise ConfigError(refusal("offload_fraction", got, rule, remedy))
+    num_ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _available_nbytes()
+    needed = num_ranks * host_nbytes(layouts, fraction, device)
+    if needed > available:
+        fitting = greatest_fraction(lambda other: num_ranks * host_nbytes(layouts, other, device) <= available)
+        needs = f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} rank(s)"
+        rest = f"{available:,} bytes are available. Write offload_fraction={fitting}"
+        raise ConfigError(f"{needs}, and {rest}.")
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
@@ -170,30 +155,19 @@ def _numbers_in(path: str) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
+#: Flat params on the host, with what they have there.
+_Members = Sequence[tuple[FlatParam, OnHost]]
+
+
 @dataclass(frozen=True, eq=False)
 class Descent:
-    """Gradients on their way to the host, and what they are to be divided by.
+    """Gradients on their way to the host, and what they are to be divided by."""
 
-    Args:
-        buckets: flat params of a bucket that have a gradient, each with a call that waits for their gradients.
-        divisor: of the gradients, where it is known already.
-        numbers: divisor and non-finite flag, where they are on their way as well.
-        groups: options of the param groups, as they are before the device's update.
-        grads: on the device.
-    """
-
-    buckets: Sequence[tuple[Sequence[FlatParam], Callable[[], None]]]
-    divisor: float | Tensor
-    numbers: HostCopy | None
-    groups: Groups
-    grads: Sequence[Tensor]
-
-    def wait_for_numbers(self) -> tuple[float, bool]:
-        """The divisor, and whether the step changes nothing; waits until both are known."""
-        if self.numbers is None:
-            return float(self.divisor), False
-        divisor, found_inf = self.numbers.values
-        return divisor, found_inf > 0
+    buckets: Sequence[tuple[_Members, Callable[[], None]]]  # of a bucket, and a call that waits for their gradients
+    divisor: float | Tensor  # of the gradients, where it is known already
+    numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
+    groups: Groups  # options of the param groups, as they are before the device's update
+    grads: Sequence[Tensor]  # on the device
 
 
 class HostUpdates:
@@ -220,119 +194,92 @@ class HostUpdates:
             grads: of the flat params.
             divisor, found_inf: of the step's decision.
         """
-        numbers = _copied(divisor, found_inf, self._device)
+        numbers = None
+        if isinstance(divisor, Tensor) or found_inf is not None:
+            known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
+            numbers = HostCopy(torch.stack([known, self._scalar(0.0) if found_inf is None else found_inf]))
         pairs = zip(flat_params, grads, strict=True)
-        chosen = [(flat, grad) for flat, grad in pairs if flat.on_host is not None and grad is not None]
+        chosen = [(flat, flat.on_host, grad) for flat, grad in pairs if flat.on_host and grad is not None]
         measured, buckets = fence(self._device), []
         with on_stream(self._down, self._device):
             measured()
-            for _, members in groupby(
-                chosen, key=lambda pair: (pair[0].model.untyped_storage().data_ptr(), pair[0].plan.bucket)
-            ):
+            for _, members in groupby(chosen, key=lambda member: _bucket_of(member[0])):
                 bucket = list(members)
-                _copy_all([(_host_of(flat).arrived, grad) for flat, grad in bucket])
-                buckets.append(([flat for flat, _ in bucket], mark(self._device)))
+                _copy_all([(host.arrived, grad) for _, host, grad in bucket])
+                buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
         groups = [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
+            {key: _on_cpu(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
             for group in self._inner.param_groups
         ]
-        return Descent(buckets, divisor, numbers, groups, [grad for _, grad in chosen])
+        return Descent(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
     def update(self, descent: Descent) -> None:
         """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for the new params."""
-        divisor, is_skipped = descent.wait_for_numbers()
-        if is_skipped or not descent.buckets:
+        divisor, found_inf = descent.numbers.values if descent.numbers else (float(descent.divisor), 0.0)
+        if found_inf or not descent.buckets:
             return
-        inner = self._prepared([flat for bucket, _ in descent.buckets for flat in bucket], len(descent.groups))
+        inner = self._prepared(descent)
         for bucket, arrived in descent.buckets:
             arrived()
-            self._step(inner, bucket, descent.groups, divisor)
+            for number, (group, options) in enumerate(zip(inner.param_groups, descent.groups, strict=True)):
+                group.update(options)
+                group["params"] = [flat.main for flat, _ in bucket if flat.plan.key.group == number]
+            arrivals = [host.arrived for _, host in bucket]
+            update_mains(inner, [flat.main for flat, _ in bucket], arrivals, divisor)
+            for flat, host in () if rounds_itself(inner) else bucket:
+                host.model.copy_(flat.main)
             with on_stream(self._up, self._device):
-                _copy_all([(flat.model, _host_of(flat).model) for flat in bucket])
+                _copy_all([(flat.model, host.model) for flat, host in bucket])
         with on_stream(self._up, self._device):
             uploaded = fence(self._device)
         uploaded()
-        if divides_in_place(self._inner):
-            _divide(descent.grads, divisor)
+        if divides_in_place(self._inner) and divisor != 1.0:  # as the device's own kernel leaves those that it divides
+            torch._foreach_div_(list(descent.grads), self._scalar(divisor))
 
-    def _prepared(self, flat_params: Sequence[FlatParam], num_groups: int) -> Optimizer:
+    def _scalar(self, value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float32, device=self._device)
+
+    def _prepared(self, descent: Descent) -> Optimizer:
         """The optimizer of the host, built anew where there are more param groups."""
-        if self._on_host is None or len(self._on_host.param_groups) != num_groups:
-            options = [
-                {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-                for group in self._inner.param_groups
+        members = [pair for bucket, _ in descent.buckets for pair in bucket]
+        if self._on_host is None or len(self._on_host.param_groups) != len(descent.groups):
+            groups: Groups = [
+                {**options, "params": [flat.main for flat, _ in members if flat.plan.key.group == number]}
+                for number, options in enumerate(descent.groups)
             ]
-            self._on_host = self._build(
-                [{**group, "params": _mains_of(flat_params, n)} for n, group in enumerate(options)]
-            )
+            self._on_host = self._build(groups)
             self._on_host.state = self._inner.state
-        inner = self._on_host
-        if isinstance(inner, RoundsItself):
-            inner.round_into({flat.main: _host_of(flat).model for flat in flat_params})
-        return inner
-
-    def _step(self, inner: Optimizer, bucket: Sequence[FlatParam], options: Groups, divisor: float) -> None:
-        for number, (group, wanted) in enumerate(zip(inner.param_groups, options, strict=True)):
-            group.update(wanted)
-            group["params"] = _mains_of(bucket, number)
-        update_mains(inner, [flat.main for flat in bucket], [_host_of(flat).arrived for flat in bucket], divisor)
-        for flat in () if rounds_itself(inner) else bucket:
-            _host_of(flat).model.copy_(flat.main)
+        if isinstance(self._on_host, RoundsItself):
+            self._on_host.round_into({flat.main: host.model for flat, host in members})
+        return self._on_host
 
 
-def _host_of(flat: FlatParam) -> OnHost:
-    if flat.on_host is None:
-        raise InvariantError(refusal("flat param", "on the device", "be on the host", "Update it on the device"))
-    return flat.on_host
+def _bucket_of(flat: FlatParam) -> tuple[int, int]:
+    return flat.model.untyped_storage().data_ptr(), flat.plan.bucket
 
 
-def _mains_of(flat_params: Iterable[FlatParam], group: int) -> list[Tensor]:
-    return [flat.main for flat in flat_params if flat.plan.key.group == group]
-
-
-def _copied(divisor: float | Tensor, found_inf: Tensor | None, device: torch.device) -> HostCopy | None:
-    """Both as numbers on their way to the host; None where they are known there."""
-    if not isinstance(divisor, Tensor) and found_inf is None:
-        return None
-    known = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, dtype=torch.float32, device=device)
-    return HostCopy(torch.stack([known, torch.zeros_like(known) if found_inf is None else found_inf]))
-
-
-def _plain(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     """An option as the host's kernels take it; a tensor of a device is waited for."""
     return value.item() if isinstance(value, Tensor) and value.device.type != CPU else value
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies the second of every pair into the first, neighbours at once; waits for nothing."""
-    for into, source in _joined(pairs):
-        into.copy_(source, non_blocking=True)
+    """Copies the second of every pair of 1-D tensors into the first, neighbours in both memories at once.
 
-
-def _joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of 1-D tensors, with those made one that are neighbours in both memories."""
-    waiting: list[tuple[Tensor, Tensor]] = []
+    It waits for nothing.
+    """
+    stretches: list[list[tuple[Tensor, Tensor]]] = []
     for pair in pairs:
-        if waiting and not all(map(_follows, pair, waiting[-1])):
-            yield _one_of(waiting)
-            waiting = []
-        waiting.append(pair)
-    if waiting:
-        yield _one_of(waiting)
+        if stretches and all(map(_follows, pair, stretches[-1][-1])):
+            stretches[-1].append(pair)
+        else:
+            stretches.append([pair])
+    for stretch in stretches:
+        numel = sum(into.numel() for into, _ in stretch)
+        into, source = (tensor.as_strided((numel,), (1,), tensor.storage_offset()) for tensor in stretch[0])
+        into.copy_(source, non_blocking=True)
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:
     is_same = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return is_same and tensor.storage_offset() == other.storage_offset() + other.numel()
-
-
-def _one_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    numel = sum(into.numel() for into, _ in pairs)
-    into, source = (each.as_strided((numel,), (1,), each.storage_offset()) for each in pairs[0])
-    return into, source
-
-
-def _divide(grads: Sequence[Tensor], divisor: float) -> None:
-    """Leaves the gradients on the device as the device's own kernel leaves those that it divides."""
-    if divisor != 1.0:
-        torch._foreach_div_(list(grads), torch.full((), divisor, dtype=torch.float32, device=grads[0].device))

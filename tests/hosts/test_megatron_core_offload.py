@@ -150,7 +150,7 @@ def _refused_meanwhile(rank: int, case: Case, folder: str) -> Facts:
 
 def _refused_elsewhere() -> tuple[type, str] | None:
     """Of state that is on another device than the params."""
-    from megatron_distopt.hosts.megatron_core.offload import OffloadedState
+    from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 
     flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True, on_host=None)
     sharded = SimpleNamespace(flat_params=[flat], inner=torch.optim.SGD([flat.main]))
@@ -209,10 +209,7 @@ def test_state_when_moved_as_by_verl_then_its_old_memory_is_free_and_main_params
 def test_call_when_the_state_of_one_rank_is_emptied_then_refused_on_all_ranks(found: list[Facts], what: str) -> None:
     (theirs, text), (kind, own) = found[0]["refused"][what], found[1]["refused"][what]
     assert kind is LayoutError
-    assert own == (
-        "Invalid optimizer state: emptied (exp_avg has no values). Must have its values. "
-        "Call what your framework has to load it again before."
-    )
+    assert "emptied" in own and "exp_avg" in own and "load it again" in own
     assert theirs is RanksDisagreeError
     assert "rank 1" in text
 
@@ -221,13 +218,10 @@ def test_main_params_when_something_of_another_size_is_assigned_then_refused(fou
     for facts in found:
         kind, text = facts["refused"]["other size"]
         assert kind is LayoutError
-        assert text.startswith("Invalid main params: torch.float32 [")
+        assert "torch.float32 [" in text and "on another device" in text
 
 
 def test_step_when_the_state_is_on_another_device_then_refused(found: list[Facts]) -> None:
     kind, text = found[0]["elsewhere"]
     assert kind is LayoutError
-    assert text == (
-        "Invalid optimizer state: offloaded to cpu. Must be on meta during a step. "
-        "Call optimizer.restore_from_cpu(), or what your framework has for it, before."
-    )
+    assert "is on cpu" in text and "on meta" in text and "restore_from_cpu()" in text

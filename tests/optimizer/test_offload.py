@@ -66,7 +66,7 @@ def test_bytes_when_all_is_on_the_host_then_state_and_pinned_memory_of_a_shard()
     """torch pins memory in powers of two; tests/sim/test_plan_on_host.py reads what is in it off the tensors."""
     numels = [bucket.in_buffer.numel // 2 for bucket in _LAYOUTS[0][0].buckets]
     pinned = [min(1 << power for power in range(20) if 1 << power >= numel) * (4 + 2) for numel in numels]
-    assert host_nbytes(_LAYOUTS, DistOptConfig(offload_fraction=1.0), _CUDA) == 12 * sum(numels) + sum(pinned)
+    assert host_nbytes(_LAYOUTS, 1.0, _CUDA) == 12 * sum(numels) + sum(pinned)
     assert sum(pinned) > 6 * sum(numels)
 
 
@@ -78,7 +78,7 @@ def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_b
     monkeypatch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: 5000)
     with pytest.raises(ConfigError) as error:
         check_offload(_LAYOUTS, config, _CUDA)
-    assert f"{8 * host_nbytes(_LAYOUTS, config, _CUDA):,} bytes on this machine for 8 rank(s)" in str(error.value)
+    assert f"{8 * host_nbytes(_LAYOUTS, 1.0, _CUDA):,} bytes on this machine for 8 rank(s)" in str(error.value)
     assert "5,000 bytes" in str(error.value)
     check_offload(_LAYOUTS, config, _CPU)
 

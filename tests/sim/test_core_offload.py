@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from tests.sim.host_programs import prepare_core, streams_of
 from tests.sim.trial import begin
 from tests.support.cases import Case
@@ -45,7 +46,7 @@ def asked(fraction: float, **more: Any) -> tuple[tuple[str, Any], ...]:
     return tuple({**ASKED, "optimizer_offload_fraction": fraction, **more}.items())
 
 
-#: The host's own keeps fp32 whatever dtype it is asked for.
+#: Both keep what is on the host in fp32 whatever dtype they are asked for.
 CASES = {
     "ours, half": CASE.of(fields=asked(0.5)),
     "ours, all": CASE.of(fields=asked(1.0)),
@@ -70,11 +71,10 @@ class Trained:
 
 
 def _moments(optimizer: Any) -> Iterator[Tensor]:
-    """First moments as they are kept."""
+    """First moments as they are stored."""
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
-            kept = state["exp_avg"]
-            yield kept.kept.parts[0] if hasattr(kept, "kept") else kept
+            yield memory_of(state["exp_avg"])[0]
 
 
 def _trained(case: Case, device: str) -> Trained:
@@ -97,13 +97,9 @@ def collect(rank: int, size: int) -> dict[str, Trained]:
     """By case; and what they leave on the CPU, where there is nothing to offload."""
     begin()
     take_over_world()
-    found = {"cpu": _trained(CASE, "cpu"), "cpu, moments in bf16": _trained(CASE.of(fields=_low()), "cpu")}
+    found = {"cpu": _trained(CASE, "cpu")}
     machine.seed(SEED)
     return found | {name: _trained(case, "sim") for name, case in CASES.items()}
-
-
-def _low() -> tuple[tuple[str, Any], ...]:
-    return tuple({**ASKED, "optimizer_cpu_offload": False, "store_param_remainders": False, **BF16_MOMENTS}.items())
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +115,17 @@ def test_training_when_the_hosts_flags_ask_for_state_on_the_host_then_every_bit_
 ) -> None:
     if name.startswith("theirs") and not IS_OWN_EQUAL:
         pytest.skip("the host's own optimizer of this megatron-core leaves other bits")
-    expected = "cpu, moments in bf16" if name == "ours, all, moments in bf16" else "cpu"
     for facts in found:
-        assert facts[name].equals(facts[expected])
-    assert not found[0]["cpu, moments in bf16"].equals(found[0]["cpu"])
+        assert facts[name].equals(facts["cpu"])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_moments_when_the_hosts_flags_ask_for_a_fraction_then_it_is_on_the_host_in_the_dtype_that_was_asked_for(
+def test_moments_when_the_hosts_flags_ask_for_a_fraction_then_it_is_on_the_host_in_fp32(
     found: list[dict[str, Trained]], name: str
 ) -> None:
-    is_low = name == "ours, all, moments in bf16"
     for facts in found:
         on_host, on_device = facts[name].num_moments
         # Ours takes whole buckets, and the host's own whole params, until the fraction is reached.
         least, most = (0.4, 0.8) if "half" in name else (1.0, 1.0)
         assert least <= on_host / (on_host + on_device) <= most
-        assert facts[name].moment_dtypes == {torch.bfloat16 if is_low else torch.float32}
+        assert facts[name].moment_dtypes == {torch.float32}

@@ -48,8 +48,8 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
 from megatron_distopt.hosts.megatron_core.muon import muon_for
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
-from megatron_distopt.hosts.megatron_core.offload import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.start import PreparedStep
+from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls, prepared_of
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.hosts.written import RemainderWatch

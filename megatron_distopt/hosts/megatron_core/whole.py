@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group
-from megatron_distopt.hosts.megatron_core.offload import OffloadedState
+from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.sharded import ShardedOptimizer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.device import empty_cache
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.low_precision.stored_values import StoredValues
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -57,8 +57,8 @@ class MainParams(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if new.shape != self.shape or new.dtype != self.dtype:
-            got, rule = f"{new.dtype} {list(new.shape)}", f"stay {self.dtype} {list(self.shape)}"
-            raise LayoutError(refusal("main params", got, rule, "Assign a copy of them on another device"))
+            found = f"Main params are {self.dtype} {list(self.shape)} and cannot become {new.dtype} {list(new.shape)}"
+            raise LayoutError(f"{found}. Assign a copy of them on another device.")
         spans = [slice(view.storage_offset(), view.storage_offset() + view.numel()) for view in self._views]
         _base_data.__set__(self, new)
         for view, span in zip(self._views, spans, strict=True):
@@ -72,22 +72,24 @@ def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> li
         sharded: whose flat params they are.
         published: views of main params that others hold.
     """
+    on_host = {_address(flat.main) for flat in sharded.flat_params if flat.on_host is not None}
+    plain = [main for main in published if not isinstance(main, LowPrecisionTensor)]
     views: dict[int, list[Tensor]] = {}
-    on_host = [flat.main for flat in sharded.flat_params if flat.on_host is not None]
-    stays = {_address(main) for main in on_host if not isinstance(main, LowPrecisionTensor)}
-    others = [each for each in published if not isinstance(each, LowPrecisionTensor) and _address(each) not in stays]
-    for view in (*(flat.main for flat in _owning(sharded)), *others):
-        views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
-    return [MainParams.of(each) for each in views.values()]
+    for view in (*(flat.main for flat in _owning(sharded)), *plain):
+        if _address(view) not in on_host:
+            views.setdefault(_address(view), []).append(view)
+    return [MainParams.of(members) for members in views.values()]
 
 
-def _owning(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
-    return (flat for flat in _on_device(sharded) if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor))
+def _owning(sharded: ShardedOptimizer) -> list[FlatParam]:
+    """Flat params whose main params are plain tensors of their own on the device."""
+    on_device = _on_device(sharded)
+    return [flat for flat in on_device if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor)]
 
 
-def _on_device(sharded: ShardedOptimizer) -> Iterator[FlatParam]:
+def _on_device(sharded: ShardedOptimizer) -> list[FlatParam]:
     """Those whose state belongs on the device; that of the others is on the host in every phase."""
-    return (flat for flat in sharded.flat_params if flat.on_host is None)
+    return [flat for flat in sharded.flat_params if flat.on_host is None]
 
 
 def _address(tensor: Tensor) -> int:
@@ -95,14 +97,14 @@ def _address(tensor: Tensor) -> int:
 
 
 def _device_of(tensor: Tensor) -> torch.device:
-    """Where the values are; a coded tensor itself names the device on which it was made."""
+    """Where the values are; a low-precision tensor itself names the device on which it was made."""
     return tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
 
 
 class OffloadedState:
     """Moves the state of one optimizer away and back, in whichever precision it is.
 
-    What is kept in another form than fp32 moves in that form: its memory gets another place, and every tensor that
+    What is stored in another form than fp32 moves in that form: its memory gets another place, and every tensor that
     shows its values follows. What is on the host in every phase (optimizer/offload.py) stays there.
 
     Args:
@@ -112,28 +114,30 @@ class OffloadedState:
 
     def __init__(self, sharded: ShardedOptimizer, main_params: Sequence[MainParams]) -> None:
         self._sharded, self._main_params = sharded, main_params
+        #: Where tensors of the state were before they were moved, by main param and name.
         self._homes: dict[tuple[Tensor, str], torch.device] = {}
 
     def move_to(self, device: torch.device) -> None:
         """Moves main params and everything that the inner optimizer keeps of them; what is there already stays."""
         for main in self._main_params:
             main.data = main.data.to(device)
-        for _, form in self._forms():
-            form.move(lambda part: part.to(device))
-        for flat, kept, name in self._kept():
-            self._homes.setdefault((flat.main, name), kept[name].device)
-            kept[name] = kept[name].to(device)
+        for _, stored in self._stored():
+            stored.move(lambda part: part.to(device))
+        for flat, state, name in self._plain():
+            self._homes.setdefault((flat.main, name), state[name].device)
+            state[name] = state[name].to(device)
         empty_cache(self._sharded.device)
 
     def restore(self) -> None:
         """Moves all of it to where it was."""
-        for main, device in zip(self._main_params, self._devices(), strict=True):
-            main.data = main.data.to(device)
-        for flat, form in self._forms():
-            form.move(lambda part, home=flat.model.device: part.to(home))  # type: ignore[misc]
-        for flat, kept, name in self._kept():
-            usual = flat.model.device if kept[name].shape == flat.main.shape else kept[name].device
-            kept[name] = kept[name].to(self._homes.get((flat.main, name), usual))
+        homes = {_address(flat.main): flat.model.device for flat in _owning(self._sharded)}
+        for main in self._main_params:
+            main.data = main.data.to(homes[_address(main.data)])
+        for flat, stored in self._stored():
+            stored.move(lambda part, home=flat.model.device: part.to(home))  # type: ignore[misc]
+        for flat, state, name in self._plain():
+            usual = flat.model.device if state[name].shape == flat.main.shape else state[name].device
+            state[name] = state[name].to(self._homes.get((flat.main, name), usual))
         self._homes.clear()
 
     def check_is_there(self) -> None:
@@ -142,10 +146,10 @@ class OffloadedState:
         Raises:
             LayoutError: other code has emptied it meanwhile.
         """
-        for flat, kept, name in self._all_kept(self._sharded.flat_params):
-            if (kept[name].numel() == 0 and flat.main.numel() > 0) or kept[name].is_meta:
-                rule, remedy = "have its values", "Call what your framework has to load it again before"
-                raise LayoutError(refusal("optimizer state", f"emptied ({name} has no values)", rule, remedy))
+        for flat, state, name in self._entries(self._sharded.flat_params):
+            if (state[name].numel() == 0 and flat.main.numel() > 0) or state[name].is_meta:
+                remedy = "Call what your framework has to load it again first"
+                raise LayoutError(f"Optimizer state was emptied: {name} has no values. {remedy}.")
 
     def check_is_back(self) -> None:
         """Checks that everything is where an update needs it.
@@ -153,49 +157,37 @@ class OffloadedState:
         Frameworks bring all moments to the device. Those that belong on the host go back there.
 
         Raises:
-            LayoutError
+            LayoutError: something was emptied, or is elsewhere.
         """
         self.check_is_there()
-        self._bring_home()
-        found = self._all_kept(_on_device(self._sharded))
-        moments = [(flat, kept[name]) for flat, kept, name in found if kept[name].shape == flat.main.shape]
+        for flat, state, name in self._entries(self._sharded.flat_params):
+            if flat.on_host is not None and state[name].device != flat.main.device:
+                state[name] = state[name].to(flat.main.device)
+        entries = self._entries(_on_device(self._sharded))
+        moments = [(flat, state[name]) for flat, state, name in entries if state[name].shape == flat.main.shape]
         mains = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
         for flat, tensor in [*mains, *moments]:
-            device = _device_of(tensor)
-            if device != flat.model.device:
-                rule = f"be on {flat.model.device} during a step"
-                remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before"
-                raise LayoutError(refusal("optimizer state", f"offloaded to {device}", rule, remedy))
+            if _device_of(tensor) != flat.model.device:
+                found = f"Optimizer state is on {_device_of(tensor)}, and a step needs it on {flat.model.device}"
+                remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before the step"
+                raise LayoutError(f"{found}. {remedy}.")
 
-    def _bring_home(self) -> None:
-        """Moments of main params on the host, which others have moved to the device."""
-        elsewhere = [flat for flat in self._sharded.flat_params if flat.on_host is not None]
-        for flat, kept, name in self._all_kept(elsewhere):
-            if not isinstance(kept[name], LowPrecisionTensor) and kept[name].device != flat.main.device:
-                kept[name] = kept[name].to(flat.main.device)
-
-    def _devices(self) -> list[torch.device]:
-        home = {_address(flat.main): flat.model.device for flat in _owning(self._sharded)}
-        return [home[_address(main.data)] for main in self._main_params]
-
-    def _kept(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
-        """Every plain tensor that the inner optimizer keeps on the device: of what, in which dict, under which name."""
-        found = self._all_kept(_on_device(self._sharded))
-        return ((flat, kept, name) for flat, kept, name in found if not isinstance(kept[name], LowPrecisionTensor))
-
-    def _all_kept(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
+    def _entries(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
+        """Every tensor that the inner optimizer keeps: of what, in which dict, under which name."""
         for flat in flat_params:
-            kept = self._sharded.inner.state.get(flat.main, {})
-            yield from ((flat, kept, name) for name in list(kept) if torch.is_tensor(kept[name]))
+            state = self._sharded.inner.state.get(flat.main, {})
+            yield from ((flat, state, name) for name in list(state) if torch.is_tensor(state[name]))
 
-    def _forms(self) -> Iterator[tuple[FlatParam, StoredValues]]:
-        """Everything that is kept in another form on the device, with the flat param that it is of."""
+    def _plain(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
+        """Those of them that are plain tensors on the device."""
+        entries = self._entries(_on_device(self._sharded))
+        return (entry for entry in entries if not isinstance(entry[1][entry[2]], LowPrecisionTensor))
+
+    def _stored(self) -> Iterator[tuple[FlatParam, StoredValues]]:
+        """Everything on the device that is stored in another form, with the flat param that it is of."""
         for flat in _on_device(self._sharded):
-            kept = self._sharded.inner.state.get(flat.main, {}).values()
-            forms = [each.stored for each in (flat.main, *kept) if isinstance(each, LowPrecisionTensor)]
-            yield from ((flat, form) for form in forms if not _is_model(form, flat.model))
-
-
-def _is_model(form: StoredValues, model: Tensor) -> bool:
-    """Whether what is kept is the model param itself, which is a main param in bf16."""
-    return any(_address(part) == _address(model) for part in form.parts)
+            tensors = (flat.main, *self._sharded.inner.state.get(flat.main, {}).values())
+            for stored in [tensor.stored for tensor in tensors if isinstance(tensor, LowPrecisionTensor)]:
+                # A main param in bf16 is the model param itself, which stays.
+                if all(_address(part) != _address(flat.model) for part in stored.parts):
+                    yield flat, stored
