@@ -24,10 +24,11 @@ from megatron_distopt.comm.groups import (
 )
 from megatron_distopt.comm.meeting import meet, show_presence
 from megatron_distopt.comm.shared_memory import allow_shared_memory
-from megatron_distopt.comm.timing import CommLog, CommTime, Marker, mark_with, profiled
+from megatron_distopt.comm.timing import NO_TIME, CommLog, CommTime, Marker, mark_with, profiled
 
 __all__ = [
     "AS_THEY_ARE",
+    "NO_TIME",
     "CommLog",
     "CommTime",
     "Communicator",

@@ -30,7 +30,7 @@ from megatron_distopt.comm.collectives import (
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
 from megatron_distopt.comm.pending import Pending
-from megatron_distopt.comm.timing import CommTime, profiled, waited_since
+from megatron_distopt.comm.timing import NO_TIME, CommTime, profiled, waited_since
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError, refusal
 
@@ -117,7 +117,9 @@ class Communicator:
         #: By identity of a buffer, what makes a stream wait until another one has copied this step's params to their
         #: places.
         self._published: dict[int, Callable[[], None]] = {}
-        self._param_time = CommTime(0.0, 0.0)
+        self._param_time = NO_TIME
+        #: One rank that divides nothing: there is nothing to communicate.
+        self._is_alone = group.size == 1 and how.divide_by == 1
         if overlap_grads and group.size > 1:
             # One that was abandoned in the middle of a step must not block this one; the same on all ranks.
             _last_launcher.pop(group.own_handle, None)
@@ -229,7 +231,7 @@ class Communicator:
     def finish_grads(self) -> CommTime:
         """Collective: completes the sums of every rank's shards, and sets the order of launches of later steps."""
         if not self.overlaps_grads:
-            return self.reduce_now(self._grad_buffers)
+            return NO_TIME if self._is_alone else self.reduce_now(self._grad_buffers)
         for number in self._grads.order[len(self._grads.under_way) :]:
             self._launch(number)
         time = self._grads.wait(list(self._grads.under_way))
@@ -268,7 +270,7 @@ class Communicator:
             return
         self.finish_params()
         self._params.agree(self._met if self._met and self._is_met_by_reads else None)
-        self._met, self._is_met_by_reads, self._param_time = [], False, CommTime(0.0, 0.0)
+        self._met, self._is_met_by_reads, self._param_time = [], False, NO_TIME
         self._published.clear()
         for number in self._params.order:
             self._params.launch(number)
@@ -276,6 +278,10 @@ class Communicator:
     def gather_now(self) -> None:
         """Collective: gathers without overlap."""
         self.finish_params()
+        if self._is_alone:
+            for buffer in self._param_buffers:
+                buffer.publish()
+            return
         start = perf_counter()
         for buffer in self._param_buffers:
             gather_params(buffer, self.group)

@@ -86,6 +86,9 @@ class CommTime:
         return CommTime(total, self.exposed + other.exposed)
 
 
+NO_TIME = CommTime(0.0, 0.0)
+
+
 def waited_since(start: float, buffers: Sequence[ShardedBuffer]) -> CommTime:
     """The time of collectives that were not overlapped.
 

@@ -126,6 +126,8 @@ def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
     Returns:
         The sums of `stats`.
     """
+    if group.size == 1:
+        return stats
     if extra is None:
         sum_over(stats, group)
         return stats

@@ -105,6 +105,7 @@ class ShardedOptimizer:
         flat_params: in buffer order.
         inner: updates them.
         host_updates: of those whose state is on the host; None where there are none. See offload.py.
+        stats_dtype: of gradient statistics on the device.
         defers_check: whether the CPU reads the check of a step only in the next one; the same on all ranks.
         deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
     """
@@ -124,8 +125,9 @@ class ShardedOptimizer:
 
     def _show_flat_params(self) -> None:
         """Tells the inner optimizer what its main params are, where it has to know."""
+        self.stats_dtype = stats_dtype(self.device)
         wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
-        is_exact = stats_dtype(self.device) is torch.float64
+        is_exact = self.stats_dtype is torch.float64
         is_constant = isinstance(self.loss_scale, ConstantLossScale)
         self.defers_check = wanted and is_exact and is_constant and skips_by_itself(self.inner)
         if isinstance(self.inner, InParts):

@@ -210,8 +210,8 @@ def decide(
     """
     clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
     divisors = divisors or [optimizer.divisor for optimizer in optimizers]  # before the loss scale moves
-    policy = optimizers[0].config.policy
     if isinstance(measured, DeferredCheck):
+        policy = optimizers[0].config.policy
         if policy is NonFinitePolicy.RAISE:
             measured.report_unless_settled()
         for optimizer in optimizers:
@@ -220,17 +220,18 @@ def decide(
         clipped = [deferred_divisor(measured.numbers, divisor, clip_grad) for divisor in divisors]
         pairs = zip(divisors, clipped, strict=True)
         return tuple(StepDecision(StepAction.UPDATE, measured, *pair, found_inf) for pair in pairs)
-    action = StepAction.UPDATE
-    if not measured.is_finite:
+    action, is_finite = StepAction.UPDATE, measured.is_finite
+    if not is_finite:
+        policy = optimizers[0].config.policy
         if policy is NonFinitePolicy.SKIP or all(optimizer.loss_scale.can_back_off() for optimizer in optimizers):
             action = StepAction.SKIP
         elif policy is NonFinitePolicy.RAISE:
             action = StepAction.RAISE
     for optimizer in optimizers:
-        optimizer.loss_scale.update(found_nonfinite=not measured.is_finite)
+        optimizer.loss_scale.update(found_nonfinite=not is_finite)
         if action is StepAction.SKIP:
             optimizer.num_skipped += 1
-    if action is not StepAction.SKIP and not measured.is_finite:
+    if action is not StepAction.SKIP and not is_finite:
         names = nonfinite_params([flat for optimizer in optimizers for flat in optimizer.flat_params])
         report_nonfinite(names, group, raises=action is StepAction.RAISE)
     return tuple(

@@ -162,9 +162,10 @@ class StateCalls(Optimizer):
         What main params cannot follow is refused where the state is read. A load makes it known, unless it fails.
         """
         changed = self._model.params.collect()
-        if is_read:
+        if is_read and changed:
             self._model.check_can_follow(changed)
-        self._model.follow(changed)
+        if changed:
+            self._model.follow(changed)
         self._model.take_options()
 
     def finish_saving(self) -> None:

@@ -81,7 +81,7 @@ class DDPWatch:
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
         #: The same for the params to whose gradients backward has added since the last step.
-        self._used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
+        self.used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         _known.watch()
 
     def has(self, param: Parameter) -> bool:
@@ -93,7 +93,7 @@ class DDPWatch:
 
     def arrived(self, param: Parameter) -> None:
         """Notes that backward has added to the gradient of a param that DDP has."""
-        self._used[id(param)] = self._models_of[id(param)]
+        self.used[id(param)] = self._models_of[id(param)]
 
     def _look(self) -> None:
         """Finds the params of all instances, at the first backward after one was made.
@@ -107,20 +107,20 @@ class DDPWatch:
 
     def complaints(self) -> Iterator[DistOptError]:
         """What was wrong with the backward passes since the last step; asked before a step."""
-        if not all(_is_any_prepared(models) for models in self._used.values()):
+        if not all(_is_any_prepared(models) for models in self.used.values()):
             yield _not_averaged()
-        elif self._used and self._overlaps:
+        elif self.used and self._overlaps:
             yield _averaged_twice()
-        elif self._used and self._must_repeat:
+        elif self.used and self._must_repeat:
             yield _in_other_buckets()
 
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
-        for models in self._used.values():
+        for models in self.used.values():
             for model in (each() for each in models):
                 if model is not None:
                     setattr(model, _PREPARES, False)
-        self._used.clear()
+        self.used.clear()
 
 
 def _is_any_prepared(models: tuple[ReferenceType[DistributedDataParallel], ...]) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
-from megatron_distopt.comm import CommTime, Communicator, sum_over
+from megatron_distopt.comm import NO_TIME, CommTime, Communicator, sum_over
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
@@ -149,7 +149,7 @@ class Grads:
             raise ConfigError(refusal("gradient", got, rule, remedy))
         if self.phase is not Phase.LOCAL:
             self._reopen()
-        if self._communicator.is_reducing(slot.name):
+        if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
             if not slot.is_missing:
                 self._communicator.check_open(slot.name)
             self._drop_round()  # it was cleared without `clear`: by model.zero_grad() or param.grad = None
@@ -166,7 +166,8 @@ class Grads:
         slot.take()
         if not self._communicator.is_paused:
             self._has_arrived = True
-            self._communicator.grad_arrived(slot.name)
+            if self._communicator.overlaps_grads:
+                self._communicator.grad_arrived(slot.name)
 
     @torch.no_grad()
     def _reopen(self) -> None:
@@ -199,7 +200,7 @@ class Grads:
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._check_reduced()
             self.present = [slot.param.grad is not None for slot in self.slots]
-            return CommTime(0.0, 0.0)
+            return NO_TIME
         return self._reduce(for_step=True)
 
     def reduce_ahead(self) -> None:
@@ -219,8 +220,9 @@ class Grads:
                 self._reopen()
         except ConfigError as error:
             self.complaints.append(error)
-        self.kept = self._mark
-        self.complaints += self._ddp.complaints()
+        self.kept = self._mark() if self._kept else 0
+        if self._ddp.used:
+            self.complaints += self._ddp.complaints()
         self.present, outside = [], []
         with torch._C.DisableTorchFunctionSubclass():  # a LocalGrad asks Python before each of its attributes
             for slot in self.slots:
@@ -240,7 +242,7 @@ class Grads:
 
         All ranks must have cleared the same gradients since the last reduction: a sum needs the parts of all ranks.
         """
-        kept = _mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark
+        kept = _mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark()
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
@@ -302,10 +304,8 @@ class Grads:
         """By slot, whether `param.grad` is what the buffer holds, and not zeroed."""
         return [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
 
-    @property
     def _mark(self) -> int:
-        kept = self._kept
-        return _mark_of([slot.name in kept and slot.param.grad is slot.shown for slot in self.slots]) if kept else 0
+        return _mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """Gives a param a gradient on every rank where it has one on any rank.

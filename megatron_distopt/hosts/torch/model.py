@@ -280,8 +280,6 @@ class ShardedModel:
 
         Changes that main params know nothing about are found again by the next `collect`.
         """
-        if not changed:
-            return
         for flat in self.sharded.flat_params:
             for shard in flat.plan.shards if flat.can_tell_changes else ():
                 if shard.name in changed:

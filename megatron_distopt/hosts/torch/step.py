@@ -15,11 +15,10 @@ from torch import Tensor
 from megatron_distopt.comm import CommTime, Group, exchange, raise_together, sum_over
 from megatron_distopt.errors import LayoutError, RanksDisagreeError, refusal
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
 from megatron_distopt.optimizer.inner import divides_in_place
-from megatron_distopt.optimizer.main_params import MainGrads
+from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -69,22 +68,27 @@ def settle(model: ShardedModel) -> CommTime:
         The time of the last gather, which has ended.
     """
     gathered = model.gather.finish()
-    act_on_deferred_notice([model.sharded])
+    if model.sharded.deferred_check is not None:
+        act_on_deferred_notice([model.sharded])
     try:
         changed = model.params.collect()
-        model.check_can_follow(changed)
+        if changed:
+            model.check_can_follow(changed)
         model.take_options()
     except LayoutError as error:
         model.grads.complaints.append(error)
     else:
-        model.follow(changed | model.params.take_doubtful())
+        changed |= model.params.take_doubtful()
+        if changed:
+            model.follow(changed)
     return gathered
 
 
 def _measure_and_update(model: ShardedModel) -> StepDecision:
     """Collective: the step between reduce-scatter and all-gather."""
     sharded, everyone = model.sharded, model.ranks.stats
-    finish_deferred_check([sharded], everyone)
+    if sharded.deferred_check is not None:
+        finish_deferred_check([sharded], everyone)
     grads, measured, census = _measure(model)
     (decision,) = decide([sharded], measured, everyone, divisors=[model.grads.divisor])
     if decision.action is StepAction.UPDATE:
@@ -103,7 +107,7 @@ def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck,
     measure_with = measure_now if model.may_grow else measure
     while True:
         num_params, census = len(model.grads.slots), census_of(model)
-        grads = model.sharded.main_grads()
+        grads = main_grads(model.sharded.flat_params)
         measured = measure_with([model.sharded], [grads], model.ranks.stats, _notice(model, census))
         if len(model.grads.slots) == num_params:
             return grads, measured, census
@@ -136,7 +140,7 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     newcomers = len(model.newcomers()) if model.may_grow else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
     numbers = [number, number**2, len(grads.complaints), newcomers, begun, kept, kept**2, *grads.present]
-    census = torch.tensor(numbers, dtype=stats_dtype(model.device))
+    census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
     return census.to(model.device, non_blocking=True)
 
 
