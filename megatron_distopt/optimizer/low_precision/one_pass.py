@@ -83,79 +83,46 @@ def _form_of(stored: StoredValues) -> int:
     return FORMS[dtype_name(stored.parts[0].dtype)]
 
 
-class GradAddress(NamedTuple):
-    """Where a gradient lies: `offset` bytes from source number `source`, or at address `offset` for the last number."""
+def grad_addresses(grads: Sequence[Tensor]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The addresses of the first allocations that hold the gradients, and where these lie.
 
-    source: int
-    offset: int
-    phase: int  # its address modulo the bytes of a vector
-
-
-def grad_addresses(grads: Sequence[Tensor]) -> tuple[list[int], list[GradAddress]]:
-    """The addresses of the first allocations that hold the gradients, and where these lie in them."""
+    A gradient lies a number of bytes behind a source, by the number of that; or at an address, for the last number.
+    """
     numbers: dict[int, int] = {}
-    addresses = []
+    places = []
     for grad in grads:
         address, start = grad.data_ptr(), grad.untyped_storage().data_ptr()
         number = min(numbers.setdefault(start, len(numbers)), _NUM_SOURCES)
-        offset = address if number == _NUM_SOURCES else address - start
-        addresses.append(GradAddress(number, offset, address % _VECTOR_NBYTES))
+        places.append((number, address if number == _NUM_SOURCES else address - start))
     starts = list(numbers)[:_NUM_SOURCES]
     # Filled up with an address, so that the type of the argument does not depend on their number.
-    return starts + starts[:1] * (_NUM_SOURCES - len(starts)), addresses
+    return starts + starts[:1] * (_NUM_SOURCES - len(starts)), places
 
 
 class Row(NamedTuple):
-    """What the kernel is told of one flat param; main to scales and step are addresses."""
+    """What the kernel is told of one flat param."""
 
     combination: Combination
-    main: int
-    first: int
-    second: int
-    model: int
-    scales: tuple[int, ...]
-    grad: GradAddress
-    numel: int
-    phase: int
-    step: int
-    group: int
-    number: int
+    num_programs: int
+    cells: tuple[int, ...]  # in the order of triton_kernels.py, without the first program, which comes last
 
     @classmethod
-    def of(cls, update: ParamUpdate, grad: GradAddress) -> Row:
-        main, first, second = (stored.parts[0].data_ptr() for stored in update.state)
-        scales = tuple(stored.exponents.data_ptr() if isinstance(stored, BlockValues) else 0 for stored in update.state)
-        model = 0 if update.rounded is None else update.rounded.data_ptr()
+    def of(cls, update: ParamUpdate, source: int, offset: int) -> Row:
+        """Reads the addresses of what is updated; for `source` and `offset` see `grad_addresses`."""
         phase = next(iter(_phases(update)), phase_of(update.main))
-        numbers = update.step.data_ptr(), update.group, update.number
-        combination = Combination.of(update)
-        return cls(combination, main, first, second, model, scales, grad, update.main.numel, phase, *numbers)
-
-    def cells(self, first_program: int) -> list[int]:
-        """In the order of triton_kernels.py."""
-        addresses = [self.main, self.first, self.second, self.model, self.grad.offset, self.grad.source, *self.scales]
-        shape = [self.numel, first_program, self.phase]
-        return [*addresses, *shape, self.step, self.group, self.number, int(self.is_aligned)]
-
-    @property
-    def num_programs(self) -> int:
-        return -(-(self.phase + self.numel) // (BLOCKS * BLOCK_NUMEL))
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether value number `-phase` is at the beginning of a vector of every tensor.
-
-        Codes with a shift are of 8 bits, and their `FORMS` at least 32.
-        """
-        streams = [(self.model, 2), (self.grad.phase, 4)]
-        forms = self.combination.main, self.combination.first, self.combination.second
-        for address, form in zip((self.main, self.first, self.second), forms, strict=True):
-            streams.append((address, 4 if form == FORMS["float32"] else 1 if form >= 32 else 2))
-        return not any(
-            (address - self.phase * itemsize) % min(_VECTOR_NBYTES, _LANE_NUMEL * itemsize)
-            for address, itemsize in streams
-            if address or itemsize == 4
+        state = [stored.parts[0] for stored in update.state]
+        scales = [stored.exponents.data_ptr() if isinstance(stored, BlockValues) else 0 for stored in update.state]
+        models = [] if update.rounded is None else [update.rounded]
+        # Whether value number `-phase` is at the beginning of a vector of every tensor.
+        is_aligned = not any(
+            (tensor.data_ptr() - phase * tensor.itemsize) % min(_VECTOR_NBYTES, _LANE_NUMEL * tensor.itemsize)
+            for tensor in (*state, *models, update.grad)
         )
+        addresses = [tensor.data_ptr() for tensor in (*state, *models)] + [0] * (not models)
+        numel = update.main.numel
+        numbers = numel, phase, update.step.data_ptr(), update.group, update.number, int(is_aligned)
+        num_programs = -(-(phase + numel) // (BLOCKS * BLOCK_NUMEL))
+        return cls(Combination.of(update), num_programs, (*addresses, offset, source, *scales, *numbers))
 
 
 def _phases(update: ParamUpdate) -> frozenset[int]:
@@ -177,7 +144,7 @@ class Table:
         """Builds and uploads it from rows in the order of their combinations; the host waits for nothing."""
         cells, launches, start = list[list[int]](), dict[Combination, tuple[int, int]](), 0
         for row in rows:
-            cells.append(row.cells(start))
+            cells.append([*row.cells, start])
             first, num = launches.get(row.combination, (start, 0))
             launches[row.combination] = first, num + row.num_programs
             start += row.num_programs
@@ -253,8 +220,8 @@ class OnePass:
         """
         device = updates[0].grad.device
         updates = sorted(updates, key=Combination.of)
-        sources, addresses = grad_addresses([update.grad for update in updates])
-        rows = tuple(map(Row.of, updates, addresses))
+        sources, places = grad_addresses([update.grad for update in updates])
+        rows = tuple(Row.of(update, *place) for update, place in zip(updates, places, strict=True))
         divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         with current(device):

@@ -37,8 +37,6 @@ _LOWER, _HALF = 1 << 16, 1 << 15
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
-    numel: int
-    device: torch.device
     #: Whether `read` returns a view, so that nothing needs to be written back.
     is_read_in_place = False
     #: Whether an update rounds up or down at random; see [Note: stochastic rounding] in block_codes.py.
@@ -47,7 +45,17 @@ class StoredValues(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Tensor, ...]:
-        """What is in memory for these values alone."""
+        """What is in memory for these values alone; the first one has an element for each value."""
+
+    @property
+    def numel(self) -> int:
+        """How many values."""
+        return self.parts[0].numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.parts[0].device
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
@@ -90,14 +98,6 @@ class PlainValues(StoredValues):
     def __post_init__(self) -> None:
         self.is_read_in_place = self.tensor.dtype == torch.float32 and not self.has_ties
         self.is_rounded_at_random = self.tensor.dtype == torch.bfloat16
-
-    @property
-    def numel(self) -> int:  # type: ignore[override]
-        return self.tensor.numel()
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.tensor.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -146,14 +146,6 @@ class BlockValues(StoredValues):
         self.is_rounded_at_random = self.is_root and self.code.shift > 0
         #: The bit of a code that is its sign, and the others.
         self._sign, self._magnitude = (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
-
-    @property
-    def numel(self) -> int:  # type: ignore[override]
-        return self.codes.numel()
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.codes.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -230,14 +222,6 @@ class RemainderValues(StoredValues):
     low: Tensor  # int16 1-D
     second: PlainValues | BlockValues  # the second moment, whose sign bits are used
     held: Tensor | None = None  # fp32 1-D, what others have written since the last step
-
-    @property
-    def numel(self) -> int:  # type: ignore[override]
-        return self.low.numel()
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.low.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -27,8 +27,8 @@ tl: Any = import_module("triton.language")
 #: leads to all of it: registers for scalars are few on AMD's GPUs.
 _MAIN, _FIRST, _SECOND, _MODEL, _GRAD, _SOURCE = (tl.constexpr(column) for column in range(6))
 _MAIN_SCALES, _FIRST_SCALES, _SECOND_SCALES = (tl.constexpr(column) for column in range(6, 9))
-_NUMEL, _FIRST_PROGRAM, _PHASE, _STEP = (tl.constexpr(column) for column in range(9, 13))
-_GROUP, _NUMBER, _IS_ALIGNED = (tl.constexpr(column) for column in range(13, 16))
+_NUMEL, _PHASE, _STEP, _GROUP = (tl.constexpr(column) for column in range(9, 13))
+_NUMBER, _IS_ALIGNED, _FIRST_PROGRAM = (tl.constexpr(column) for column in range(13, 16))
 _CELLS = tl.constexpr(16)
 
 #: See `one_pass.FORMS`. Other forms are codes, those of 8 bits at least 32.
