@@ -28,6 +28,7 @@ from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.low_precision.one_pass import has_kernel
 from megatron_distopt.optimizer.low_precision.state_precision import Precision
 
 #: Sources that can update what is on the host. They keep the same state; those of other packages do not.
@@ -116,6 +117,12 @@ def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping
         return LowPrecisionAdam(groups, **given, precision=precision, device_type=device_type, by_kernel=by_kernel)
 
     return build
+
+
+def updated_by(config: DistOptConfig, device_type: str) -> str:
+    """Says what updates state in low precision."""
+    by_kernel = config.adam == "auto" and has_kernel(torch.device(device_type))
+    return "updated by a Triton kernel" if by_kernel else "updated by torch's operators"
 
 
 def _needs_cuda(device_type: str) -> str | None:

@@ -18,7 +18,14 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import adam_on_host, adam_options, best_adam, low_precision_adam, named_adam
+from megatron_distopt.optimizer.adam import (
+    adam_on_host,
+    adam_options,
+    best_adam,
+    low_precision_adam,
+    named_adam,
+    updated_by,
+)
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.state_precision import Precision
@@ -74,8 +81,8 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
     if not Precision.of(config).is_full:
         check_compatible(config)
         _check_codes(config, device_type)
-        why, build = ("the precision of the state asks for it",), low_precision_adam(config, device_type)
-        return InnerChoice(LOW_PRECISION, build, why, on_host=adam_on_host(config))
+        why = ("the precision of the state asks for it", updated_by(config, device_type))
+        return InnerChoice(LOW_PRECISION, low_precision_adam(config, device_type), why, on_host=adam_on_host(config))
     if config.optimizer == "sgd":
         here, on_host = (partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU))
         return InnerChoice("torch_sgd", here, on_host=on_host)
@@ -167,7 +174,8 @@ def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_t
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
     defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
-    why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
+    reason = f"{type(instance).__name__} was given, and the precision of the state asks for it"
+    why = reason, updated_by(config, device_type)
     _check_codes(config, device_type)
     build = low_precision_adam(config, device_type, options)
     return InnerChoice(LOW_PRECISION, build, why, defaults, adam_on_host(config, options))

@@ -354,9 +354,9 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
     state = inner.state.pop(main, None)
     for part, tensor in parts.items() if state else ():
         inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
-        kept = stored_of(tensor)
-        if isinstance(kept, RemainderValues) and "exp_avg_sq" in state:
-            inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(kept.second)
+        stored = stored_of(tensor)
+        if isinstance(stored, RemainderValues) and "exp_avg_sq" in state:
+            inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(stored.second)
 
 
 def _cut(value: Any, part: Span, main: Tensor) -> Any:

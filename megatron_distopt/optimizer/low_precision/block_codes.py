@@ -65,8 +65,8 @@ class BlockCode:
 
 #: By the name of the option: 5 + 10, 5 + 2, 4 + 3 and 3 + 4 bits of exponent and mantissa.
 CODES = {
-    each.name: each
-    for each in (
+    code.name: code
+    for code in (
         BlockCode("float16", torch.int16, 0, 29),
         BlockCode("float8_e5m2", torch.uint8, 8, 29),
         BlockCode("float8_e4m3fn", torch.uint8, 7, 14),

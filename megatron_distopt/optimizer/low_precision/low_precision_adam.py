@@ -161,7 +161,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         options["beta1"], options["beta2"] = group["betas"]
         torch._foreach_add_(steps, 1)
         for stretches in _gathered(updates):
-            parts = [[getattr(each, name) for each in stretches] for name in ("main", "grad", "first", "second")]
+            parts = [[getattr(stretch, name) for stretch in stretches] for name in ("main", "grad", "first", "second")]
             counts = [stretch.update.step for stretch in stretches]
             if self._is_fused:
                 kernel: Callable[..., None] = torch._fused_adamw_ if self.decoupled else torch._fused_adam_

@@ -103,14 +103,16 @@ class LowPrecisionTensor(Tensor):
         kwargs = kwargs or {}
         if func.is_view and isinstance(args[0], LowPrecisionTensor):
             return args[0]._viewed(func, args[1:], kwargs)
-        values = {id(each): each.values() for each in tree_iter((args, kwargs)) if isinstance(each, LowPrecisionTensor)}
-        plain_args, plain_kwargs = tree_map_only(LowPrecisionTensor, lambda each: values[id(each)], (args, kwargs))
+        arguments = (argument for argument in tree_iter((args, kwargs)) if isinstance(argument, LowPrecisionTensor))
+        values = {id(argument): argument.values() for argument in arguments}
+        plain_args, plain_kwargs = tree_map_only(LowPrecisionTensor, lambda tensor: values[id(tensor)], (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        written = [each for each in tree_iter(_written(func, args, kwargs)) if isinstance(each, LowPrecisionTensor)]
-        for each in written:
-            each._write(values[id(each)])
-        back = {id(values[id(each)]): each for each in written}
-        return tree_map(lambda each: back.get(id(each), each), result)
+        shown = {}  # by what the operator has written, the tensor whose values it is
+        for tensor in tree_iter(_written(func, args, kwargs)):
+            if isinstance(tensor, LowPrecisionTensor):
+                tensor._write(values[id(tensor)])
+                shown[id(values[id(tensor)])] = tensor
+        return tree_map(lambda output: shown.get(id(output), output), result)
 
 
 def _is_stretch(dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> bool:
@@ -120,10 +122,9 @@ def _is_stretch(dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to."""
     arguments = func._schema.arguments
-    named = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
-    return [
-        named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write and each.name in named
-    ]
+    given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return [given[name] for name in written if name in given]
 
 
 def _without_memory(call: str) -> LayoutError:

@@ -39,7 +39,7 @@ class Precision:
     @classmethod
     def of(cls, config: DistOptConfig) -> Precision:
         """What a config asks for."""
-        return cls(*(getattr(config, each.name) for each in fields(cls)))
+        return cls(*(getattr(config, field.name) for field in fields(cls)))
 
     @property
     def is_full(self) -> bool:
@@ -54,7 +54,7 @@ class Precision:
     @property
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
-        return sum(_with_scales(MOMENT_NBYTES, each) for each in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
+        return sum(_with_scales(MOMENT_NBYTES, form) for form in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
     def main(self, model: Tensor) -> Tensor:
         """A main param that begins as its 16-bit model param.

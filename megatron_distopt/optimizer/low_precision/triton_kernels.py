@@ -124,14 +124,14 @@ def _adam(x, g, m, v, scalars, divisor, DECOUPLED: tl.constexpr):
         divisor: fp32, of the gradient.
     """
     shrink, step_size, root, eps = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
-    beta2, kept1, kept2 = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
+    beta2, weight1, weight2 = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
     g = tl.div_rn(g, tl.load(divisor))
     if DECOUPLED:
         x = x * shrink
     else:
         g = g + x * tl.load(scalars + 7)
-    m = m + kept1 * (g - m)
-    v = beta2 * v + kept2 * g * g
+    m = m + weight1 * (g - m)
+    v = beta2 * v + weight2 * g * g
     return x - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps), m, v
 
 
