@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.options import (
     FRACTION,
     NOT_NEGATIVE,
@@ -22,11 +23,8 @@ from megatron_distopt.options import (
     YES_OR_NO,
     Rule,
     SetBy,
-    Write,
-    as_flag,
-    as_variable,
     at_least,
-    in_code,
+    flag_of,
     nearest,
     one_of,
     option,
@@ -77,26 +75,34 @@ class Switch(Enum):
     REQUIRE = "require"
 
 
-def _check_loss_scale(name: str, value: float | str | None, write: Write) -> None:
-    """Checks the range in which fp32 can hold a scale and its inverse."""
-    if isinstance(value, str) and value != "dynamic":
-        meant = f"Write loss_scale={value}" if value.replace(".", "").isdigit() else "Write loss_scale='dynamic'"
-        raise ConfigError(refusal("loss_scale", repr(value), "be None, a positive number or 'dynamic'", meant))
-    if isinstance(value, (int, float)) and not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-        rule, remedy = "be None, 'dynamic' or a number from 2**-126 to 2**127", "Write loss_scale=None for none"
-        raise ConfigError(refusal("loss_scale", value, rule, remedy))
+_BETAS = Rule("2 numbers of at least 0 and below 1", lambda value: len(value) == 2 and all(0 <= v < 1 for v in value))
+_LOSS_SCALE = Rule(
+    "dynamic, or a number from 2**-126 to 2**127",  # of which fp32 holds the inverse as well
+    lambda value: value == "dynamic" if isinstance(value, str) else SMALLEST_SCALE <= value <= LARGEST_SCALE,
+    words=("dynamic",),
+)
+_Config = TypeVar("_Config")
 
 
-def _check_betas(name: str, value: tuple[float, ...], write: Write) -> None:
-    if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
-        rule, remedy = "be 2 numbers of at least 0 and below 1", "Write betas=(0.9, 0.999)"
-        raise ConfigError(refusal("betas", value, rule, remedy))
+def _remembers_given(config: type[_Config]) -> type[_Config]:
+    """Makes the constructor of a config remember in `explicit` which options it was given, see [Note: who wins]."""
+    original: Callable[..., None] = config.__init__
+
+    @wraps(original)
+    def __init__(self: _Config, **given: Any) -> None:
+        _check_names(given)
+        original(self, **given)
+        names = frozenset(given)
+        if "explicit" in given:  # `dataclasses.replace` gives all options: those that it changed are not the default
+            changed = (name for name, each in OPTIONS.items() if getattr(self, name) != each.default)
+            names = given["explicit"].union(changed)
+        object.__setattr__(self, "explicit", names)
+
+    config.__init__ = __init__  # type: ignore[assignment]
+    return config
 
 
-_BETAS = Rule("2 numbers of at least 0 and below 1", _check_betas)
-_LOSS_SCALE = Rule("dynamic or a number from 2**-126 to 2**127", _check_loss_scale)
-
-
+@_remembers_given
 @dataclass(frozen=True, kw_only=True)
 class DistOptConfig:
     """Options of the distributed optimizer. A Megatron fills in those that its own flags set.
@@ -134,9 +140,7 @@ class DistOptConfig:
     momentum: float = option(0.9, "momentum of SGD", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
     muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", rule=NOT_NEGATIVE)
     muon_nesterov: bool = option(True, "Nesterov's momentum for Muon in a Megatron")
-    muon_ns_steps: int = option(
-        5, "steps of Muon's Newton-Schulz iteration in a Megatron", rule=at_least(1, " step", 5, ", the usual number")
-    )
+    muon_ns_steps: int = option(5, "steps of Muon's Newton-Schulz iteration in a Megatron", rule=at_least(1))
     muon_adjust_lr: str = option(
         "match_rms_adamw",
         "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * sqrt(max(rows, columns)), with "
@@ -163,7 +167,7 @@ class DistOptConfig:
     resume_step: int | None = option(
         None,
         "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does not say it",
-        rule=at_least(0, " updates", 1000, ", the updates that the checkpoint has seen"),
+        rule=at_least(0),
     )
     clip_grad: float = option(
         0.0, "largest global norm of the gradient; 0 for no clipping", set_by=SetBy.HOST, rule=NOT_NEGATIVE
@@ -218,12 +222,12 @@ class DistOptConfig:
         None,
         "elements of a bucket; none for one bucket a buffer, or for a size that suits the model where communication "
         "is overlapped",
-        rule=at_least(1, " element", None, " for one bucket"),
+        rule=at_least(1),
     )
     reduce_dtype: str | None = option(
         None,
         "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32",
-        rule=one_of("None", "bfloat16", "float16"),
+        rule=one_of("bfloat16", "float16"),
     )
     overlap_grad_reduce: bool | None = option(
         None,
@@ -241,13 +245,13 @@ class DistOptConfig:
     log_communication: int | None = option(
         None,
         "steps between two log lines that say how much of a step's communication was hidden; none for no such lines",
-        rule=at_least(1, " step", 1, ", or leave it out"),
+        rule=at_least(1),
     )
     log_digests: int | None = option(
         None,
         "steps between two records of checksums of gradients, main params and optimizer state, by param, for "
         "megatron-distopt diff; none for no such records",
-        rule=at_least(1, " step", 100, ", or leave it out"),
+        rule=at_least(1),
     )
     digest_file: str = option("digests.jsonl", "the file of those records, which rank 0 writes; one for each run")
     deterministic: bool = option(
@@ -269,29 +273,19 @@ class DistOptConfig:
     keep_last: int | None = option(
         None,
         "how many checkpoints of the optimizer are kept; none for all. The model's files are the host's",
-        rule=at_least(1, " checkpoint", 2, ", or leave it out to keep all"),
+        rule=at_least(1),
     )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
-    def __new__(cls, **given: object) -> DistOptConfig:
-        """Notes which options were given, which `__init__` cannot tell: it gets defaults for the others."""
-        _check_names(given)
-        config = object.__new__(cls)
-        vars(config)["_given"] = frozenset(given)
-        return config
-
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
-            value = declared.typed(getattr(self, name))
-            declared.check(value, in_code)
-            object.__setattr__(self, name, value)
-        _check_bounds(self)
-        given: frozenset[str] = vars(self).pop("_given")
-        if "explicit" in given:  # `dataclasses.replace` gives all options: those that it changed are not the default
-            changed = (name for name, each in OPTIONS.items() if getattr(self, name) != each.default)
-            given = self.explicit.union(changed)
-        object.__setattr__(self, "explicit", given)
+            object.__setattr__(self, name, declared.checked(getattr(self, name)))
+        if not SMALLEST_SCALE <= self.min_loss_scale <= self.initial_loss_scale <= LARGEST_SCALE:
+            raise ConfigError(
+                f"min_loss_scale is {self.min_loss_scale} and initial_loss_scale is {self.initial_loss_scale}. The "
+                "first must be at least 2**-126 and at most the second, which must be at most 2**127."
+            )
 
     @property
     def policy(self) -> NonFinitePolicy:
@@ -324,15 +318,8 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in OPTIONS and name != "explicit":
             close = nearest(name, OPTIONS)
-            remedy = "help(megatron_distopt.DistOptConfig) lists them" if close is None else f"Write {close}=..."
-            raise ConfigError(refusal("option", name, "be a field of DistOptConfig", remedy))
-
-
-def _check_bounds(config: DistOptConfig) -> None:
-    if not SMALLEST_SCALE <= config.min_loss_scale <= config.initial_loss_scale <= LARGEST_SCALE:
-        got = f"{config.min_loss_scale} with initial_loss_scale {config.initial_loss_scale}"
-        rule = "be at least 2**-126 and at most the initial one, which must be at most 2**127"
-        raise ConfigError(refusal("min_loss_scale", got, rule, "Write min_loss_scale=1.0"))
+            meant = f"Did you mean {close}?" if close else "help(megatron_distopt.DistOptConfig) lists them."
+            raise ConfigError(f"There is no option {name!r}. {meant}")
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
@@ -363,21 +350,19 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
         >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
         'skip'
     """
-    known = {variable_of(name): name for name in FREE_OPTIONS}
     given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}
     if given.pop(FIXES_VARIABLE, None) is not None:
         fixes_from(environ)
+    known = {variable_of(name): name for name in FREE_OPTIONS}
     for variable in given:
         if variable not in known:
-            names = [*known, FIXES_VARIABLE]
-            valid = ", ".join(["MEGATRON_DISTOPT", *names])
+            valid = ["MEGATRON_DISTOPT", *known, FIXES_VARIABLE]
             # Without the prefix, which would make everything look alike.
-            bare = [each.removeprefix(VARIABLE_PREFIX) for each in names]
+            bare = [each.removeprefix(VARIABLE_PREFIX) for each in valid]
             close = nearest(variable.removeprefix(VARIABLE_PREFIX), bare)
-            remedy = f"Write {VARIABLE_PREFIX}{close}" if close else f"Unset {variable}"
-            raise ConfigError(refusal("environment variable", variable, f"be one of {valid}", remedy))
-    texts = {known[variable]: value for variable, value in given.items()}
-    return _with_texts(config or DistOptConfig(), texts, as_variable)
+            meant = f"Did you mean {VARIABLE_PREFIX}{close}?" if close else "Unset it."
+            raise ConfigError(f"The environment variable {variable} is none of {', '.join(valid)}. {meant}")
+    return _with_texts(config or DistOptConfig(), {known[each]: value for each, value in given.items()}, variable_of)
 
 
 def config_from_arguments(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
@@ -392,16 +377,13 @@ def config_from_arguments(args: object, config: DistOptConfig | None = None) -> 
     """
     given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
-    return _with_texts(config or DistOptConfig(), texts, as_flag)
+    return _with_texts(config or DistOptConfig(), texts, flag_of)
 
 
-def _with_texts(config: DistOptConfig, texts: Mapping[str, str], write: Write) -> DistOptConfig:
+def _with_texts(config: DistOptConfig, texts: Mapping[str, str], spell: Callable[[str], str]) -> DistOptConfig:
     """Returns `config` with free options as a command line or variables spell them, see [Note: who wins]."""
-    changes: dict[str, Any] = {}
-    for name, text in texts.items():
-        if name not in config.explicit:
-            changes[name] = OPTIONS[name].read(text, write)
-            OPTIONS[name].check(changes[name], write)
+    read = {name: text for name, text in texts.items() if name not in config.explicit}
+    changes: dict[str, Any] = {name: OPTIONS[name].read(text, spell(name)) for name, text in read.items()}
     return dataclasses.replace(config, explicit=config.explicit.union(changes), **changes)
 
 
@@ -414,11 +396,9 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
     if value in YES_OR_NO:
         return Switch.ON if YES_OR_NO[value] else Switch.OFF
-    choices = (Switch.ON.value, Switch.OFF.value, Switch.REQUIRE.value)
+    choices = [each.value for each in Switch]
     if value not in choices:
-        got = repr(environ["MEGATRON_DISTOPT"])
-        remedy = f"Write MEGATRON_DISTOPT={nearest(value, choices) or choices[0]}"
-        raise ConfigError(refusal("MEGATRON_DISTOPT", got, f"be one of {', '.join(choices)}", remedy))
+        raise ConfigError(f"MEGATRON_DISTOPT is {value!r}. It must be one of {', '.join(choices)}.")
     return Switch(value)
 
 
@@ -430,5 +410,5 @@ def fixes_from(environ: Mapping[str, str]) -> bool:
     """
     value = environ.get(FIXES_VARIABLE, "yes")
     if value.lower() not in YES_OR_NO:
-        raise ConfigError(refusal(FIXES_VARIABLE, repr(value), "be yes or no", f"Write {FIXES_VARIABLE}=no"))
+        raise ConfigError(f"{FIXES_VARIABLE} is {value!r}. It must be yes or no.")
     return YES_OR_NO[value.lower()]

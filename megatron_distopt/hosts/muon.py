@@ -22,7 +22,6 @@ from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon
-from megatron_distopt.options import as_flag
 
 #: What the option `optimizer` calls it.
 MUON = "muon"
@@ -135,7 +134,7 @@ def matrices_of(name: str, spec: MatrixSpec, sizes: Sequence[int], cut: MatrixCu
     """
     if sizes and spec.rows % sum(sizes):
         got, rule = f"{spec.rows} rows", f"be a multiple of {sum(sizes)}, which its parts {tuple(sizes)} have together"
-        raise ConfigError(refusal(f"fused weight {name!r}", got, rule, f"Write {as_flag('muon_split', 'none')}"))
+        raise ConfigError(refusal(f"fused weight {name!r}", got, rule, "Write muon_split=none"))
     return MatrixSpec(spec.rows, spec.cols, 0, tuple(sizes), spec.rows // sum(sizes) if sizes else 1, cut)
 
 

@@ -9,14 +9,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_distopt.config import (
-    FREE_OPTIONS,
-    OPTIONS,
-    Switch,
-    config_from_arguments,
-    switch_from,
-)
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.config import FREE_OPTIONS, OPTIONS, Switch, config_from_arguments, switch_from
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.options import flag_of
 
@@ -39,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         >>> config_from_arguments(args).nonfinite
         'skip'
     """
-    if _spellings("adam")[0] in _known_to(parser):
+    if flag_of("adam") in parser._option_string_actions:
         return parser
     group = parser.add_argument_group("megatron_distopt")
     for name in FREE_OPTIONS:
@@ -47,16 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         # A switch stands alone; with a value it can be switched off again, after the flags that a script adds.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if declared.is_switch else {}
         text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})"
-        group.add_argument(*_spellings(name), dest=f"distopt_{name}", metavar="VALUE", help=text, **switch)
+        group.add_argument(
+            flag_of(name), f"--distopt_{name}", dest=f"distopt_{name}", metavar="VALUE", help=text, **switch
+        )
     return parser
-
-
-def _spellings(name: str) -> tuple[str, str]:
-    return flag_of(name), f"--distopt_{name}"
-
-
-def _known_to(parser: argparse.ArgumentParser) -> list[str]:
-    return list(parser._option_string_actions)
 
 
 def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[object], None]) -> Replacement:
@@ -70,7 +58,8 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
-            check_spelling(sys.argv[1:], _known_to(add_arguments(parser)), abbreviated=parser.allow_abbrev)
+            known = [*add_arguments(parser)._option_string_actions]
+            check_spelling(sys.argv[1:], known, abbreviated=parser.allow_abbrev)
             return parser
 
         parsed = original(provide, *args, **kwargs)
@@ -98,22 +87,15 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
     """
     for word in words:
         flag = word.partition("=")[0]
+        hyphened = "--" + flag[2:].replace("_", "-")
         is_known = flag in known or (abbreviated and any(option.startswith(flag) for option in known))
-        if flag.startswith("--") and not is_known and _is_about_us(flag):
-            meant = [option for option in known if _is_about_us(option) and _is_nearly(flag) == _is_nearly(option)]
-            close = get_close_matches(_hyphened(flag), meant, n=1, cutoff=0.5) or meant or [_FLAG]
-            shown = [option for option in meant if not option.startswith("--distopt_")] or close
-            raise ConfigError(refusal("flag", flag, f"be one of {', '.join(shown)}", f"Write {close[0]}"))
-
-
-def _is_about_us(flag: str) -> bool:
-    return _hyphened(flag).startswith(_PREFIX) or _is_nearly(flag)
-
-
-def _is_nearly(flag: str) -> bool:
-    """Whether a flag is nearly the host's."""
-    return bool(get_close_matches(_hyphened(flag), [_FLAG], n=1, cutoff=0.85))
-
-
-def _hyphened(flag: str) -> str:
-    return "--" + flag[2:].replace("_", "-")
+        if not flag.startswith("--") or is_known:
+            continue
+        if hyphened.startswith(_PREFIX):
+            valid = [option for option in known if option.startswith(_PREFIX)]
+            close = get_close_matches(hyphened, valid, n=1, cutoff=0.5)
+            meant = f"Did you mean {close[0]}?" if close else f"These exist: {', '.join(valid)}."
+            raise ConfigError(f"There is no flag {flag}. {meant}")
+        if get_close_matches(hyphened, [_FLAG], n=1, cutoff=0.85):
+            hosts = next((option for option in known if option.replace("_", "-") == _FLAG), _FLAG)
+            raise ConfigError(f"There is no flag {flag}. Did you mean {hosts}?")

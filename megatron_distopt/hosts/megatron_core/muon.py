@@ -51,7 +51,6 @@ from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions, MuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, shape_of_matrix
-from megatron_distopt.options import as_flag
 
 #: Names of the host for its own.
 _HOSTS = (MUON, f"dist_{MUON}")
@@ -257,7 +256,7 @@ def _experts_of(name: str, spec: MatrixSpec, num_cut: int, request: MuonRequest,
         raise _cannot_join(name)
     if request.split == "all" and model.gated_linear_unit:
         rule = "be none or qkv where experts are grouped in one weight"
-        raise ConfigError(refusal("muon_split", "all", rule, f"Write {as_flag('muon_split', 'qkv')}"))
+        raise ConfigError(refusal("muon_split", "all", rule, "Write muon_split=qkv"))
     rows = model.hidden_size if name.endswith(_GROUPED[0]) else spec.rows // count
     return MatrixSpec(rows * count, spec.numel // (rows * count), 0, (rows,) * count)
 
