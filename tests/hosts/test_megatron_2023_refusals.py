@@ -392,7 +392,7 @@ def _of_ranks(at: Attempts) -> Cases:
     }
 
 
-_ADMA = "Must be one of FLAGS. Write --distopt-adam."
+_ADMA = "Did you mean --distopt-adam?"
 _LISTED = "Use a Megatron that docs/hosts.md lists."
 _CLASS = "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it."
 _EMBEDDINGS = "language_model.embedding.{}_embeddings.weight"
@@ -419,33 +419,32 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "optimiser": (
         "ConfigError",
-        f"Invalid flag: --use-distributed-optimiser. Must be one of {_FLAG}. Write {_FLAG}.",
+        f"There is no flag --use-distributed-optimiser. Did you mean {_FLAG}?",
     ),
     "underscores": (
         "ConfigError",
-        f"Invalid flag: --use_distributed_optimizer. Must be one of {_FLAG}. Write {_FLAG}.",
+        f"There is no flag --use_distributed_optimizer. Did you mean {_FLAG}?",
     ),
     "hyphens": (
         "ConfigError",
-        f"Invalid flag: {_FLAG}. Must be one of --use_distributed_optimizer. Write --use_distributed_optimizer.",
+        f"There is no flag {_FLAG}. Did you mean --use_distributed_optimizer?",
     ),
-    "adma": ("ConfigError", f"Invalid flag: --distopt-adma. {_ADMA}"),
-    "adma with =": ("ConfigError", f"Invalid flag: --distopt_adma. {_ADMA}"),
-    "adma, leniently": ("ConfigError", f"Invalid flag: --distopt-adma. {_ADMA}"),
+    "adma": ("ConfigError", f"There is no flag --distopt-adma. {_ADMA}"),
+    "adma with =": ("ConfigError", f"There is no flag --distopt_adma. {_ADMA}"),
+    "adma, leniently": ("ConfigError", f"There is no flag --distopt-adma. {_ADMA}"),
     "bad value": (
         "ConfigError",
-        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write --distopt-nonfinite raise.",
+        "--distopt-nonfinite is 'ignore'. It must be one of raise, skip, log.",
     ),
     "bad number": (
         "ConfigError",
-        "Invalid resume_step: 'ten'. Must be a whole number. Write --distopt-resume-step 10.",
+        "--distopt-resume-step is 'ten'. It must be a whole number of at least 0, or none.",
     ),
     "bad format": (
         "ConfigError",
-        "Invalid checkpoint_format: 'dcp'. Must be one of distopt, gathered. "
-        "Write --distopt-checkpoint-format distopt.",
+        "--distopt-checkpoint-format is 'dcp'. It must be one of distopt, gathered.",
     ),
-    "bad switch": ("ConfigError", "Invalid async_save: 'later'. Must be yes or no. Write --distopt-async-save yes."),
+    "bad switch": ("ConfigError", "--distopt-async-save is 'later'. It must be yes or no."),
     "absent adam": (
         "ConfigError",
         "Invalid adam 'apex': has no kernels for cpu. Must be usable when it is asked for by name. "
@@ -501,7 +500,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "bucket of nothing": (
         "ConfigError",
-        "Invalid bucket_size: 0. Must be at least 1 element. Drop --distopt-bucket-size for one bucket.",
+        "--distopt-bucket-size is 0. It must be a whole number of at least 1, or none.",
     ),
     "bucket below one element a rank": (
         "ConfigError",
@@ -510,7 +509,7 @@ WANTED: dict[str, tuple[str, str]] = {
     ),
     "bad overlap": (
         "ConfigError",
-        "Invalid overlap_grad_reduce: 'always'. Must be yes, no or auto. Write --distopt-overlap-grad-reduce yes.",
+        "--distopt-overlap-grad-reduce is 'always'. It must be yes, no or auto.",
     ),
     "params read outside of forward": (
         "ConfigError",

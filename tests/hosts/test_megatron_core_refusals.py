@@ -261,7 +261,7 @@ WANTED: dict[str, Refusal] = {
     ),
     "unknown optimizer": (
         ConfigError,
-        "Invalid optimizer: 'lion'. Must be one of adam, sgd, muon, module:Class. Write optimizer='adam'.",
+        "optimizer is 'lion'. It must be one of adam, sgd, muon, module:Class.",
     ),
     "absent adam": (
         ConfigError,
@@ -329,7 +329,7 @@ OF_RANK_1: dict[str, Refusal] = {
     "one rank only": (LayoutError, FLOAT64.format(EMBEDDING)),
     "bad variable on one rank": (
         ConfigError,
-        "Invalid nonfinite: 'ignore'. Must be one of raise, skip, log. Write MEGATRON_DISTOPT_NONFINITE=raise.",
+        "MEGATRON_DISTOPT_NONFINITE is 'ignore'. It must be one of raise, skip, log.",
     ),
 }
 

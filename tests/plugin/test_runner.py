@@ -116,7 +116,7 @@ def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
         main(["train.py"])
     said = capsys.readouterr()
     assert said.err == (
-        "megatron_distopt: Invalid MEGATRON_DISTOPT: 'maybe'. Must be one of 1, 0, require. Write MEGATRON_DISTOPT=1.\n"
+        "megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n"
     )
     assert (ended.value.code, said.out) == (1, "")
 
