@@ -185,8 +185,8 @@ def test_doctor_when_others_are_registered_then_it_names_them(tmp_path: Path, mo
         ({}, Status.OK, "no MEGATRON_DISTOPT variable is set"),
         ({"MEGATRON_DISTOPT_NONFINITE": "skip"}, Status.OK, "MEGATRON_DISTOPT_NONFINITE=skip"),
         ({"MEGATRON_DISTOPT": "0"}, Status.NOTE, "MEGATRON_DISTOPT=0: switched off"),
-        ({"MEGATRON_DISTOPT": "2"}, Status.PROBLEM, "Write MEGATRON_DISTOPT=1."),
-        ({"MEGATRON_DISTOPT_ADMA": "apex"}, Status.PROBLEM, " Write MEGATRON_DISTOPT_ADAM."),
+        ({"MEGATRON_DISTOPT": "2"}, Status.PROBLEM, "It must be one of 0, 1, require."),
+        ({"MEGATRON_DISTOPT_ADMA": "apex"}, Status.PROBLEM, "Did you mean MEGATRON_DISTOPT_ADAM?"),
     ],
 )
 def test_doctor_when_variables_are_set_then_shows_and_checks_them(
