@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.cli.checkpoints import CheckpointPath, find, nbytes_of, settings_of
+from megatron_distopt.cli.checkpoints import find, nbytes_of, settings_of
 from megatron_distopt.cli.diff_runs import answer_about_runs, are_runs
 from megatron_distopt.cli.show import Answer, counted, listed, more, number_text, progress_of, rows, titled
 from megatron_distopt.formats import open_any
@@ -30,57 +30,31 @@ _AT_ONCE = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def answer(parsed: argparse.Namespace) -> Answer:
-    """Compares two checkpoints, or two runs that have logged digests.
+@dataclass(frozen=True)
+class Difference:
+    """The difference between two tensors of one shape."""
 
-    Raises:
-        CheckpointError: a path holds no checkpoint, or a damaged one; or it is of another kind than the other path.
-    """
-    if are_runs(parsed.first, parsed.second):
-        return answer_about_runs(parsed.first, parsed.second)
-    places = find(parsed.first), find(parsed.second)
-    compared = _compare_all(*(open_any(place.path) for place in places))
-    document = _document(places, compared)
-    return Answer(document, _parts(places, compared), status=0 if compared.is_equal else 1)
+    count: int  # elements whose bits differ, or whose values do where the dtypes differ
+    numel: int  # elements compared
+    largest: float  # absolute difference; nan where a nan is among them
+    magnitude: float  # largest absolute value of the first; 0 where nothing differs
 
-
-def _document(places: Iterable[CheckpointPath], compared: _Compared) -> dict[str, Any]:
-    return {
-        "checkpoints": [str(place.path) for place in places],
-        "is_equal": compared.is_equal,
-        "settings": [*map(asdict, compared.settings)],
-        "only_in_first": list(compared.only_first),
-        "only_in_second": list(compared.only_second),
-        "tensors": [_pair_document(pair) for pair in sorted(compared.pairs, key=lambda pair: pair.order)],
-    }
-
-
-def _pair_document(pair: _Pair) -> dict[str, Any]:
-    found = pair.difference
-    numbers = {} if found is None else {**asdict(found), "relative": found.relative}
-    is_equal = pair.is_alike and pair.has_equal_values
-    return {"key": pair.key, "is_equal": is_equal, **numbers, "note": pair.note}
+    @property
+    def relative(self) -> float:
+        """The largest difference, divided by the largest value of the first tensor."""
+        if not self.largest:
+            return 0.0
+        return self.largest / self.magnitude if self.magnitude else math.inf
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A tensor that both checkpoints have.
+    """A tensor that both checkpoints have."""
 
-    Args:
-        key: in the first.
-        first, second: its shape and dtype in both.
-        difference: of the rows that both have; None where the shapes differ otherwise.
-    """
-
-    key: str
+    key: str  # in the first
     first: TensorInfo
     second: TensorInfo
-    difference: Difference | None
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether shape and dtype are equal."""
-        return self.first == self.second
+    difference: Difference | None  # of the rows that both have; None where the shapes differ otherwise
 
     @property
     def has_equal_values(self) -> bool:
@@ -95,7 +69,7 @@ class _Pair:
 
     @property
     def note(self) -> str:
-        """Says how dtypes and shapes differ."""
+        """Says how dtypes and shapes differ; empty where they do not."""
         first, second = self.first, self.second
         dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
         shapes = "" if first.shape == second.shape else f"{list(first.shape)} and {list(second.shape)}"
@@ -107,83 +81,68 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """The differences between two checkpoints.
+class _Setting:
+    """An option, "step", or a number of the loss scale that differs; a value is None where a checkpoint has none."""
 
-    Args:
-        pairs: all tensors that both have.
-        only_first, only_second: keys that only one of them has.
-        settings: settings that differ.
+    what: str
+    first: object
+    second: object
+    names: tuple[str, ...] = ()  # of the params that it applies to; empty for the whole checkpoint
+
+
+def answer(parsed: argparse.Namespace) -> Answer:
+    """Compares two checkpoints, or two runs that have logged digests.
+
+    Raises:
+        CheckpointError: a path holds no checkpoint, or a damaged one; or it is of another kind than the other path.
     """
+    if are_runs(parsed.first, parsed.second):
+        return answer_about_runs(parsed.first, parsed.second)
+    places = find(parsed.first), find(parsed.second)
+    first, second = (open_any(place.path) for place in places)
+    theirs = {key_of(kind_of(key), canonical(name_of(key))): key for key in second.tensors}
+    both = {key: theirs.get(key_of(kind_of(key), canonical(name_of(key))), "") for key in first.tensors}
+    both = {ours: other for ours, other in both.items() if other}
+    pairs = sorted(_pairs(first, second, both), key=lambda pair: pair.order)
+    names = dict.fromkeys((name_of(ours), name_of(other)) for ours, other in both.items())
+    settings = [*_settings_that_differ(first.head, second.head, names)]
+    alone = {
+        "A": [key for key in first.tensors if key not in both],
+        "B": [key for key in second.tensors if key not in both.values()],
+    }
+    is_equal = all(pair.has_equal_values and not pair.note for pair in pairs) and not any((*alone.values(), settings))
+    document = {
+        "checkpoints": [str(place.path) for place in places],
+        "is_equal": is_equal,
+        "settings": [*map(asdict, settings)],
+        "only_in_first": alone["A"],
+        "only_in_second": alone["B"],
+        "tensors": [_document(pair) for pair in pairs],
+    }
+    heads = [(side, ", ".join(filter(None, (str(at.path), at.chosen)))) for side, at in zip("AB", places, strict=True)]
+    parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
+    if is_equal:
+        words = f"{counted(len({name_of(pair.key) for pair in pairs}), 'param')}, {counted(len(pairs), 'tensor')}"
+        parts.append(Text(f"equal to the bit: {words} and all settings"))
+    else:
+        parts += _parts(pairs, settings, alone)
+    return Answer(document, parts, status=int(not is_equal))
 
-    pairs: Sequence[_Pair]
-    only_first: Sequence[str]
-    only_second: Sequence[str]
-    settings: Sequence[_Setting]
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the two checkpoints are equal to the bit."""
-        is_same = all(pair.is_alike and pair.has_equal_values for pair in self.pairs)
-        return is_same and not (self.only_first or self.only_second or self.settings)
-
-
-def _compare_all(first: Source, second: Source) -> _Compared:
-    """Reads both checkpoints; one tensor of each is in memory at a time."""
-    theirs = {_same(key): key for key in second.tensors}
-    both = {key: theirs[_same(key)] for key in first.tensors if _same(key) in theirs}
-    of_both = {*both.values()}
-    total = sum(nbytes_of(first.tensors[a]) + nbytes_of(second.tensors[b]) for a, b in both.items())
+def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_Pair]:
+    """Reads what both have; one tensor of each is in memory at a time."""
+    total = sum(nbytes_of(first.tensors[ours]) + nbytes_of(second.tensors[other]) for ours, other in both.items())
     with progress_of("comparing", total) as progress:
-        pairs = [_pair(first, second, a, b, progress) for a, b in both.items()]
-    names = dict.fromkeys((name_of(a), name_of(b)) for a, b in both.items())
-    return _Compared(
-        pairs,
-        [key for key in first.tensors if key not in both],
-        [key for key in second.tensors if key not in of_both],
-        [*_settings_that_differ(first.head, second.head, names)],
-    )
-
-
-def _same(key: str) -> str:
-    """Returns the key that the tensor has with every host."""
-    return key_of(kind_of(key), canonical(name_of(key)))
-
-
-def _pair(first: Source, second: Source, ours: str, theirs: str, progress: Callable[[int], None]) -> _Pair:
-    infos = first.tensors[ours], second.tensors[theirs]
-    difference = None
-    if infos[0].shape == infos[1].shape:
-        difference = compare(first.read(ours), second.read(theirs))
-    elif infos[0].shape[1:] == infos[1].shape[1:] and len(infos[0].shape) == len(infos[1].shape):
-        rows = min(info.shape[0] for info in infos)  # a vocabulary that was padded for another number of ranks
-        difference = compare(first.read(ours)[:rows], second.read(theirs)[:rows])
-    progress(sum(map(nbytes_of, infos)))
-    return _Pair(ours, *infos, difference)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference between two tensors of one shape.
-
-    Args:
-        count: elements whose bits differ, or whose values do where the dtypes differ.
-        numel: elements compared.
-        largest: absolute difference; nan where a nan is among them.
-        magnitude: largest absolute value of the first; 0 where nothing differs.
-    """
-
-    count: int
-    numel: int
-    largest: float
-    magnitude: float
-
-    @property
-    def relative(self) -> float:
-        """The largest difference, divided by the largest value of the first tensor."""
-        if not self.largest:
-            return 0.0
-        return self.largest / self.magnitude if self.magnitude else math.inf
+        for ours, other in both.items():
+            infos, difference = (first.tensors[ours], second.tensors[other]), None
+            one, two = infos[0].shape, infos[1].shape
+            if one == two:
+                difference = compare(first.read(ours), second.read(other))
+            elif one[1:] == two[1:] and len(one) == len(two):
+                length = min(one[0], two[0])  # a vocabulary that was padded for another number of ranks
+                difference = compare(first.read(ours)[:length], second.read(other)[:length])
+            progress(sum(map(nbytes_of, infos)))
+            yield _Pair(ours, *infos, difference)
 
 
 def compare(first: Tensor, second: Tensor) -> Difference:
@@ -216,133 +175,99 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """One setting that differs between two checkpoints.
-
-    Args:
-        what: an option, "step", or a number of the loss scale.
-        first, second: its values; None where a checkpoint has none.
-        names: names of the params that it applies to; empty for a setting of the whole checkpoint.
-    """
-
-    what: str
-    first: object
-    second: object
-    names: tuple[str, ...] = ()
-
-
 def _settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[_Setting]:
     """Compares options param by param, because two checkpoints may put the same params into other groups.
 
     `names` are the names that a param has in both.
     """
-    ours, theirs = _settings_by_name(first), _settings_by_name(second)
-    found: dict[str, _Setting] = {}
+    ours, theirs = (
+        {name: settings_of(group) for group in each.groups for name in group.names} for each in (first, second)
+    )
     members: dict[str, list[str]] = {}
-    for a, b in names:
-        for each in _differing(ours.get(a, {}), theirs.get(b, {})):
-            found.setdefault(repr(each), each)
-            members.setdefault(repr(each), []).append(a)
-    yield from (replace(each, names=tuple(members[key])) for key, each in found.items())
-    yield from _differing(_of_the_whole(first), _of_the_whole(second))
+    found: dict[str, _Setting] = {}
+    for name, other in names:
+        for each in _differing(ours.get(name, {}), theirs.get(other, {})):
+            found[repr(each)] = each
+            members.setdefault(repr(each), []).append(name)
+    for key, each in found.items():
+        yield _Setting(each.what, each.first, each.second, tuple(members[key]))
+    whole = (
+        {**{f"loss scale: {key}": value for key, value in each.loss_scale.items()}, "skipped steps": each.num_skipped}
+        for each in (first, second)
+    )
+    yield from _differing(*whole)
 
 
-def _settings_by_name(manifest: Manifest) -> dict[str, dict[str, object]]:
-    return {name: settings for group in manifest.groups for settings in [settings_of(group)] for name in group.names}
+def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> list[_Setting]:
+    names = dict.fromkeys([*first, *second]) if first != second else ()
+    return [_Setting(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
 
 
-def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> Iterator[_Setting]:
-    if first == second:
-        return
-    for what in dict.fromkeys([*first, *second]):
-        if first.get(what) != second.get(what):
-            yield _Setting(what, first.get(what), second.get(what))
+def _document(pair: _Pair) -> dict[str, Any]:
+    found = pair.difference
+    numbers = {} if found is None else {**asdict(found), "relative": found.relative}
+    return {"key": pair.key, "is_equal": pair.has_equal_values and not pair.note, **numbers, "note": pair.note}
 
 
-def _of_the_whole(manifest: Manifest) -> dict[str, object]:
-    scale = {f"loss scale: {key}": value for key, value in manifest.loss_scale.items()}
-    return {**scale, "skipped steps": manifest.num_skipped}
+# --- for people
 
 
-def _parts(places: tuple[CheckpointPath, CheckpointPath], compared: _Compared) -> list[RenderableType]:
-    heads = [(side, ", ".join(filter(None, (str(at.path), at.chosen)))) for side, at in zip("AB", places, strict=True)]
-    found: dict[str, list[Sequence[str]]] = {
-        "settings that differ": [*_setting_rows(compared.settings)],
-        "params in one alone": [*_only("A", compared.only_first), *_only("B", compared.only_second)],
-        "shapes and dtypes that differ": [*_notes(compared.pairs)],
-    }
-    parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
-    parts += [titled(title, rows(cells)) for title, cells in found.items() if cells]
-    if not compared.is_equal:
-        parts += _kind_parts(compared.pairs)
-    return [*parts, Text(_verdict(compared))]
-
-
-def _only(side: str, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    kinds: dict[str, list[str]] = {}
-    for key in keys:
-        kinds.setdefault(name_of(key), []).append(kind_of(key))
-    if kinds:
-        yield side, listed([f"{name} ({', '.join(kinds[name])})" for name in kinds], most=_NAMED)
-
-
-def _notes(pairs: Sequence[_Pair]) -> Iterator[tuple[str, str]]:
-    """Lists how shapes and dtypes differ: param by param, or how many where many differ alike."""
-    all_kinds = dict.fromkeys(kind_of(pair.key) for pair in pairs)
-    for note in dict.fromkeys(pair.note for pair in pairs if not pair.is_alike):
-        keys = [pair.key for pair in pairs if pair.note == note]
-        kinds = dict.fromkeys(map(kind_of, keys))
-        names = list(dict.fromkeys(map(name_of, keys)))
-        part = "" if kinds == all_kinds else f" ({', '.join(kinds)})"
-        for name in names if len(names) <= _NAMED else [f"{len(names):,} params"]:
-            yield f"{name}{part}", note
-
-
-def _setting_rows(settings: Sequence[_Setting]) -> Iterator[tuple[str, str, str, str]]:
+def _parts(
+    pairs: Sequence[_Pair], settings: Sequence[_Setting], alone: Mapping[str, Sequence[str]]
+) -> Iterator[RenderableType]:
     if settings:
-        yield "what", "A", "B", "where"
-    for each in settings:
-        first, second = ("not said" if value is None else number_text(value) for value in (each.first, each.second))
-        yield each.what, first, second, counted(len(each.names), "param") if each.names else "the whole checkpoint"
-
-
-def _kind_parts(pairs: Sequence[_Pair]) -> Iterator[RenderableType]:
-    """Yields the largest differences of every kind that differs, and one line for the kinds that do not."""
+        cells: list[Sequence[str]] = [("what", "A", "B", "where")]
+        for each in settings:
+            values = ("not said" if value is None else number_text(value) for value in (each.first, each.second))
+            where = counted(len(each.names), "param") if each.names else "the whole checkpoint"
+            cells.append((each.what, *values, where))
+        yield titled("settings that differ", rows(cells))
+    if any(alone.values()):
+        yield titled("params in one alone", rows((side, _params_text(keys)) for side, keys in alone.items()))
+    if any(pair.note for pair in pairs):
+        yield titled("shapes and dtypes that differ", rows(_notes(pairs)))
     equal: list[str] = []
-    kinds = {kind_of(pair.key) for pair in pairs}
-    for kind in sorted(kinds, key=lambda kind: (kind != MAIN, kind)):
+    for kind in sorted({kind_of(pair.key) for pair in pairs}, key=lambda kind: (kind != MAIN, kind)):
         of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
-        differ = sorted((pair for pair in of_kind if not pair.has_equal_values), key=lambda pair: pair.order)
+        differ = [pair for pair in of_kind if not pair.has_equal_values]
         if differ:
             title = f"{kind}: {len(differ):,} of {counted(len(of_kind), 'tensor')} differ"
-            yield titled(
-                title, rows(_difference_rows(differ[:_LISTED])), *(f"  {line}" for line in more(len(differ), _LISTED))
-            )
+            rest = (f"  {line}" for line in more(len(differ), _LISTED))
+            yield titled(title, rows(_difference_rows(differ[:_LISTED])), *rest)
         else:
             equal.append(kind)
     if equal:
         yield Text(f"{', '.join(equal)}: equal to the bit")
+    counts = (
+        ("values of ", sum(not pair.has_equal_values for pair in pairs), "tensor"),
+        ("shapes or dtypes of ", sum(bool(pair.note) for pair in pairs), "tensor"),
+        ("tensors in one alone of ", len({name_of(key) for keys in alone.values() for key in keys}), "param"),
+        ("", len(settings), "setting"),
+    )
+    yield Text(f"different: {', '.join(words + counted(count, noun) for words, count, noun in counts if count)}")
+
+
+def _params_text(keys: Sequence[str]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for key in keys:
+        kinds.setdefault(name_of(key), []).append(kind_of(key))
+    return listed([f"{name} ({', '.join(of_name)})" for name, of_name in kinds.items()], most=_NAMED)
+
+
+def _notes(pairs: Sequence[_Pair]) -> Iterator[tuple[str, str]]:
+    """Lists how shapes and dtypes differ: param by param, or how many where many differ alike."""
+    all_kinds = {kind_of(pair.key) for pair in pairs}
+    for note in dict.fromkeys(pair.note for pair in pairs if pair.note):
+        keys = [pair.key for pair in pairs if pair.note == note]
+        names, kinds = dict.fromkeys(map(name_of, keys)), dict.fromkeys(map(kind_of, keys))
+        part = "" if kinds.keys() == all_kinds else f" ({', '.join(kinds)})"
+        for name in names if len(names) <= _NAMED else [f"{len(names):,} params"]:
+            yield f"{name}{part}", note
 
 
 def _difference_rows(differ: Sequence[_Pair]) -> Iterator[tuple[str, str, str, str]]:
     yield "param", "max |A-B|", "/ max |A|", "elements"
     for pair in differ:
-        found = pair.difference
-        if found is not None:
+        if (found := pair.difference) is not None:
             elements = f"{found.count:,} of {found.numel:,}"
             yield name_of(pair.key), f"{found.largest:.3g}", f"{found.relative:.2g}", elements
-
-
-def _verdict(compared: _Compared) -> str:
-    pairs, alone = compared.pairs, {name_of(key) for key in (*compared.only_first, *compared.only_second)}
-    if compared.is_equal:
-        params = len({name_of(pair.key) for pair in pairs})
-        return f"equal to the bit: {counted(params, 'param')}, {counted(len(pairs), 'tensor')} and all settings"
-    found = (
-        ("values of ", sum(not pair.has_equal_values for pair in pairs), "tensor"),
-        ("shapes or dtypes of ", sum(not pair.is_alike for pair in pairs), "tensor"),
-        ("tensors in one alone of ", len(alone), "param"),
-        ("", len(compared.settings), "setting"),
-    )
-    return f"different: {', '.join(said + counted(count, noun) for said, count, noun in found if count)}"

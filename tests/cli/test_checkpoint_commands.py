@@ -99,7 +99,7 @@ def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
 ) -> None:
     status, lines, err = run(capsys, "convert", whole, tmp_path / "new", "--to", "gathered", "--dp", "4")
     assert (status, lines, list(tmp_path.iterdir())) == (1, [], [])
-    assert err.startswith(f"megatron-distopt: Invalid checkpoint {whole}: no model files for gathered. ")
+    assert str(whole) in err and "no model files" in err
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_inspect_when_there_is_nothing_of_a_checkpoint_then_refused(tmp_path: Pa
     for path in (tmp_path, tmp_path / "notes.txt"):
         status, lines, err = run(capsys, "inspect", path)
         assert (status, lines) == (1, [])
-        assert err.startswith("megatron-distopt: Invalid ") and str(path) in err
+        assert err.startswith("megatron-distopt: ") and str(path) in err
 
 
 @pytest.mark.parametrize("text", ["300", "../x", ""])

@@ -115,9 +115,7 @@ def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
     with pytest.raises(SystemExit) as ended:
         main(["train.py"])
     said = capsys.readouterr()
-    assert said.err == (
-        "megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n"
-    )
+    assert said.err == ("megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n")
     assert (ended.value.code, said.out) == (1, "")
 
 
