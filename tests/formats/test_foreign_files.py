@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -168,7 +169,7 @@ def save_row_by_row(folder: Path, tensors: dict[str, Tensor], common: dict[str, 
                 box = Box((number, *(0 for _ in row.shape)), (1, *row.shape))
                 chunks.append(Chunk(box, 0, stretch.start, stretch.nbytes))
             records[key] = TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(chunks))
-    manifest = Manifest("0", (writer.record(),), records, (), "")
+    manifest = replace(writer.part(Manifest("", (), {}, (), ""), "0"), tensors=records)
     (folder / ".metadata").write_bytes(metadata_of(manifest))
     torch.save(common, folder / "common.pt")
     return folder

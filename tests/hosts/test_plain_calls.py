@@ -165,10 +165,11 @@ def state_with_stats_group(rank: int) -> dict[str, Any]:
         return stepped(optimizer).grad_norm
 
     norms = [step()]
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     kept = flat(model)
     norms += [step(), step()]
     later = flat(model)
+    model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
     facts = {"params back": torch.equal(flat(model), kept)}
     again = [step(), step()]
