@@ -12,11 +12,12 @@ every step: their places count from the start of that memory, whose address is a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +57,6 @@ MODELS = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Addresses that the kernel takes for gradients to count from.
 _NUM_SOURCES = 4
 _LANE_NUMEL, _VECTOR_NBYTES = 8, 16
-
-Built = TypeVar("Built")
 
 
 class Combination(NamedTuple):
@@ -160,21 +159,15 @@ def _uploaded(values: Tensor, device: torch.device) -> Tensor:
     return pinned(values.shape, values.dtype, device).copy_(values).to(device, non_blocking=True)
 
 
-class Cache(Generic[Built]):
-    """What was built last on a device, by what it was built from."""
+@lru_cache(maxsize=32)
+def _table(rows: tuple[Row, ...], device: torch.device) -> Table:
+    return Table.of(rows, device)
 
-    _MOST = 8
 
-    def __init__(self) -> None:
-        self._built: dict[Hashable, Built] = {}
-
-    def get(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """What belongs to that key, which is built where it is not there."""
-        if key not in self._built:
-            self._built[key] = build()
-            while len(self._built) > self._MOST:
-                del self._built[next(iter(self._built))]
-        return self._built[key]
+@lru_cache(maxsize=64)
+def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float64, 1-D."""
+    return _uploaded(torch.tensor(values, dtype=torch.float64), device)
 
 
 class OnePass:
@@ -186,7 +179,6 @@ class OnePass:
 
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
-        self._tables, self._numbers = Cache[Table](), Cache[Tensor]()
 
     def takes(self, updates: Sequence[ParamUpdate], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the kernel makes all of these updates; never some of them, because it leaves gradients undivided.
@@ -225,8 +217,8 @@ class OnePass:
         divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         with current(device):
-            table = self._tables.get((rows, device), lambda: Table.of(rows, device))
-            programs, numbers = -(-len(rows) // _PREPARE_BLOCK), self._group_numbers(groups, device)
+            table = _table(rows, device)
+            programs, numbers = -(-len(rows) // _PREPARE_BLOCK), _group_numbers(groups, device)
             arguments = table.cells, *numbers, found_inf, table.scalars, len(rows)
             launch("prepare", programs, *arguments, BLOCK=_PREPARE_BLOCK)
             tensors = table.cells, table.owners, table.scalars, divisor, found_inf
@@ -234,25 +226,25 @@ class OnePass:
                 constants = constants_of(combination, self._decoupled)
                 launch("update", num_programs, *tensors, first_program, *sources, **constants, **_OPTIONS)
 
-    def _group_numbers(self, groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """What `prepare` reads of param groups: float64 [groups, 2] and [groups, 4]; uploaded where it has changed."""
 
-        def uploaded(values: Sequence[float]) -> Tensor:
-            key = tuple(map(float, values))
-            return self._numbers.get((key, device), lambda: _uploaded(torch.tensor(key, dtype=torch.float64), device))
-
-        # The product is made in the dtype of the rate.
-        rates = [rate for group in groups for rate in (group["lr"], group["lr"] * group["weight_decay"])]
-        options = [number for group in groups for number in (*group["betas"], group["eps"], group["weight_decay"])]
-        if not any(isinstance(rate, Tensor) and rate.device == device for rate in rates):
-            return uploaded(rates).view(-1, 2), uploaded(options).view(-1, 4)
-        on_device = [
+def _group_numbers(groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `prepare` reads of param groups: float64 [groups, 2] and [groups, 4]; uploaded where it has changed."""
+    options = tuple(
+        float(number) for group in groups for number in (*group["betas"], group["eps"], group["weight_decay"])
+    )
+    # The product is made in the dtype of the rate.
+    rates = [rate for group in groups for rate in (group["lr"], group["lr"] * group["weight_decay"])]
+    if any(isinstance(rate, Tensor) and rate.device == device for rate in rates):
+        wide = [
             rate.to(device, torch.float64, non_blocking=True)
             if isinstance(rate, Tensor)
             else torch.full((), rate, dtype=torch.float64, device=device)
             for rate in rates
         ]
-        return torch.stack(on_device).view(-1, 2), uploaded(options).view(-1, 4)
+        on_device = torch.stack(wide)
+    else:
+        on_device = _numbers(tuple(map(float, rates)), device)
+    return on_device.view(-1, 2), _numbers(options, device).view(-1, 4)
 
 
 def has_kernel(device: torch.device) -> bool:
