@@ -45,25 +45,15 @@ LEFT_OUT_QUICK = ("megatron-core fully_reshardable",)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the ranks do.
+    """What the ranks do."""
 
-    Args:
-        layers: of the model.
-        hidden: its width.
-        rounds: over all contestants.
-        names: of the contestants; all but those left out where there is none.
-        left_out: names, too.
-        folder: where to write.
-        log: a line for every reading, so that a rank that is killed takes nothing with it.
-    """
-
-    layers: int
-    hidden: int
-    rounds: int
-    names: tuple[str, ...]
-    left_out: tuple[str, ...]
-    folder: Path
-    log: Path
+    layers: int  # of the model
+    hidden: int  # its width
+    rounds: int  # over all contestants
+    names: tuple[str, ...]  # of the contestants; all but those left out where there is none
+    left_out: tuple[str, ...]  # names, too
+    folder: Path  # where to write
+    log: Path  # a line for every reading, so that a rank that is killed takes nothing with it
 
 
 def main() -> None:

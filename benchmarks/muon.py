@@ -39,29 +39,18 @@ _PLANNED_RANKS = (8, 64, 512)
 
 @dataclass(frozen=True)
 class MuonReading:
-    """One contestant in one round.
+    """One contestant in one round."""
 
-    Args:
-        contestant: its name.
-        ranks: data-parallel ranks.
-        numel: elements of the model.
-        round: repeats are rounds over all contestants.
-        update, step: CPU seconds of the rank that needed most: its optimizers' own steps, and all from gradients to new
-            params.
-        state: bytes of main params, moments and buffers besides params and gradients, of each rank.
-        apart: from the params of ours after the first steps, as a part of their change.
-        why_not: the reason, where it was not run.
-    """
-
-    contestant: str
-    ranks: int
-    numel: int
-    round: int
+    contestant: str  # its name
+    ranks: int  # data-parallel ranks
+    numel: int  # elements of the model
+    round: int  # repeats are rounds over all contestants
+    # CPU seconds of the rank that needed most: its optimizers' own steps, and all from gradients to new params.
     update: float = 0.0
     step: float = 0.0
-    state: tuple[int, ...] = ()
-    apart: float | None = None
-    why_not: str = ""
+    state: tuple[int, ...] = ()  # bytes of main params, moments and buffers besides params and gradients, of each rank
+    apart: float | None = None  # from the params of ours after the first steps, as a part of their change
+    why_not: str = ""  # the reason, where it was not run
 
 
 def main() -> None:

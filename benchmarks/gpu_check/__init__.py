@@ -10,8 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["PACKAGES_VARIABLE", "ROOT"]
-
 ROOT = Path(__file__).resolve().parents[2]
 #: Names the folder into which scripts/gpu_check.sh installed what was missing.
 PACKAGES_VARIABLE = "GPU_CHECK_PACKAGES"

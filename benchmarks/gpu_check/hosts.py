@@ -31,15 +31,10 @@ _FORK_WORDS = ("--bf16", "--use-distributed-optimizer", "--train-iters", str(STE
 
 @dataclass(frozen=True)
 class Curve:
-    """A training.
+    """A training."""
 
-    Args:
-        losses: by step, the mean of all ranks.
-        norms: of the gradient.
-    """
-
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
+    losses: tuple[float, ...]  # by step, the mean of all ranks
+    norms: tuple[float, ...]  # of the gradient
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:

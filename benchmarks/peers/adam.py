@@ -10,18 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = [
-    "ADAM",
-    "CLIP_GRAD",
-    "AdamBuilder",
-    "apex",
-    "check_compiled",
-    "deepspeed_cpu",
-    "deepspeed_fused",
-    "torch_adam",
-    "transformer_engine",
-]
-
 #: Decoupled weight decay in all of them; params of one dimension have none.
 ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 #: Largest norm of the gradient.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from peers.state import Setting
 
-__all__ = ["Contestant", "Entry", "Memory"]
-
 
 class Contestant:
     """Optimizer state of one model on all ranks, and a way to save it and load it.
@@ -48,29 +46,17 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of all ranks together that a contestant needs at its worst.
+    """Bytes of all ranks together that a contestant needs at its worst."""
 
-    Args:
-        save: while it is built and saves.
-        load: while it loads.
-    """
-
-    save: int
-    load: int
+    save: int  # while it is built and saves
+    load: int  # while it loads
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant before it is built.
+    """A contestant before it is built."""
 
-    Args:
-        name: in results.
-        what: in words.
-        build: it, from the setting.
-        memory: that it will need, so that what does not fit is left out and not killed.
-    """
-
-    name: str
-    what: str
-    build: Callable[[Setting], Contestant]
-    memory: Callable[[int, int], Memory]
+    name: str  # in results
+    what: str  # in words
+    build: Callable[[Setting], Contestant]  # it, from the setting
+    memory: Callable[[int, int], Memory]  # that it will need, so that what does not fit is left out and not killed

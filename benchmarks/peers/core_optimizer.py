@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 import megatron_distopt
 from peers.adam import ADAM, CLIP_GRAD
 
-__all__ = ["CoreOptimizer"]
-
 
 class CoreOptimizer:
     """With both of its overlaps: reduce-scatter under backward, all-gather under the next forward.

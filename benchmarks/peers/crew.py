@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Crew", "Member", "answer", "orders"]
-
 #: Names the descriptor of the pipe for answers.
 _VARIABLE = "CREW_REPLY"
 #: Between the end of one rank, or its answer, and the end of waiting for the others.

@@ -16,8 +16,6 @@ from torch import Tensor
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import Setting, Weights, fill_adam, groups_of, tensors_of_adam, untouched_zeros
 
-__all__ = ["ZERO_1"]
-
 _TAG = "saved"
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

@@ -10,8 +10,6 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["ROOT"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

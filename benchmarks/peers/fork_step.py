@@ -26,8 +26,6 @@ from torch.nn import Module, Parameter
 from peers.adam import AdamBuilder
 from peers.state import groups_of
 
-__all__ = ["ForkStep"]
-
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,17 +33,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank owns of one param.
+    """What this rank owns of one param."""
 
-    Args:
-        param: of the model.
-        main: fp32, 1-D: the part of it that is updated here.
-        in_param, in_buffer: where that part lies.
-    """
-
-    param: Parameter
-    main: Parameter
-    in_param: slice
+    param: Parameter  # of the model
+    main: Parameter  # fp32, 1-D: the part of it that is updated here
+    in_param: slice  # where that part lies
     in_buffer: slice
 
 

@@ -16,8 +16,6 @@ from megatron_distopt.comm import Group, gather_to_first, scatter_from_first
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import KINDS, Setting, fill
 
-__all__ = ["GATHERED"]
-
 _FILE = "distrib_optim.pt"
 
 

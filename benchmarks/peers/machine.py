@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["MemoryRates", "about", "available_nbytes", "memory_rates", "processor"]
-
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "megatron-distopt", "numpy")
 #: Of a tensor: more than any cache holds, so that a larger one is no slower.
 _MOST_NBYTES = 1 << 28
@@ -22,15 +20,10 @@ _MOST_NBYTES = 1 << 28
 
 @dataclass(frozen=True)
 class MemoryRates:
-    """Bytes read and written a second.
+    """Bytes read and written a second."""
 
-    Args:
-        copy: of one tensor to another.
-        in_place: of a product written where its factor was, which most of a step resembles.
-    """
-
-    copy: float
-    in_place: float
+    copy: float  # of one tensor to another
+    in_place: float  # of a product written where its factor was, which most of a step resembles
 
     def or_faster(self, other: MemoryRates) -> MemoryRates:
         """Of each the larger: what slowed one of two readings down is no property of the memory."""

@@ -22,8 +22,6 @@ from peers.machine import available_nbytes
 from peers.ranks import exchange, now
 from peers.state import Setting, checksum
 
-__all__ = ["Reading", "read", "touch_free_memory"]
-
 #: Left to the page cache, to Python and to the libraries when it is decided what fits.
 _RESERVE_NBYTES = 2 << 30
 #: Of an element in the largest file, with room to spare: what a save takes from free memory.
@@ -32,42 +30,25 @@ _FILE_NBYTES = 20
 
 @dataclass(frozen=True)
 class Reading:
-    """What one contestant took. None where it was not run; `why_not` says why.
+    """What one contestant took. None where it was not run; `why_not` says why."""
 
-    Args:
-        contestant: its name.
-        numel: elements of the model.
-        ranks: data-parallel ranks.
-        round: repeats are rounds over all contestants.
-        save_seconds: until the call has returned on all ranks; in the background the stall, in the steady state.
-        first_save_seconds: the same of the first save, where there are two.
-        disk_seconds: until all files are on the disk, counted from the same moment.
-        load_seconds: until the call has returned on all ranks.
-        save_cpu_seconds: of processor time until all files are on the disk, of all ranks and what they started; of the
-            last save.
-        load_cpu_seconds: the same of the load.
-        save_nbytes: host memory beyond that of the state, at its peak, on the rank that needed most.
-        load_nbytes: the same for the load.
-        total_save_nbytes: the same, the peaks of all ranks added up.
-        disk_nbytes: of all files.
-        why_not: the reason, where a part was not run.
-    """
-
-    contestant: str
-    numel: int
-    ranks: int
-    round: int
+    contestant: str  # its name
+    numel: int  # elements of the model
+    ranks: int  # data-parallel ranks
+    round: int  # repeats are rounds over all contestants
+    # Until the call has returned on all ranks; in the background the stall, in the steady state.
     save_seconds: float | None = None
-    first_save_seconds: float | None = None
-    disk_seconds: float | None = None
-    load_seconds: float | None = None
+    first_save_seconds: float | None = None  # the same of the first save, where there are two
+    disk_seconds: float | None = None  # until all files are on the disk, counted from the same moment
+    load_seconds: float | None = None  # until the call has returned on all ranks
+    # Of processor time until all files are on the disk, of all ranks and what they started; of the last save.
     save_cpu_seconds: float | None = None
-    load_cpu_seconds: float | None = None
-    save_nbytes: int | None = None
-    load_nbytes: int | None = None
-    total_save_nbytes: int | None = None
-    disk_nbytes: int | None = None
-    why_not: str = ""
+    load_cpu_seconds: float | None = None  # the same of the load
+    save_nbytes: int | None = None  # host memory beyond that of the state, at its peak, on the rank that needed most
+    load_nbytes: int | None = None  # the same for the load
+    total_save_nbytes: int | None = None  # the same, the peaks of all ranks added up
+    disk_nbytes: int | None = None  # of all files
+    why_not: str = ""  # the reason, where a part was not run
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from torch import Tensor
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import Setting, Weights, fill_adam, tensors_of_adam, untouched_zeros
 
-__all__ = ["DP_RESHARDABLE", "FULLY_RESHARDABLE"]
-
 #: That megatron-core takes for 40 million elements where it overlaps the reduce-scatter.
 _OVERLAP = {"overlap_grad_reduce": True}
 

@@ -15,33 +15,21 @@ from peers.ratios import failure
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 
-__all__ = ["MemoryReading", "covered", "read", "reset_peak", "status", "storages"]
-
 #: Steps before the one that is measured: moments and what a first step leaves behind are there then.
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes of one rank beyond what it had before the contestant was built; the rank that needed most.
+    """Bytes of one rank beyond what it had before the contestant was built; the rank that needed most."""
 
-    Args:
-        contestant: its name.
-        ranks: data-parallel ranks.
-        numel: elements of the model.
-        held: in tensors between two steps, each storage once.
-        step_peak: resident memory at its highest during a step.
-        build_peak: the same while it was built and made its first steps.
-        why_not: the reason, where it was not run.
-    """
-
-    contestant: str
-    ranks: int
-    numel: int
-    held: int = 0
-    step_peak: int = 0
-    build_peak: int = 0
-    why_not: str = ""
+    contestant: str  # its name
+    ranks: int  # data-parallel ranks
+    numel: int  # elements of the model
+    held: int = 0  # in tensors between two steps, each storage once
+    step_peak: int = 0  # resident memory at its highest during a step
+    build_peak: int = 0  # the same while it was built and made its first steps
+    why_not: str = ""  # the reason, where it was not run
 
 
 def read(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:

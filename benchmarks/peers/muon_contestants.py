@@ -18,8 +18,6 @@ from peers.state import fill
 from peers.step_contestants import StepEntry
 from peers.steppers import Stepper, StepSetting
 
-__all__ = ["MuonStepper", "entries"]
-
 _MUON = {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
 
 

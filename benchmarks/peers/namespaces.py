@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = ["NUM_ENDS", "Link", "Wire", "join", "leftovers", "refused", "shape", "why_not"]
-
 NUM_ENDS = 2
 #: Of all namespaces that this script makes; the rest of a name is the process id and the rank.
 PREFIX = "distopt-overlap-"
@@ -32,13 +30,9 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Link:
-    """The names of both ends; end k is that of rank k.
+    """The names of both ends; end k is that of rank k."""
 
-    Args:
-        owner: process id of the script.
-    """
-
-    owner: int
+    owner: int  # process id of the script
 
     def namespace(self, end: int) -> str:
         return f"{PREFIX}{self.owner}-{end}"

@@ -14,8 +14,6 @@ from peers.state import groups_of
 from peers.trainers import Trainer
 from peers.transformer import TrainSetting, transformer
 
-__all__ = ["Core", "DeepSpeedZero"]
-
 
 class Core(Trainer):
     """megatron-core with both overlaps, around the same module.

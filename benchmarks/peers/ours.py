@@ -13,8 +13,6 @@ from megatron_distopt.optimizer.inner import moments_of, restore
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import KINDS, Setting, Weights, fill, groups_of, untouched_zeros
 
-__all__ = ["ASYNC", "SYNC"]
-
 
 class Ours(Contestant):
     """One optimizer of this package with its state filled in."""

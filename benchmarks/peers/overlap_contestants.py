@@ -14,8 +14,6 @@ from peers.train_contestants import MESSAGES, train_entries
 from peers.trainers import Ours, TrainEntry, Trainer
 from peers.transformer import TrainSetting, transformer
 
-__all__ = ["FORWARD", "OURS", "best_of", "is_ours", "overlap_entries", "picked"]
-
 OURS = "ours"
 _OVERLAP, _BOTH = "ours, overlap", "ours, both overlaps"
 _VARIANTS = ("fork of 2023, fused Adam", "megatron-core, fused Adam", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2, bf16 wire")

@@ -11,17 +11,6 @@ from peers.overlap_probe import Probe
 from peers.ratios import ByRound, Spread, by_round, over, spread
 from peers.train_reading import TrainReading, losses_apart
 
-__all__ = [
-    "Context",
-    "WireTimes",
-    "WiredReading",
-    "exposed_parts",
-    "processor_parts",
-    "slowest",
-    "summary",
-    "wire_times",
-]
-
 #: That all losses are held against.
 _REFERENCE = "ours"
 _GRAD_NBYTES, _PARAM_NBYTES = 4, 2
@@ -29,28 +18,18 @@ _GRAD_NBYTES, _PARAM_NBYTES = 4, 2
 
 @dataclass(frozen=True)
 class WiredReading:
-    """What one contestant took in one round at one rate.
+    """What one contestant took in one round at one rate."""
 
-    Args:
-        gigabits: a second, nominal; 0 for no limit, None where nothing was communicated.
-        busy_cores: of the machine, kernel included, while the contestant was built and trained.
-        reading: of both ranks.
-    """
-
-    gigabits: float | None
-    busy_cores: float
-    reading: TrainReading
+    gigabits: float | None  # a second, nominal; 0 for no limit, None where nothing was communicated
+    busy_cores: float  # of the machine, kernel included, while the contestant was built and trained
+    reading: TrainReading  # of both ranks
 
 
 @dataclass(frozen=True)
 class WireTimes:
-    """How long the link needs for what a distributed optimizer has to send, at least.
+    """How long the link needs for what a distributed optimizer has to send, at least."""
 
-    Args:
-        reduce_scatter, all_gather: seconds; fp32 grads and bf16 params.
-    """
-
-    reduce_scatter: float
+    reduce_scatter: float  # seconds; fp32 grads and bf16 params
     all_gather: float
 
     @property

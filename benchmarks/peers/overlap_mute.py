@@ -21,8 +21,6 @@ from peers.torch_trainers import ZeroRedundancy
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
 
-__all__ = ["given_back", "mute", "muted"]
-
 _NAMES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single", "all_gather_into_tensor")
 #: Elements of a tensor of statistics, at most: gradients are longer.
 _MOST_SUMMED = 1 << 14

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from peers.namespaces import Wire
 
-__all__ = ["Probe", "measure"]
-
 _PORT, _PIECE_NBYTES = 29400, 1 << 20
 _TURNS, _TIME_LIMIT = 100, 20.0
 #: The connection is faster or slower before it has settled.
@@ -31,15 +29,10 @@ _SKIPPED_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Probe:
-    """What was reached.
+    """What was reached."""
 
-    Args:
-        gigabits: of payload a second, 10**9 bits, one way, nothing else running.
-        round_trip_us: of eight bytes there and back, microseconds, median.
-    """
-
-    gigabits: float
-    round_trip_us: float
+    gigabits: float  # of payload a second, 10**9 bits, one way, nothing else running
+    round_trip_us: float  # of eight bytes there and back, microseconds, median
 
 
 def measure(wire: Wire, seconds: float) -> Probe:

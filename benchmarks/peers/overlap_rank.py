@@ -28,8 +28,6 @@ from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import Pace, read
 from peers.transformer import TrainSetting
 
-__all__ = ["TIME_LIMIT"]
-
 #: Of a collective: a peer that fails on one rank alone leaves the other one waiting.
 TIME_LIMIT = timedelta(minutes=3)
 _WARM_UP = Pace(1, 1, 1)

@@ -10,8 +10,6 @@ from peers.overlap_probe import Probe
 from peers.ratios import Spread
 from peers.script import table
 
-__all__ = ["GOAL", "last_line", "lines", "name_of"]
-
 #: Of the step, at most, where backward is longer than the communication.
 GOAL = 0.10
 #: Of the nominal rate, for plain TCP, whose headers are a twentieth.

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-__all__ = ["train"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 
 

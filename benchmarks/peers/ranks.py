@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["exchange", "log", "now", "run_on_ranks"]
-
 #: A peer that fails on one rank alone leaves the others waiting; then the run ends with what was read.
 _TIME_LIMIT = timedelta(minutes=3)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ByRound", "Spread", "by_round", "failure", "failures_of", "in_turn", "over", "spread"]
-
 #: One value a round, by the round's number; rounds in which there was none are not in it.
 ByRound = Mapping[int, float]
 

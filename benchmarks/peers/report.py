@@ -9,8 +9,6 @@ from typing import Any
 
 from peers.measuring import Reading
 
-__all__ = ["lines_of", "result_of"]
-
 _OURS, _ASYNC = "ours", "ours async"
 _FIGURES = tuple(
     field.name

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["add_training", "parser_of", "pick", "settings_of", "table", "write"]
-
 
 def parser_of(doc: str | None, quick: str) -> argparse.ArgumentParser:
     """A parser with the options that every script has.

@@ -12,19 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = [
-    "KINDS",
-    "Setting",
-    "Weights",
-    "checksum",
-    "fill",
-    "fill_adam",
-    "groups_of",
-    "named_shapes",
-    "tensors_of_adam",
-    "untouched_zeros",
-]
-
 #: What Adam keeps in fp32 for each element; 12 bytes.
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 #: A state of zeros would be cheap for a disk that notices; this many values are drawn and repeated.
@@ -33,19 +20,12 @@ _BLOCK_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """One size of state on one number of ranks.
+    """One size of state on one number of ranks."""
 
-    Args:
-        layers: of the model.
-        hidden: its width.
-        rank: of this process.
-        size: data-parallel ranks.
-    """
-
-    layers: int
-    hidden: int
-    rank: int
-    size: int
+    layers: int  # of the model
+    hidden: int  # its width
+    rank: int  # of this process
+    size: int  # data-parallel ranks
 
     @property
     def numel(self) -> int:

@@ -12,20 +12,13 @@ from peers.adam import torch_adam
 from peers.core_optimizer import CoreOptimizer
 from peers.steppers import FlatTensor, ForkStepper, Ours, Stepper, StepSetting, Undistributed
 
-__all__ = ["Core", "StepEntry", "step_entries"]
-
 
 @dataclass(frozen=True)
 class StepEntry:
-    """A contestant before it is built.
+    """A contestant before it is built."""
 
-    Args:
-        name: in results; this package is "ours".
-        build: it, from the setting; imports what it needs.
-    """
-
-    name: str
-    build: Callable[[StepSetting], Stepper]
+    name: str  # in results; this package is "ours"
+    build: Callable[[StepSetting], Stepper]  # it, from the setting; imports what it needs
 
 
 class Core(Stepper):

@@ -14,8 +14,6 @@ from peers.ratios import failure
 from peers.step_contestants import StepEntry
 from peers.steppers import Stepper, StepSetting, set_grads, weights
 
-__all__ = ["FIRST_NORMS", "TOLERANCE", "StepReading", "deviation", "read"]
-
 #: Of any contestant: 18 of state; and the params that it is compared with, before and after.
 _NEEDED_NBYTES = 24
 #: Norms of the gradients of the first steps, after which params are compared. Clipping shows if only some are clipped.
@@ -27,23 +25,14 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class StepReading:
-    """One contestant in one round.
+    """One contestant in one round."""
 
-    Args:
-        contestant: its name.
-        numel: elements of the model.
-        round: repeats are rounds over all contestants.
-        seconds: of each timed step.
-        deviation: of the first steps' change of the params from that of ours, relative, L2.
-        why_not: the reason, where it was not run.
-    """
-
-    contestant: str
-    numel: int
-    round: int
-    seconds: tuple[float, ...] = ()
-    deviation: float | None = None
-    why_not: str = ""
+    contestant: str  # its name
+    numel: int  # elements of the model
+    round: int  # repeats are rounds over all contestants
+    seconds: tuple[float, ...] = ()  # of each timed step
+    deviation: float | None = None  # of the first steps' change of the params from that of ours, relative, L2
+    why_not: str = ""  # the reason, where it was not run
 
 
 def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> StepReading:

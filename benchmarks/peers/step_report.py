@@ -11,8 +11,6 @@ from peers.ratios import ByRound, Spread, by_round, failures_of, over, spread
 from peers.script import table
 from peers.step_reading import TOLERANCE, StepReading
 
-__all__ = ["FLOOR_NBYTES", "last_line", "lines", "summary"]
-
 #: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
 FLOOR_NBYTES = 30
 _OURS = "ours"

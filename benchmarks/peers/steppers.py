@@ -14,23 +14,16 @@ from peers.adam import ADAM, CLIP_GRAD, AdamBuilder
 from peers.fork_step import ForkStep
 from peers.state import Setting, Weights, fill, groups_of
 
-__all__ = ["ForkStepper", "Ours", "StepSetting", "Stepper", "Undistributed", "set_grads"]
-
 #: Standard deviation of the params, so that an update of bf16 params is not rounded away.
 _PARAM_SIZE = 0.02
 
 
 @dataclass(frozen=True)
 class StepSetting(Setting):
-    """A size of model on one rank.
+    """A size of model on one rank."""
 
-    Args:
-        loss_scale: that gradients were multiplied with; None for none.
-        device: of model and optimizer.
-    """
-
-    loss_scale: float | None = None
-    device: str = "cpu"
+    loss_scale: float | None = None  # that gradients were multiplied with; None for none
+    device: str = "cpu"  # of model and optimizer
 
 
 class Stepper:

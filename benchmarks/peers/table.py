@@ -9,6 +9,4 @@ from peers.megatron_core import DP_RESHARDABLE, FULLY_RESHARDABLE
 from peers.ours import ASYNC, SYNC
 from peers.undistributed import UNDISTRIBUTED
 
-__all__ = ["ENTRIES"]
-
 ENTRIES: tuple[Entry, ...] = (SYNC, GATHERED, ASYNC, UNDISTRIBUTED, DP_RESHARDABLE, FULLY_RESHARDABLE, ZERO_1)

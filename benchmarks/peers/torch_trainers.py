@@ -12,8 +12,6 @@ from peers.state import groups_of
 from peers.trainers import Trainer
 from peers.transformer import TrainSetting, transformer
 
-__all__ = ["FullyShard", "ZeroRedundancy"]
-
 
 class ZeroRedundancy(Trainer):
     """DistributedDataParallel with ZeroRedundancyOptimizer, under autocast: it has no main params of its own.

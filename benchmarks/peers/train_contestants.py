@@ -11,8 +11,6 @@ from peers.other_trainers import Core, DeepSpeedZero
 from peers.torch_trainers import FullyShard, ZeroRedundancy
 from peers.trainers import ForkTrainer, ForwardBackward, Ours, TrainEntry
 
-__all__ = ["ENTRIES", "FORWARD_BACKWARD", "MESSAGES", "train_entries"]
-
 #: This package as it exchanges between machines, also where its ranks could share memory.
 MESSAGES = "ours, messages"
 

@@ -18,49 +18,29 @@ from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 from peers.wire import sent_nbytes
 
-__all__ = ["Pace", "TrainReading", "losses_apart", "read"]
-
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is run for a reading.
+    """How much is run for a reading."""
 
-    Args:
-        warm_up: steps that are not timed.
-        blocks: of timed steps.
-        steps: of a block.
-    """
-
-    warm_up: int
-    blocks: int
-    steps: int
+    warm_up: int  # steps that are not timed
+    blocks: int  # of timed steps
+    steps: int  # of a block
 
 
 @dataclass(frozen=True)
 class TrainReading:
-    """What one contestant took in one round.
+    """What one contestant took in one round."""
 
-    Args:
-        contestant: its name.
-        ranks: data-parallel ranks.
-        numel: elements of the model.
-        round: repeats are rounds over all contestants.
-        seconds: of a step, by block.
-        cpu_seconds: of processor time of all ranks for a step.
-        sent_nbytes: to other ranks in a step, the mean of the ranks.
-        losses: by step, the mean of the ranks.
-        why_not: the reason, where it was not run.
-    """
-
-    contestant: str
-    ranks: int
-    numel: int
-    round: int
-    seconds: tuple[float, ...] = ()
-    cpu_seconds: float = 0.0
-    sent_nbytes: float = 0.0
-    losses: tuple[float, ...] = ()
-    why_not: str = ""
+    contestant: str  # its name
+    ranks: int  # data-parallel ranks
+    numel: int  # elements of the model
+    round: int  # repeats are rounds over all contestants
+    seconds: tuple[float, ...] = ()  # of a step, by block
+    cpu_seconds: float = 0.0  # of processor time of all ranks for a step
+    sent_nbytes: float = 0.0  # to other ranks in a step, the mean of the ranks
+    losses: tuple[float, ...] = ()  # by step, the mean of the ranks
+    why_not: str = ""  # the reason, where it was not run
 
 
 def losses_apart(peer: Sequence[TrainReading], ours: Sequence[TrainReading]) -> float | None:

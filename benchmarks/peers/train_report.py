@@ -11,8 +11,6 @@ from peers.script import table
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import TrainReading, losses_apart
 
-__all__ = ["TOLERANCE", "last_line", "lines", "summary"]
-
 #: Largest relative difference of any loss from ours. All compute in bf16, those with fp32 params cast at other places:
 #: up to 2e-4. Without clipping it is 2e-3 after six steps, with params gathered at every other step 1e-2.
 TOLERANCE = 1e-3

@@ -13,8 +13,6 @@ from peers.fork_step import ForkStep
 from peers.state import groups_of
 from peers.transformer import TrainSetting, transformer
 
-__all__ = ["ForkTrainer", "ForwardBackward", "Ours", "TrainEntry", "Trainer"]
-
 
 class Trainer:
     """A model with its optimizer on every rank. Its constructor builds both."""
@@ -32,17 +30,11 @@ class Trainer:
 
 @dataclass(frozen=True)
 class TrainEntry:
-    """A contestant before it is built.
+    """A contestant before it is built."""
 
-    Args:
-        name: in results; this package is "ours".
-        build: it, from the setting; imports what it needs.
-        trains: False for one whose losses are not those of a training.
-    """
-
-    name: str
-    build: Callable[[TrainSetting], Trainer]
-    trains: bool = True
+    name: str  # in results; this package is "ours"
+    build: Callable[[TrainSetting], Trainer]  # it, from the setting; imports what it needs
+    trains: bool = True  # False for one whose losses are not those of a training
 
 
 class Ours(Trainer):

@@ -9,32 +9,22 @@ from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-__all__ = ["Block", "TrainSetting", "Transformer", "batch", "transformer"]
-
 _HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class TrainSetting:
-    """A model, its data, and a rank.
+    """A model, its data, and a rank."""
 
-    Args:
-        layers, hidden, vocabulary: of the model.
-        sequence, sequences: tokens of one sequence, and sequences of one rank's microbatch.
-        bucket_size: elements of a bucket, for those that take it.
-        rank, size: of the data-parallel group, which is all ranks.
-        device: of this rank.
-    """
-
-    layers: int
+    layers: int  # of the model
     hidden: int
     vocabulary: int
-    sequence: int
+    sequence: int  # tokens of one sequence, and sequences of one rank's microbatch
     sequences: int
-    bucket_size: int
-    rank: int
+    bucket_size: int  # elements of a bucket, for those that take it
+    rank: int  # of the data-parallel group, which is all ranks
     size: int
-    device: str = "cpu"
+    device: str = "cpu"  # of this rank
 
     @property
     def numel(self) -> int:

@@ -12,8 +12,6 @@ from torch.nn import Parameter
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import Setting, fill, named_shapes
 
-__all__ = ["UNDISTRIBUTED"]
-
 _FILE = "optimizer.pt"
 
 

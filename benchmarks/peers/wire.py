@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["sent_nbytes"]
-
 
 def sent_nbytes() -> int:
     """What this process has written since it started."""
