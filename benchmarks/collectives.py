@@ -28,7 +28,7 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 import torch  # noqa: E402 - it reads the number of threads when it is imported
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from peers.ratios import Spread, in_turn, over  # noqa: E402
+from peers.report import Spread, over  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_distopt.comm import Group, collectives, pairwise  # noqa: E402
@@ -104,7 +104,9 @@ def measure(what: str, dtype: str, megabytes: float, rounds: int, group: Group) 
     about = {"what": what, "dtype": dtype, "ranks": group.size, "megabytes": megabytes, "seconds": seconds}
     return {
         **about,
-        "torch / way": {name: over(in_turn(seconds["torch"]), in_turn(taken)) for name, taken in seconds.items()},
+        "torch / way": {
+            name: over(dict(enumerate(seconds["torch"])), dict(enumerate(taken))) for name, taken in seconds.items()
+        },
     }
 
 

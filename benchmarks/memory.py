@@ -23,7 +23,8 @@ from peers.machine import about
 from peers.memory_reading import MemoryReading, read
 from peers.overlap_contestants import overlap_entries
 from peers.ranks import log, run_on_ranks
-from peers.script import add_training, parser_of, pick, settings_of, table, write
+from peers.report import table
+from peers.script import add_training, parser_of, pick, settings_of, write
 from peers.transformer import TrainSetting
 
 #: Of the model, so small that nearly all of it is in its layers.

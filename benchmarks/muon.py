@@ -24,8 +24,8 @@ from peers.machine import about
 from peers.memory_reading import covered, storages
 from peers.muon_contestants import entries
 from peers.ranks import exchange, log, run_on_ranks
-from peers.ratios import by_round, failure, over, spread
-from peers.script import parser_of, settings_of, table, write
+from peers.report import Rounds, failure, over, spread, table
+from peers.script import parser_of, settings_of, write
 from peers.state import fill
 from peers.step_contestants import StepEntry
 from peers.step_reading import FIRST_NORMS, deviation
@@ -117,33 +117,33 @@ def _times(stepper: Any, repeats: int) -> tuple[float, float]:
     return (stepper.update_seconds - before) / repeats, whole / repeats
 
 
-def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
-    """Of so many ranks, a row a contestant: times, and n times its time over torch's of one rank."""
-    own = [each for each in readings if each.ranks == size]
-    names = list(dict.fromkeys(each.contestant for each in own))
-    last = names[-1] if names else ""
-    alone = {kind: by_round((r.round, getattr(r, kind)) for r in own if r.contestant == last) for kind in _KINDS}
-    return {"ranks": size, "contestants": [_row(own, name, size, alone) for name in names]}
-
-
 _KINDS = ("update", "step")
 
 
-def _row(
-    readings: Sequence[MuonReading], name: str, size: int, alone: Mapping[str, Mapping[int, float]]
-) -> dict[str, Any]:
-    found = [each for each in readings if each.contestant == name]
-    times = {kind: {r.round: size * getattr(r, kind) for r in found if getattr(r, kind)} for kind in _KINDS}
-    state = next((each.state for each in found if each.state), ())
-    numel = found[0].numel
-    return {
-        "name": name,
-        "seconds": {kind: spread([each / size for each in times[kind].values()]) for kind in _KINDS},
-        "share": {kind: over(times[kind], alone[kind]) for kind in _KINDS},
-        "state": {"most": max(state) / numel, "average": sum(state) / len(state) / numel} if state else None,
-        "apart": next((each.apart for each in found if each.apart is not None), None),
-        "why_not": next((each.why_not for each in found if each.why_not), ""),
-    }
+def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
+    """Of so many ranks, a row a contestant: times, and n times its time over torch's of one rank."""
+    rounds = Rounds([each for each in readings if each.ranks == size])
+    last = list(rounds.of)[-1] if rounds.of else ""
+    state, apart = rounds.first(lambda each: each.state or None), rounds.first(lambda each: each.apart)
+    rows = []
+    for name, found in rounds.of.items():
+        times = {kind: rounds.values(name, lambda each, kind=kind: getattr(each, kind) or None) for kind in _KINDS}
+        alone = {kind: rounds.values(last, lambda each, kind=kind: getattr(each, kind) or None) for kind in _KINDS}
+        held, numel = state[name], found[0].numel
+        rows.append(
+            {
+                "name": name,
+                "seconds": {kind: spread([*times[kind].values()]) for kind in _KINDS},
+                "share": {
+                    kind: over({number: size * value for number, value in times[kind].items()}, alone[kind])
+                    for kind in _KINDS
+                },
+                "state": {"most": max(held) / numel, "average": sum(held) / len(held) / numel} if held else None,
+                "apart": apart[name],
+                "why_not": rounds.failures()["why_not"].get(name, ""),
+            }
+        )
+    return {"ranks": size, "contestants": rows}
 
 
 def planned_shares() -> Iterator[dict[str, Any]]:

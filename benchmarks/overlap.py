@@ -31,7 +31,7 @@ from peers.overlap_exposed import Context, WiredReading, slowest, summary
 from peers.overlap_probe import Probe, measure
 from peers.overlap_rank import TIME_LIMIT
 from peers.overlap_report import last_line, lines, name_of
-from peers.ratios import spread
+from peers.report import spread
 from peers.script import parser_of, settings_of, write
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import TrainReading

@@ -20,7 +20,8 @@ from pathlib import Path
 import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.quickstart import train
-from peers.script import table, write
+from peers.report import table
+from peers.script import write
 
 
 def _forms(main: str, moments: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ import peers.environment  # noqa: F401 - before torch
 from peers.machine import about
 from peers.overlap_contestants import overlap_entries
 from peers.ranks import log, run_on_ranks
-from peers.ratios import spread
+from peers.report import spread
 from peers.script import add_training, parser_of, pick, settings_of, write
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import Pace, TrainReading, read

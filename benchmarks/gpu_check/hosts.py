@@ -77,7 +77,7 @@ def _theirs(name: str, train: Callable[[], T]) -> T:
 
 
 def _failure(act: Callable[[], object]) -> str:
-    failure: str = import_module("peers.ratios").failure(act)
+    failure: str = import_module("peers.report").failure(act)
     return failure
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from peers.memory_reading import MemoryReading, read
 from peers.ranks import exchange
-from peers.ratios import failure
+from peers.report import failure
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting, batch
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peers.ranks import exchange
-from peers.ratios import failure
+from peers.report import failure
 from peers.step_contestants import StepEntry
 from peers.step_reading import FIRST_NORMS, TOLERANCE, deviation
 from peers.step_report import FLOOR_NBYTES

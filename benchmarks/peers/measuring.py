@@ -5,12 +5,9 @@ How each figure is read is said in benchmarks/README.md; whoever changes it here
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import mmap
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,9 @@ import torch.distributed as dist
 
 from peers.contestant import Contestant, Entry
 from peers.machine import available_nbytes
+from peers.memory_reading import reset_peak, status
 from peers.ranks import exchange, now
+from peers.report import failure
 from peers.state import Setting, checksum
 
 #: Left to the page cache, to Python and to the libraries when it is decided what fits.
@@ -29,7 +28,7 @@ _FILE_NBYTES = 20
 
 
 @dataclass(frozen=True)
-class Reading:
+class CheckpointReading:
     """What one contestant took. None where it was not run; `why_not` says why."""
 
     contestant: str  # its name
@@ -60,7 +59,7 @@ class _Saved:
     folder: Path
 
 
-def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
+def read(entry: Entry, setting: Setting, folder: Path, number: int) -> CheckpointReading:
     """Collective: builds a contestant, saves, loads, checks and drops it.
 
     Args:
@@ -74,7 +73,7 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
     needed = entry.memory(setting.numel, setting.size)
     free = exchange(available_nbytes())[0] - _RESERVE_NBYTES
     if needed.save > free:
-        return Reading(**about, why_not=f"not run: {_needs(needed.save, free)}")
+        return CheckpointReading(**about, why_not=f"not run: {_needs(needed.save, free)}")
     contestant = entry.build(setting)
     try:
         before = exchange(checksum(contestant.tensors()))
@@ -89,27 +88,19 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Reading:
             "disk_nbytes": sum(path.stat().st_size for path in _files(saved.folder)),
         }
         if needed.load > free:
-            return Reading(**about, why_not=f"load not run: {_needs(needed.load, free)}")
+            return CheckpointReading(**about, why_not=f"load not run: {_needs(needed.load, free)}")
         return _load(contestant, saved.folder, before, about)
     finally:
         contestant.close()
-        gc.collect()
-        _give_back()
+        reset_peak()  # gives back what the C library keeps for later
         _remove(folder)
-
-
-def _give_back() -> None:
-    """Memory that the C library keeps for later is not there for the next contestant."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _save(contestant: Contestant, folder: Path, numel: int) -> _Saved:
     seconds, end, cpu = [], 0.0, 0.0
     if dist.get_rank() == 0:
         touch_free_memory(_FILE_NBYTES * numel)
-    memory = _Memory()
+    before_nbytes = reset_peak()
     for number in range(contestant.saves):
         target = folder / f"save{number}"
         if dist.get_rank() == 0:
@@ -121,7 +112,7 @@ def _save(contestant: Contestant, folder: Path, numel: int) -> _Saved:
         contestant.finish()
         _sync_files(target)
         end, cpu = now() - start, _cpu_seconds() - cpu_before
-    return _Saved(seconds, end, sum(exchange(cpu)), exchange(memory.extra_nbytes()), target)
+    return _Saved(seconds, end, sum(exchange(cpu)), exchange(status("VmHWM") - before_nbytes), target)
 
 
 def touch_free_memory(most_nbytes: int) -> None:
@@ -140,50 +131,22 @@ def touch_free_memory(most_nbytes: int) -> None:
                 memory[start] = 1
 
 
-def _load(contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]) -> Reading:
+def _load(contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]) -> CheckpointReading:
     contestant.forget()
     for path in _files(folder):
         _drop_from_cache(path)
-    memory = _Memory()
+    before_nbytes = reset_peak()
     start, cpu_before = now(), _cpu_seconds()
-    error = _failure(lambda: contestant.load(folder))
+    error = failure(lambda: contestant.load(folder))
     seconds, cpu = now() - start, sum(exchange(_cpu_seconds() - cpu_before))
-    nbytes = max(exchange(memory.extra_nbytes()))
+    nbytes = max(exchange(status("VmHWM") - before_nbytes))
     errors = [text for text in exchange(error) if text]
     if errors:
-        return Reading(**about, why_not=f"load failed: {errors[0]}")
+        return CheckpointReading(**about, why_not=f"load failed: {errors[0]}")
     after = checksum(contestant.tensors())
     if not all(exchange(after == (before[dist.get_rank()] or before[0]))):
-        return Reading(**about, why_not="load failed: the state is not what was saved")
-    return Reading(**about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes)
-
-
-def _failure(act: Callable[[], None]) -> str:
-    """What it raised, which must be the same on all ranks: a peer's limits are a result, too."""
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - reported with the result
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return ""
-
-
-class _Memory:
-    """Peak of this process's resident memory from now on (clear_refs 5 resets the high-water mark)."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        self._start = _status("VmRSS")
-
-    def extra_nbytes(self) -> int:
-        return _status("VmHWM") - self._start
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+        return CheckpointReading(**about, why_not="load failed: the state is not what was saved")
+    return CheckpointReading(**about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes)
 
 
 def _needs(needed: int, free: int) -> str:

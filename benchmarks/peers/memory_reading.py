@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from peers.ranks import exchange
-from peers.ratios import failure
+from peers.report import failure
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 

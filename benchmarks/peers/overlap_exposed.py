@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from peers.overlap_probe import Probe
-from peers.ratios import ByRound, Spread, by_round, over, spread
+from peers.report import OURS, Rounds, median_seconds, spread
 from peers.train_reading import TrainReading, losses_apart
 
-#: That all losses are held against.
-_REFERENCE = "ours"
 _GRAD_NBYTES, _PARAM_NBYTES = 4, 2
 
 
@@ -49,30 +48,6 @@ def wire_times(numel: int, ranks: int, gigabits: float) -> WireTimes:
     return WireTimes(_GRAD_NBYTES * sent, _PARAM_NBYTES * sent)
 
 
-def exposed_parts(steps: ByRound, mute: ByRound) -> list[float]:
-    """Of each round: what a step takes longer than without communication, as a part of the step; noise may be below 0.
-
-    Args:
-        steps: seconds, by round.
-        mute: seconds of the same contestant without communication, by round.
-    """
-    return [(step - mute[number]) / step for number, step in steps.items() if number in mute]
-
-
-def processor_parts(steps: ByRound, cpu: ByRound, mute_cpu: ByRound, cores: int) -> list[float]:
-    """Of each round: what communication costs in processor time, spread over all cores, as a part of the step.
-
-    Where every core computes, no overlap can hide it.
-
-    Args:
-        steps: seconds, by round.
-        cpu, mute_cpu: seconds of all ranks for a step, with and without communication, by round.
-        cores: of the machine.
-    """
-    common = [number for number in steps if number in cpu and number in mute_cpu]
-    return [(cpu[number] - mute_cpu[number]) / cores / steps[number] for number in common]
-
-
 def slowest(readings: Sequence[TrainReading]) -> TrainReading:
     """One reading of ranks that were timed apart: a step lasts as long as that of the slowest."""
     first = readings[0]
@@ -88,36 +63,6 @@ def slowest(readings: Sequence[TrainReading]) -> TrainReading:
         statistics.mean(reading.cpu_seconds for reading in readings),
         statistics.mean(reading.sent_nbytes for reading in readings),
     )
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """Readings of one rate, by contestant and round."""
-
-    of: Mapping[str, list[WiredReading]]
-
-    @classmethod
-    def at(cls, gigabits: float | None, readings: Sequence[WiredReading]) -> _Rounds:
-        found: dict[str, list[WiredReading]] = {}
-        for each in readings:
-            if each.gigabits == gigabits:
-                found.setdefault(each.reading.contestant, []).append(each)
-        return cls(found)
-
-    def timed(self, name: str) -> list[TrainReading]:
-        """Those that were run."""
-        return [each.reading for each in self.of.get(name, []) if each.reading.seconds]
-
-    def seconds(self, name: str) -> ByRound:
-        """Of a step: the median of each round."""
-        return by_round((each.round, statistics.median(each.seconds)) for each in self.timed(name))
-
-    def cpu(self, name: str) -> ByRound:
-        """Seconds of all ranks for a step."""
-        return by_round((each.round, each.cpu_seconds) for each in self.timed(name))
-
-    def spread_of(self, figure: str) -> dict[str, Spread | None]:
-        return {name: spread([getattr(each, figure) for each in self.timed(name)]) for name in self.of}
 
 
 @dataclass(frozen=True)
@@ -140,13 +85,15 @@ class Context:
 
 def summary(gigabits: float, readings: Sequence[WiredReading], context: Context) -> dict[str, Any]:
     """Of one rate; ratios first."""
-    rounds, mute = _Rounds.at(gigabits, readings), _Rounds.at(None, readings)
-    names = list(rounds.of)
-    seconds = {name: rounds.seconds(name) for name in names}
+    rounds = Rounds([each.reading for each in readings if each.gigabits == gigabits])
+    mute = Rounds([each.reading for each in readings if each.gigabits is None])
     first = readings[0].reading
     wire = wire_times(first.numel, first.ranks, context.probe.gigabits)
     backward = statistics.median(context.both) - statistics.median(context.forward)
-    trained = {name: [each.reading for each in found] for name, found in rounds.of.items()}
+    busy: dict[str, list[float]] = {name: [] for name in rounds.of}
+    for each in readings:
+        if each.gigabits == gigabits:
+            busy[each.reading.contestant].append(each.busy_cores)
     return {
         "gigabits": gigabits,
         "numel": first.numel,
@@ -156,20 +103,37 @@ def summary(gigabits: float, readings: Sequence[WiredReading], context: Context)
         "reduce_scatter_seconds": wire.reduce_scatter,
         "all_gather_seconds": wire.all_gather,
         "backward_is_longer": backward > wire.total,
-        "peer / ours with overlap": {
-            name: over(seconds[name], seconds.get(context.best, {})) for name in names if name != context.best
-        },
-        "exposed part of the step": {name: spread(exposed_parts(seconds[name], mute.seconds(name))) for name in names},
-        "processor part of the step": {
-            name: spread(processor_parts(seconds[name], rounds.cpu(name), mute.cpu(name), context.cores))
-            for name in names
-        },
-        "seconds": {name: spread([*seconds[name].values()]) for name in names},
-        "seconds_without_communication": {name: spread([*mute.seconds(name).values()]) for name in names},
-        "cpu_seconds": rounds.spread_of("cpu_seconds"),
-        "cpu_seconds_without_communication": mute.spread_of("cpu_seconds"),
-        "busy_cores": {name: spread([each.busy_cores for each in found]) for name, found in rounds.of.items()},
-        "sent_nbytes": rounds.spread_of("sent_nbytes"),
-        "loss_deviation": {name: losses_apart(found, trained.get(_REFERENCE, [])) for name, found in trained.items()},
-        "why_not": {name: r.why_not for name, found in trained.items() for r in reversed(found) if r.why_not},
+        "peer / ours with overlap": rounds.over(median_seconds, context.best),
+        "exposed part of the step": rounds.spreads(partial(exposed_part, mute)),
+        "processor part of the step": rounds.spreads(partial(processor_part, mute, context.cores)),
+        "seconds": rounds.spreads(median_seconds),
+        "seconds_without_communication": {name: mute.spreads(median_seconds).get(name) for name in rounds.of},
+        "cpu_seconds": rounds.spreads(_cpu_seconds),
+        "cpu_seconds_without_communication": mute.spreads(_cpu_seconds),
+        "busy_cores": {name: spread(values) for name, values in busy.items()},
+        "sent_nbytes": rounds.spreads(lambda each: each.sent_nbytes if each.seconds else None),
+        "loss_deviation": {name: losses_apart(found, rounds.of.get(OURS, [])) for name, found in rounds.of.items()},
+        "why_not": rounds.failures()["why_not"],
     }
+
+
+def exposed_part(mute: Rounds[TrainReading], reading: TrainReading) -> float | None:
+    """What a step takes longer than without communication in the same round, as a part of the step.
+
+    Noise may make it negative.
+    """
+    step, alone = median_seconds(reading), mute.values(reading.contestant, median_seconds).get(reading.round)
+    return None if step is None or alone is None else (step - alone) / step
+
+
+def processor_part(mute: Rounds[TrainReading], cores: int, reading: TrainReading) -> float | None:
+    """What communication costs in processor time, spread over all cores, as a part of the step.
+
+    Where every core computes, no overlap can hide it.
+    """
+    step, alone = median_seconds(reading), mute.values(reading.contestant, _cpu_seconds).get(reading.round)
+    return None if step is None or alone is None else (reading.cpu_seconds - alone) / cores / step
+
+
+def _cpu_seconds(reading: TrainReading) -> float | None:
+    return reading.cpu_seconds if reading.seconds else None

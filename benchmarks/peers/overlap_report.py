@@ -7,8 +7,7 @@ from typing import Any
 
 from peers.overlap_contestants import OURS, is_ours
 from peers.overlap_probe import Probe
-from peers.ratios import Spread
-from peers.script import table
+from peers.report import Spread, table
 
 #: Of the step, at most, where backward is longer than the communication.
 GOAL = 0.10

@@ -16,17 +16,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-#: A peer that fails on one rank alone leaves the others waiting; then the run ends with what was read.
-_TIME_LIMIT = timedelta(minutes=3)
 
-
-def run_on_ranks(function: Callable[..., None], size: int, *args: object) -> tuple[list[dict[str, Any]], str]:
+def run_on_ranks(
+    function: Callable[..., None], size: int, *args: object, daemon: bool = True, minutes: float = 3
+) -> tuple[list[dict[str, Any]], str]:
     """Calls `function(rank, size, log, *args)` in `size` new processes.
 
     Args:
         function: importable; what it gives to `log` comes back.
         size: ranks.
         args: pickled.
+        daemon: False for ranks that start processes of their own.
+        minutes: of a collective: a peer that fails on one rank alone leaves the others waiting.
 
     Returns:
         What was logged, and why it ended early, empty where it did not.
@@ -36,19 +37,25 @@ def run_on_ranks(function: Callable[..., None], size: int, *args: object) -> tup
         path = Path(folder) / "readings.jsonl"
         path.touch()
         try:
-            mp.spawn(_start, (size, folder, path, function, args), nprocs=size)
+            mp.spawn(_start, (size, folder, path, minutes, function, args), nprocs=size, daemon=daemon)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             why = f"{size} ranks ended early: {str(error).strip().splitlines()[-1]}"
         return [json.loads(line) for line in path.read_text().splitlines()], why
 
 
 def _start(
-    rank: int, size: int, folder: str, path: Path, function: Callable[..., None], args: tuple[object, ...]
+    rank: int,
+    size: int,
+    folder: str,
+    path: Path,
+    minutes: float,
+    function: Callable[..., None],
+    args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIME_LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=minutes))
     function(rank, size, path, *args)
     dist.destroy_process_group()
 

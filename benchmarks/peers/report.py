@@ -1,134 +1,127 @@
-"""Medians, spreads and ratios of readings, as a result to keep and as lines to read."""
+"""What the scripts share when they report: readings by contestant and round, spreads, ratios to ours, and tables."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from peers.measuring import Reading
-
-_OURS, _ASYNC = "ours", "ours async"
-_FIGURES = tuple(
-    field.name
-    for field in dataclasses.fields(Reading)
-    if field.name.endswith("_seconds") or field.name.endswith("_nbytes")
-)
+OURS = "ours"
+#: One value a round, by the round's number; rounds in which there was none are not in it.
+ByRound = Mapping[int, float]
 
 
-def result_of(readings: Sequence[Reading]) -> dict[str, Any]:
-    """Everything that was read, and what is to be learnt from it: ratios first."""
-    settings = list(dict.fromkeys((reading.ranks, reading.numel) for reading in readings))
-    return {
-        "ratios": [_ratios(readings, *setting) for setting in settings],
-        "medians": [entry for setting in settings for entry in _medians(readings, *setting)],
-        "readings": [dataclasses.asdict(reading) for reading in readings],
-    }
+@dataclass(frozen=True)
+class Spread:
+    """Of several repeats."""
+
+    median: float
+    least: float
+    most: float
+
+    def times(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.least * factor, self.most * factor)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.least:.3g} to {self.most:.3g}]"
 
 
-def _of(readings: Sequence[Reading], ranks: int, numel: int) -> dict[str, list[Reading]]:
-    found: dict[str, list[Reading]] = {}
-    for reading in readings:
-        if (reading.ranks, reading.numel) == (ranks, numel):
-            found.setdefault(reading.contestant, []).append(reading)
-    return found
+def spread(values: Sequence[float]) -> Spread | None:
+    """None for no repeat."""
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
-def _ratios(readings: Sequence[Reading], ranks: int, numel: int) -> dict[str, Any]:
-    """Each round of a peer over the same round of ours: median, smallest, largest."""
-    found = _of(readings, ranks, numel)
-    ours, background = found.get(_OURS, []), found.get(_ASYNC, [])
-    peers = {name: rounds for name, rounds in found.items() if name not in (_OURS, _ASYNC)}
-    return {
-        "ranks": ranks,
-        "numel": numel,
-        "save until on the disk, peer / ours": _over(peers, ours, "disk_seconds", "disk_seconds"),
-        "save until it returns, peer / ours": _over(peers, ours, "save_seconds", "save_seconds"),
-        "load, peer / ours": _over(peers, ours, "load_seconds", "load_seconds"),
-        "processor time of a save, peer / ours": _over(peers, ours, "save_cpu_seconds", "save_cpu_seconds"),
-        "async stall / sync": _over({_ASYNC: background}, ours, "save_seconds", "save_seconds").get(_ASYNC),
-        "async until on the disk / sync": _over({_ASYNC: background}, ours, "disk_seconds", "disk_seconds").get(_ASYNC),
-    }
+def over(peer: ByRound, ours: ByRound) -> Spread | None:
+    """Each repeat of a peer over the repeat of ours in the same round; a round that one of them lacks is left out."""
+    return spread([one / ours[number] for number, one in peer.items() if ours.get(number)])
 
 
-def _over(
-    peers: dict[str, list[Reading]], ours: Sequence[Reading], figure: str, of_ours: str
-) -> dict[str, list[float] | None]:
-    ratios: dict[str, list[float] | None] = {}
-    for name, rounds in peers.items():
-        pairs = [(getattr(peer, figure), getattr(own, of_ours)) for peer, own in zip(rounds, ours, strict=False)]
-        values = [peer / own for peer, own in pairs if peer is not None and own]
-        ratios[name] = _summary(values)
-    return ratios
+class _OneRound(Protocol):
+    @property
+    def contestant(self) -> str: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def why_not(self) -> str: ...
 
 
-def _summary(values: Sequence[float]) -> list[float] | None:
-    if not values:
-        return None
-    return [round(number, 4) for number in (statistics.median(values), min(values), max(values))]
+Reading = TypeVar("Reading", bound=_OneRound)
+Value = TypeVar("Value")
 
 
-def _medians(readings: Sequence[Reading], ranks: int, numel: int) -> Iterator[dict[str, Any]]:
-    for name, rounds in _of(readings, ranks, numel).items():
-        figures = {
-            figure: _summary([value for reading in rounds if (value := getattr(reading, figure)) is not None])
-            for figure in _FIGURES
+class Rounds(Generic[Reading]):
+    """Readings of one setting. A figure is a function of a reading; None where it has none."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self.of: dict[str, list[Reading]] = {}
+        for reading in readings:
+            self.of.setdefault(reading.contestant, []).append(reading)
+
+    def values(self, name: str, figure: Callable[[Reading], float | None]) -> ByRound:
+        found = ((each.round, figure(each)) for each in self.of.get(name, ()))
+        return {number: value for number, value in found if value is not None}
+
+    def spreads(self, figure: Callable[[Reading], float | None]) -> dict[str, Spread | None]:
+        """By contestant, over its rounds."""
+        return {name: spread([*self.values(name, figure).values()]) for name in self.of}
+
+    def pooled(self, figure: Callable[[Reading], Sequence[float]]) -> dict[str, Spread | None]:
+        """By contestant, over all values of its rounds."""
+        return {name: spread([value for each in found for value in figure(each)]) for name, found in self.of.items()}
+
+    def over(self, figure: Callable[[Reading], float | None], ours: str = OURS) -> dict[str, Spread | None]:
+        """Ratios of the same round, of all but ours."""
+        own = self.values(ours, figure)
+        return {name: over(self.values(name, figure), own) for name in self.of if name != ours}
+
+    def first(self, figure: Callable[[Reading], Value | None]) -> dict[str, Value | None]:
+        """By contestant the first one that there is."""
+        found = {
+            name: [value for each in rounds if (value := figure(each)) is not None] for name, rounds in self.of.items()
         }
-        why_not = next((reading.why_not for reading in rounds if reading.why_not), "")
-        yield {"ranks": ranks, "numel": numel, "contestant": name, **figures, "why_not": why_not}
+        return {name: values[0] if values else None for name, values in found.items()}
+
+    def failures(self) -> dict[str, dict[str, Any]]:
+        """How often each failed, and why."""
+        failed = {name: [each.why_not for each in found if each.why_not] for name, found in self.of.items()}
+        return {
+            "why_not": {name: reasons[0] for name, reasons in failed.items() if reasons},
+            "failed_rounds": {name: len(reasons) for name, reasons in failed.items()},
+        }
 
 
-def lines_of(result: dict[str, Any]) -> Iterator[str]:
-    """A table a setting; the last line has the ratios of the last setting."""
-    last = "nothing was run"
-    for ratios in result["ratios"]:
-        ranks, numel = ratios["ranks"], ratios["numel"]
-        yield ""
-        yield f"{ranks} ranks, {numel / 1e6:.0f} M elements (median, [smallest to largest])"
-        yield _row(
-            "", "returns s", "on disk s", "load s", "cpu s", "save +MiB", "load +MiB", "disk MB", "on disk / ours"
-        )
-        for entry in result["medians"]:
-            if (entry["ranks"], entry["numel"]) == (ranks, numel):
-                yield _entry_line(entry, ratios)
-        last = _last_line(ratios)
-        yield last
-    if len(result["ratios"]) != 1:
-        yield ""
-        yield last
+def failures_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader has to know of a contestant that failed, from `Rounds.failures`."""
+    if failed := found["failed_rounds"][name]:
+        yield f"failed in {failed} round{'s' * (failed > 1)}: {found['why_not'][name]}"
 
 
-def _entry_line(entry: dict[str, Any], ratios: dict[str, Any]) -> str:
-    over = ratios["save until on the disk, peer / ours"].get(entry["contestant"])
-    cells = [_spread(entry[figure]) for figure in ("save_seconds", "disk_seconds", "load_seconds")]
-    cells += [
-        _scaled(entry["save_cpu_seconds"], 1.0, 2),
-        _scaled(entry["save_nbytes"], 2**20),
-        _scaled(entry["load_nbytes"], 2**20),
-    ]
-    cells += [_scaled(entry["disk_nbytes"], 1e6), _spread(over)]
-    return _row(entry["contestant"], *cells) + (f"   {entry['why_not']}" if entry["why_not"] else "")
+def median_seconds(reading: Any) -> float | None:
+    """Of a step."""
+    return statistics.median(reading.seconds) if reading.seconds else None
 
 
-def _row(name: str, *cells: str) -> str:
-    return f"{name:32}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, (24, 24, 24, 8, 11, 11, 9, 24), strict=True)
-    )
+def failure(act: Callable[[], object]) -> str:
+    """What it raised, in a line; empty where it went well. That a peer cannot run is a result, too."""
+    try:
+        act()
+    except ModuleNotFoundError as error:
+        return f"not installed ({error})"
+    except Exception as error:  # noqa: BLE001 - reported with the result
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:200]}"
+    return ""
 
 
-def _spread(values: list[float] | None) -> str:
-    return "-" if values is None else f"{values[0]:.3g} [{values[1]:.3g} to {values[2]:.3g}]"
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines with columns as wide as they have to be; the first is aligned to the left, and the last may be long."""
+    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
+    for row in (header, *rows):
+        first, *middle, last = row
+        cells = [f"{cell:>{width}}" for cell, width in zip(middle, widths[1:-1], strict=True)]
+        yield "  ".join([f"{first:{widths[0]}}", *cells, last]).rstrip()
 
 
-def _scaled(values: list[float] | None, unit: float, digits: int = 0) -> str:
-    return "-" if values is None else f"{values[0] / unit:.{digits}f}"
-
-
-def _last_line(ratios: dict[str, Any]) -> str:
-    table = ratios["save until on the disk, peer / ours"]
-    parts = [f"{name}/ours {values[0]:.2f}" for name, values in table.items() if values is not None]
-    stall = ratios["async stall / sync"]
-    if stall is not None:
-        parts.append(f"async stall/sync {stall[0]:.3f}")
-    return f"{ratios['ranks']} ranks, {ratios['numel'] / 1e6:.0f} M: save " + ", ".join(parts)
+def percent(share: Spread | None) -> str:
+    return "-" if share is None else f"{share.median:.0%}"

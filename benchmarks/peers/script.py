@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -60,15 +60,6 @@ def pick(entries: Sequence[_Entry], names: Sequence[str]) -> list[_Entry]:
     if unknown:
         raise SystemExit(f"Invalid --contestants: {unknown[0]!r}. Must be one of {known}. Quote a name with a space.")
     return [entry for entry in entries if not names or entry.name in ("ours", *names)]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns as wide as they have to be; the first is aligned to the left, and the last may be long."""
-    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
-    for row in (header, *rows):
-        first, *middle, last = row
-        cells = [f"{cell:>{width}}" for cell, width in zip(middle, widths[1:-1], strict=True)]
-        yield "  ".join([f"{first:{widths[0]}}", *cells, last]).rstrip()
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from peers.machine import available_nbytes
-from peers.ratios import failure
+from peers.report import failure
 from peers.step_contestants import StepEntry
 from peers.steppers import Stepper, StepSetting, set_grads, weights
 

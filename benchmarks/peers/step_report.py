@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from peers.machine import MemoryRates
-from peers.ratios import ByRound, Spread, by_round, failures_of, over, spread
-from peers.script import table
+from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, percent, spread, table
 from peers.step_reading import TOLERANCE, StepReading
 
 #: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
 FLOOR_NBYTES = 30
-_OURS = "ours"
 _OF_COPY, _OF_IN_PLACE = "share of the copy bandwidth", "share of the in-place bandwidth"
-_Value = TypeVar("_Value")
 _HEADER = ("", "peer / ours", "ms", "GB/s", "of copy", "of in place", "apart", "")
 
 
@@ -27,36 +24,28 @@ def summary(numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryR
         readings: of any size.
         rates: of memory, by round.
     """
-    rounds: dict[str, list[StepReading]] = {}
-    for reading in (reading for reading in readings if reading.numel == numel):
-        rounds.setdefault(reading.contestant, []).append(reading)
-    medians = {name: _medians(found) for name, found in rounds.items()}
+    rounds = Rounds([reading for reading in readings if reading.numel == numel])
     copies, products = [rate.copy for rate in rates], [rate.in_place for rate in rates]
+
+    def share_of(moved: Sequence[float]) -> dict[str, Spread | None]:
+        """What the floor of a step moves a second, as a part of what memory moves in the same round."""
+        return rounds.spreads(
+            lambda each: (
+                FLOOR_NBYTES * numel / statistics.median(each.seconds) / moved[each.round] if each.seconds else None
+            )
+        )
+
     return {
         "numel": numel,
-        "peer / ours": {name: over(found, medians.get(_OURS, {})) for name, found in medians.items() if name != _OURS},
-        _OF_COPY: {name: _share(numel, found, copies) for name, found in medians.items()},
-        _OF_IN_PLACE: {name: _share(numel, found, products) for name, found in medians.items()},
+        "peer / ours": rounds.over(median_seconds),
+        _OF_COPY: share_of(copies),
+        _OF_IN_PLACE: share_of(products),
         "copy_bytes_per_second": spread(copies),
         "in_place_bytes_per_second": spread(products),
-        "seconds": {name: spread([s for r in found for s in r.seconds]) for name, found in rounds.items()},
-        "deviation": {name: _first(r.deviation for r in found) for name, found in rounds.items()},
-        "why_not": {name: why for name, found in rounds.items() if (why := _first(r.why_not or None for r in found))},
-        "failed_rounds": {name: sum(bool(r.why_not) for r in found) for name, found in rounds.items()},
+        "seconds": rounds.pooled(lambda each: each.seconds),
+        "deviation": rounds.first(lambda each: each.deviation),
+        **rounds.failures(),
     }
-
-
-def _medians(readings: Sequence[StepReading]) -> ByRound:
-    return by_round((each.round, statistics.median(each.seconds)) for each in readings if each.seconds)
-
-
-def _share(numel: int, seconds: ByRound, rates: Sequence[float]) -> Spread | None:
-    """What the floor of a step moves a second, as a part of what memory moves in the same round."""
-    return spread([FLOOR_NBYTES * numel / taken / rates[number] for number, taken in seconds.items()])
-
-
-def _first(values: Iterable[_Value | None]) -> _Value | None:
-    return next((value for value in values if value is not None), None)
 
 
 def lines(sizes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -77,18 +66,14 @@ def _row(name: str, size: Mapping[str, Any]) -> tuple[str, ...]:
     off = size["deviation"][name]
     return (
         name,
-        "" if name == _OURS else str(size["peer / ours"][name] or "-"),
+        "" if name == OURS else str(size["peer / ours"][name] or "-"),
         str(seconds.times(1e3)),
         f"{FLOOR_NBYTES * size['numel'] / seconds.median / 1e9:.1f}",
-        _percent(size[_OF_COPY][name]),
-        _percent(size[_OF_IN_PLACE][name]),
+        percent(size[_OF_COPY][name]),
+        percent(size[_OF_IN_PLACE][name]),
         "-" if off is None else f"{off:.1e}",
         "; ".join(_notes(name, size)),
     )
-
-
-def _percent(share: Spread | None) -> str:
-    return "-" if share is None else f"{share.median:.0%}"
 
 
 def _notes(name: str, size: Mapping[str, Any]) -> Iterator[str]:
@@ -118,7 +103,7 @@ def _last_words(size: Mapping[str, Any]) -> str:
 
 
 def _own_words(size: Mapping[str, Any]) -> str:
-    of_copy, of_in_place = size[_OF_COPY].get(_OURS), size[_OF_IN_PLACE].get(_OURS)
+    of_copy, of_in_place = size[_OF_COPY].get(OURS), size[_OF_IN_PLACE].get(OURS)
     if of_copy is None:
         return "ours did not run"
-    return f"ours at {_percent(of_copy)} of a copy's bandwidth, {_percent(of_in_place)} of a product's in place"
+    return f"ours at {percent(of_copy)} of a copy's bandwidth, {percent(of_in_place)} of a product's in place"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peers.ranks import exchange, now
-from peers.ratios import failure
+from peers.report import failure
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
 from peers.wire import sent_nbytes

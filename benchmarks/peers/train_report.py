@@ -2,66 +2,44 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peers.ratios import ByRound, Spread, by_round, failures_of, over, spread
-from peers.script import table
+from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, table
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import TrainReading, losses_apart
 
 #: Largest relative difference of any loss from ours. All compute in bf16, those with fp32 params cast at other places:
 #: up to 2e-4. Without clipping it is 2e-3 after six steps, with params gathered at every other step 1e-2.
 TOLERANCE = 1e-3
-_OURS = "ours"
 _BEYOND = "beyond forward and backward, peer / ours"
 _HEADER = ("", "peer / ours", "beyond fwd+bwd", "ms a step", "cpu ms", "sent B/element", "loss apart", "")
 
 
 def summary(readings: Sequence[TrainReading]) -> dict[str, Any]:
     """Of one number of ranks; ratios first."""
-    rounds: dict[str, list[TrainReading]] = {}
-    for reading in readings:
-        rounds.setdefault(reading.contestant, []).append(reading)
-    seconds = {name: _medians(found) for name, found in rounds.items()}
-    alone = seconds.get(FORWARD_BACKWARD.name, {})
-    beyond = {name: _beyond(found, alone) for name, found in seconds.items()}
-    trained = [name for name in rounds if name != FORWARD_BACKWARD.name]
-    ours = rounds.get(_OURS, [])
+    rounds = Rounds(readings)
+    trained = Rounds([each for each in readings if each.contestant != FORWARD_BACKWARD.name])
+    alone = rounds.values(FORWARD_BACKWARD.name, median_seconds)
+
+    def beyond(reading: TrainReading) -> float | None:
+        """What a step took longer than forward and backward alone in the same round."""
+        taken = median_seconds(reading)
+        return None if taken is None or reading.round not in alone else max(taken - alone[reading.round], 0.0)
+
     return {
         "ranks": readings[0].ranks,
         "numel": readings[0].numel,
-        "peer / ours": _over_ours(trained, seconds),
-        _BEYOND: _over_ours(trained, beyond),
-        "seconds": {name: spread([s for r in found for s in r.seconds]) for name, found in rounds.items()},
-        "cpu_seconds": _spreads(rounds, lambda reading: reading.cpu_seconds),
-        "sent_nbytes_an_element": _spreads(rounds, lambda reading: reading.sent_nbytes / reading.numel),
-        "loss_deviation": {name: losses_apart(rounds[name], ours) for name in trained},
-        "last_loss": {name: r.losses[-1] for name in trained for r in reversed(rounds[name]) if r.losses},
-        "why_not": {name: r.why_not for name, found in rounds.items() for r in reversed(found) if r.why_not},
-        "failed_rounds": {name: sum(bool(r.why_not) for r in found) for name, found in rounds.items()},
+        "peer / ours": trained.over(median_seconds),
+        _BEYOND: trained.over(beyond),
+        "seconds": rounds.pooled(lambda each: each.seconds),
+        "cpu_seconds": rounds.spreads(lambda each: each.cpu_seconds if each.seconds else None),
+        "sent_nbytes_an_element": rounds.spreads(lambda each: each.sent_nbytes / each.numel if each.seconds else None),
+        "loss_deviation": {name: losses_apart(found, trained.of.get(OURS, [])) for name, found in trained.of.items()},
+        "last_loss": {name: r.losses[-1] for name, found in trained.of.items() for r in reversed(found) if r.losses},
+        **rounds.failures(),
         "readings": readings,
     }
-
-
-def _medians(readings: Sequence[TrainReading]) -> ByRound:
-    return by_round((each.round, statistics.median(each.seconds)) for each in readings if each.seconds)
-
-
-def _beyond(seconds: ByRound, alone: ByRound) -> ByRound:
-    """What a step took longer than forward and backward alone in the same round."""
-    return by_round((number, max(taken - alone[number], 0.0)) for number, taken in seconds.items() if number in alone)
-
-
-def _over_ours(names: Sequence[str], seconds: Mapping[str, ByRound]) -> dict[str, Spread | None]:
-    return {name: over(seconds[name], seconds.get(_OURS, {})) for name in names if name != _OURS}
-
-
-def _spreads(
-    rounds: Mapping[str, Sequence[TrainReading]], figure: Callable[[TrainReading], float]
-) -> dict[str, Spread | None]:
-    return {name: spread([figure(each) for each in found if each.seconds]) for name, found in rounds.items()}
 
 
 def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

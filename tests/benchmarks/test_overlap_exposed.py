@@ -16,14 +16,15 @@ from peers.overlap_exposed import (
     Context,
     WiredReading,
     WireTimes,
-    exposed_parts,
-    processor_parts,
+    exposed_part,
+    processor_part,
     slowest,
     summary,
     wire_times,
 )
 from peers.overlap_probe import Probe
 from peers.overlap_report import last_line, lines
+from peers.report import Rounds
 from peers.train_reading import TrainReading, losses_apart
 
 RANKS, NUMEL = 2, 10_000_000
@@ -55,17 +56,31 @@ def test_wire_times_when_four_ranks_then_three_quarters_are_sent() -> None:
     assert wire_times(NUMEL, 4, 5.0).total == pytest.approx(0.048 * 1.5, rel=1e-12)  # rounded in decimals
 
 
+def _rounds(*seconds: float | None) -> Rounds[TrainReading]:
+    """Of one contestant, whose processor time is twice its time; None for a round that failed."""
+    found = [
+        TrainReading("ours", RANKS, NUMEL, number, why_not="not run")
+        if each is None
+        else TrainReading("ours", RANKS, NUMEL, number, (each,), 2 * each)
+        for number, each in enumerate(seconds)
+    ]
+    return Rounds(found)
+
+
 def test_exposed_when_a_round_is_faster_than_without_communication_then_is_below_zero() -> None:
-    assert exposed_parts({0: 1.0, 1: 2.0}, {0: 0.75, 1: 2.5}) == [0.25, -0.25]
+    steps, mute = _rounds(1.0, 2.0), _rounds(0.75, 2.5)
+    assert [exposed_part(mute, each) for each in steps.of["ours"]] == [0.25, -0.25]
 
 
 def test_processor_part_when_both_cores_share_it_then_is_half_of_it_over_the_step() -> None:
-    assert processor_parts({0: 2.0}, {0: 3.5}, {0: 2.5}, cores=2) == [0.25]
+    [step] = _rounds(2.0).of["ours"]
+    assert processor_part(_rounds(1.5), 2, step) == 0.25  # 4 s of processor time, of which 3 without communication
 
 
-def test_parts_when_a_round_failed_on_one_side_then_are_of_the_rounds_of_both() -> None:
-    assert exposed_parts({0: 9.0, 1: 2.0}, {1: 1.0, 2: 9.0}) == [0.5]
-    assert processor_parts({0: 9.0, 1: 2.0}, {0: 9.0, 1: 3.0}, {1: 1.0}, cores=2) == [0.5]
+def test_parts_when_a_round_failed_on_one_side_then_there_are_none_of_it() -> None:
+    for steps, mute in ((_rounds(None, 2.0), _rounds(1.0, 1.0)), (_rounds(9.0, 2.0), _rounds(None, 1.0))):
+        assert [exposed_part(mute, each) for each in steps.of["ours"]] == [None, 0.5]
+        assert [processor_part(mute, 2, each) for each in steps.of["ours"]] == [None, 0.5]
 
 
 def test_summary_when_read_then_compares_each_with_itself_and_with_ours() -> None:

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from peers import step_report, train_report
 from peers.adam import torch_adam
 from peers.machine import MemoryRates
-from peers.ratios import Spread, by_round, in_turn, over
+from peers.report import Spread, over
 from peers.step_contestants import StepEntry
 from peers.step_reading import StepReading, read
 from peers.steppers import StepSetting, Undistributed
@@ -84,11 +84,7 @@ def test_over_when_rounds_are_missing_then_is_of_those_that_both_have() -> None:
 
 
 def test_over_when_ours_took_no_time_in_a_round_then_that_round_is_left_out() -> None:
-    assert over(in_turn([1.0, 6.0]), in_turn([0.0, 2.0])) == Spread(3.0, 3.0, 3.0)
-
-
-def test_by_round_when_given_numbers_and_values_then_keeps_both() -> None:
-    assert by_round([(1, 0.5), (3, 0.25)]) == {1: 0.5, 3: 0.25}
+    assert over({0: 1.0, 1: 6.0}, {0: 0.0, 1: 2.0}) == Spread(3.0, 3.0, 3.0)
 
 
 @each_script
