@@ -91,7 +91,7 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
             why = "mend the problems above first" if has_trial else "--no-trial"
             findings.append(noted(_TRIAL, "import", f"not tried: {why}"))
         else:
-            module = _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.patch_points[0].module
+            module = _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.factory.module
             findings.append(try_start(fork or Path.cwd(), module))
     return findings
 

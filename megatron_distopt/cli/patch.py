@@ -84,7 +84,7 @@ def plan_apply(tree: SourceTree) -> Edit:
         UnreadableSourceError: the file is no Python.
     """
     file = _factory_file(tree)
-    found = find_patch_point(tree, recognise(tree.has).patch_points[0])
+    found = find_patch_point(tree, recognise(tree.has).factory)
     reason = found.refusal()
     if reason is None and not found.is_at_top:
         reason = (
@@ -128,9 +128,9 @@ def _factory_file(tree: SourceTree) -> Path:
     reason = generation.refusal()
     if reason is not None:
         raise UnknownHostError(reason)
-    file = tree.file_of(generation.patch_points[0].module)
+    file = tree.file_of(generation.factory.module)
     if file is None:
-        text = f"{generation.patch_points[0].module} is missing. Use a Megatron that docs/hosts.md lists."
+        text = f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists."
         raise HostMismatchError(text)
     return file.resolve()  # a link stays a link
 

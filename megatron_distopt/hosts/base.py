@@ -1,11 +1,14 @@
-"""What every host does before it builds the sharded optimizer: name the params, check them, compare ranks.
+"""What every host does before it builds the sharded optimizer: ask whether it is wanted, name the params, check them,
+and compare ranks.
 
-Also here: the host's timers.
+Also here: the host's timers and its grad scaler.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,23 +21,61 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange, profiled, raise_together
+from megatron_distopt.comm import Field, Group, compare, exchange, is_initialized, meet, profiled, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.config import DistOptConfig, Switch, switch_from
+from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
 from megatron_distopt.version import VERSION
 
+SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
-def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
-    """`options` with those that the host decides.
+
+def is_wanted(has_flag: bool) -> bool:
+    """Whether this package's optimizer is to be built.
 
     Args:
-        options: ours.
-        own: the host's values, by name of our option.
+        has_flag: whether the host was started with its flag.
+
+    Raises:
+        ConfigError: it is not, and MEGATRON_DISTOPT=require.
+    """
+    switch = switch_from(os.environ)
+    if switch is Switch.REQUIRE and not has_flag:
+        remedy = "Add --use-distributed-optimizer, or unset the variable"
+        raise ConfigError(f"MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. {remedy}.")
+    return has_flag and switch is not Switch.OFF
+
+
+def is_used(has_flag: bool, hint: str = "") -> bool:
+    """Whether the host's factory builds ours on all ranks. Ranks that do wait for the others.
+
+    Where it does not, rank 0 says so in one line: the package is loaded, and its user may expect it to be used.
+
+    Args:
+        has_flag: whether the host was started with its flag.
+        hint: what else there is to say where it was not.
+
+    Raises:
+        ConfigError: it is not, and MEGATRON_DISTOPT=require.
+        RanksDisagreeError: it is on some ranks only.
+    """
+    is_off = switch_from(os.environ) is Switch.OFF
+    why_not = SWITCHED_OFF if is_off else "" if has_flag else "use_distributed_optimizer is not set"
+    if is_initialized():
+        meet(Group.of(), why_not)
+    is_wanted(has_flag)
+    if why_not and is_initialized() and Group.of().rank == 0:
+        announce(f"megatron_distopt is loaded and not used: {why_not}{hint}")
+    return not why_not
+
+
+def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
+    """Returns `options` with those that the host decides, by name of our option.
 
     Raises:
         ConfigError: code gave one of them another value.
@@ -43,9 +84,8 @@ def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptCon
     for name in own:
         given, value = getattr(options, name), getattr(merged, name)
         if name in options.explicit and given != value:
-            rule = f"be the host's own {value!r}"
-            remedy = f"Drop {name} from DistOptConfig(...), and give the host's flag that value"
-            raise ConfigError(refusal(name, f"{given!r} in DistOptConfig(...)", rule, remedy))
+            found = f"{name} is {given!r} in DistOptConfig(...), and the host's own is {value!r}"
+            raise ConfigError(f"{found}. Drop it there, and give the host's flag that value.")
     return merged
 
 
@@ -66,14 +106,8 @@ def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
 
 def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
     """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
-    return {param: _without_wrappers(name) for name, param in named_params(chunks).items()}
-
-
-def _without_wrappers(name: str) -> str:
-    chunk, dot, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
-    while rest.startswith("module."):
-        rest = rest.removeprefix("module.")
-    return f"{chunk}{dot}{rest}"
+    found = named_params(chunks)
+    return {param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()}
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:
@@ -82,7 +116,7 @@ def spec_of(name: str, param: Parameter) -> ParamSpec:
 
 
 def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
-    """Refuses dtypes that the optimizer cannot update, and fp16 without a loss scale.
+    """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that nothing obeys.
 
     Raises:
         LayoutError, ConfigError
@@ -90,30 +124,21 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     supported = ", ".join(dtype_name(dtype) for dtype in SUPPORTED_DTYPES)
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
-            got, remedy = dtype_name(param.dtype), "Convert or freeze the param"
-            raise LayoutError(refusal(f"dtype of param {name!r}", got, f"be one of {supported}", remedy))
+            found = f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of {supported}"
+            raise LayoutError(f"{found}. Convert or freeze the param.")
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
     check_compatible(config, {Feature.FP16_PARAMS: "a model with fp16 params"} if has_fp16 else {})
 
 
 def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:
-    """Checks that every rank can own an element of a bucket.
-
-    Args:
-        config: merged.
-        num_ranks: that share each bucket.
-        write: an example of a good one.
-
-    Raises:
-        ConfigError
-    """
+    """Refuses a bucket in which not each of `num_ranks` can own an element; `write` is an example of a good option."""
     if config.bucket_size is not None and config.bucket_size < num_ranks:
-        got, rule = f"{config.bucket_size} elements", f"have one for each of the {num_ranks} data-parallel ranks"
-        raise ConfigError(refusal("bucket_size", got, rule, f"Write {write}, or leave it out"))
+        rule = f"needs an element for each of the {num_ranks} data-parallel ranks"
+        raise ConfigError(f"bucket_size is {config.bucket_size} and {rule}. Write {write}, or leave it out.")
 
 
 def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype in which grads are communicated; None for their own.
+    """Returns the dtype in which grads are communicated; None for their own.
 
     Raises:
         ConfigError: grads that are kept in 16 bits would be rounded.
@@ -128,7 +153,7 @@ def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -
 
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups in every form that `torch.optim` takes, as dicts with a list of params.
+    """Returns param groups in every form that `torch.optim` takes, as dicts with a list of params.
 
     Raises:
         LayoutError: something that is no param group.
@@ -136,21 +161,20 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     param_groups = list(param_groups)
     wrong = [group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)]
     if wrong or not param_groups:
-        got = f"a list with {_kind(wrong[0])}" if wrong else "an empty list"
-        rule = "be a list of dicts with 'params', as for torch.optim"
-        raise LayoutError(refusal("param_groups", got, rule, "Write [{'params': [...], 'weight_decay': 0.0}, ...]"))
+        found = "is empty"
+        if wrong:
+            kind = "a dict without 'params'" if isinstance(wrong[0], Mapping) else f"a {type(wrong[0]).__name__}"
+            found = f"has {kind}"
+        remedy = "Write [{'params': [...], 'weight_decay': 0.0}, ...]"
+        raise LayoutError(f"param_groups {found}, and must be a list of dicts with 'params'. {remedy}.")
     groups = [dict(group) for group in param_groups]
     for group in groups:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     return groups
 
 
-def _kind(group: object) -> str:
-    return "a dict without 'params'" if isinstance(group, Mapping) else f"a {type(group).__name__}"
-
-
 def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Param groups with names in place of params, each param in exactly one.
+    """Returns param groups with names in place of params, each param in exactly one.
 
     Args:
         named: all params that lie in a buffer.
@@ -164,22 +188,16 @@ def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[s
     for index, group in enumerate(torch_groups):
         unknown = sum(param not in name_of for param in group["params"])
         if unknown:
-            rule, remedy = "hold only trainable params of the model's buffers", "Leave out frozen and foreign params"
-            raise LayoutError(refusal(f"param group {index}", f"{unknown} params in no buffer", rule, remedy))
+            found = f"In param group {index}, {unknown} params are in no buffer of the model"
+            raise LayoutError(f"{found}. Leave out frozen and foreign params.")
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append(ParamGroup(options, tuple(name_of[param] for param in group["params"])))
-    _check_membership(named, groups)
-    return tuple(groups)
-
-
-def _check_membership(named: Mapping[str, Parameter], groups: Sequence[ParamGroup]) -> None:
     times = Counter(name for group in groups for name in group.names)
     for name in named:
         if times[name] != 1:
-            got = f"in {times[name]} param groups"
-            raise LayoutError(
-                refusal(f"param {name!r}", got, "be in exactly 1", "Give every trainable param one group")
-            )
+            found = f"The param {name!r} is in {times[name]} param groups, and must be in exactly 1"
+            raise LayoutError(f"{found}. Give every trainable param one group.")
+    return tuple(groups)
 
 
 def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
@@ -192,8 +210,7 @@ def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
     # A rank that has no group at all counts as one with empty groups.
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):
-            got, remedy = f"no params on any of {group.size} ranks", "Leave the group out"
-            raise LayoutError(refusal(f"param group {index}", got, "have a param on at least 1 rank", remedy))
+            raise LayoutError(f"param group {index} has no params on any of {group.size} ranks. Leave the group out.")
 
 
 def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
@@ -202,11 +219,7 @@ def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
 
 
 class HostLossScale:
-    """The host's own grad scaler: its rules, its state.
-
-    Args:
-        grad_scaler: a MegatronGradScaler.
-    """
+    """The host's own grad scaler, a MegatronGradScaler: its rules, its state."""
 
     def __init__(self, grad_scaler: Any) -> None:
         self._grad_scaler = grad_scaler
@@ -242,21 +255,13 @@ class HostLossScale:
 
 @dataclass(frozen=True)
 class StartUp:
-    """What ranks must agree on before the first step.
+    """What ranks must agree on before the first step."""
 
-    Args:
-        named: the params that are updated, by name.
-        plan: what the host decided about the step.
-        layouts: of the buffers.
-        grad_dtypes: of the buffers.
-        host_options: whatever else of the host's options decides what is sent when; equal on all ranks.
-    """
-
-    named: Mapping[str, Parameter]
+    named: Mapping[str, Parameter]  # the params that are updated
     plan: StepPlan
-    layouts: Sequence[BufferLayout]
-    grad_dtypes: Sequence[str]
-    host_options: tuple[str, ...] = ()
+    layouts: Sequence[BufferLayout]  # of the buffers
+    grad_dtypes: Sequence[str]  # of the buffers
+    host_options: tuple[str, ...] = ()  # other options of the host that decide what is sent when
 
     def of_everyone(self) -> list[Field]:
         """What all ranks of the model must have alike."""
@@ -270,14 +275,15 @@ class StartUp:
         """What ranks that hold the same params must have alike."""
         specs = [spec_of(name, param) for name, param in self.named.items()]
         groups = list(enumerate(self.plan.groups))
+        options = [sorted(group.options.items()) for group in self.plan.groups]
+        shown = [", ".join(f"{key}={value!r}" for key, value in items) for items in options]
+        members = tuple(f"{name} in {index}" for index, group in groups for name in group.names)
         return [
             Field("param names", tuple(spec.name for spec in specs)),
             Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
             Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
-            Field("param groups", tuple(f"group {index}: {_options_of(group)}" for index, group in groups)),
-            Field(
-                "param group members", tuple(f"{name} in {index}" for index, group in groups for name in group.names)
-            ),
+            Field("param groups", tuple(f"group {index}: {text}" for index, text in enumerate(shown))),
+            Field("param group members", members),
             Field("params excluded from the norm", tuple(filter(self.plan.excluded_from_norm, self.named))),
             Field("inner optimizer", (self.plan.choice.name, *self.plan.choice.defaults)),
             Field("buffer layout", tuple(self._layout_items())),
@@ -306,10 +312,6 @@ def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_emp
         check_groups_are_used(start_up.plan.groups, everyone)
     compare(start_up.of_everyone(), everyone)
     raise_together(lambda: compare(start_up.of_data_parallel(), data), everyone)
-
-
-def _options_of(group: ParamGroup) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
 
 
 @contextmanager

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import UnknownHostError, refusal
+from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
-from megatron_distopt.hosts.megatron_2023.facts import check_flags
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
 from megatron_distopt.version import MEGATRON_CORE as RELEASES
@@ -22,31 +21,47 @@ from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
 @dataclass(frozen=True)
 class Generation:
-    """Forks with one contract.
+    """Forks with one contract."""
 
-    Args:
-        name: for people.
-        examples: forks of this generation.
-        has: modules that all of them have.
-        patch_points: what is replaced there, the factory first; empty where the generation is not supported.
-        remedy: what to do instead, where it is not supported.
-    """
-
-    name: str
+    name: str  # for people
     examples: str
-    has: tuple[str, ...]
+    has: tuple[str, ...]  # modules that all of them have
+    #: What is replaced there: the factory of optimizers, and the parser where it has one that takes more flags. Empty
+    #: where the generation is not supported.
     patch_points: tuple[PatchPoint, ...] = ()
-    remedy: str = ""
+    adapter: str = ""  # the module, which imports the host
+    check_arguments: Callable[[object], None] = lambda args: None  # refuses what cannot be combined with its flag
+    remedy: str = ""  # what to do instead, where it is not supported
 
     @property
     def is_supported(self) -> bool:
         """Whether an adapter exists."""
         return bool(self.patch_points)
 
+    @property
+    def factory(self) -> PatchPoint:
+        """The function that builds optimizers."""
+        return self.patch_points[0]
+
+    @property
+    def parser(self) -> PatchPoint | None:
+        """The host's `parse_args`; None where it has none."""
+        return self.patch_points[1] if len(self.patch_points) > 1 else None
+
     def refusal(self) -> str | None:
         """Says why the generation is not supported; None where an adapter exists."""
-        rule = "be one that docs/hosts.md lists"
-        return None if self.is_supported else refusal("host", self.name, rule, self.remedy)
+        return None if self.is_supported else f"The host is {self.name}, which is not supported. {self.remedy}."
+
+    def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:
+        """Makes what takes the place of the host's factory; imports the host."""
+        ours: Replacement = import_module(self.adapter).replacement(original, options)
+        return ours
+
+    def take_over(self, options: DistOptConfig) -> Callable[[], None]:
+        """Replaces what other factories than the host's own construct, where there are any; returns the undo."""
+        take_over: Callable[[DistOptConfig], Callable[[], None]]
+        take_over = getattr(import_module(self.adapter), "take_over", lambda options: lambda: None)
+        return take_over(options)
 
 
 MEGATRON_CORE = Generation(
@@ -54,12 +69,15 @@ MEGATRON_CORE = Generation(
     "megatron-core 0.9 to 0.19, Megatron-LM of 2024 to 2026",
     ("megatron.core.optimizer",),
     (megatron_core.PATCH_POINT,),
+    "megatron_distopt.hosts.megatron_core.adapter",
 )
 MEGATRON_2023 = Generation(
     "Megatron of 2023",
     "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
     (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
+    "megatron_distopt.hosts.megatron_2023.adapter",
+    megatron_2023.check_flags,
 )
 
 #: In the order in which they are asked: the first whose modules are all there is the one.
@@ -88,7 +106,7 @@ GENERATIONS = (
 
 
 def recognise(has_module: Callable[[str], bool]) -> Generation:
-    """The generation of a fork.
+    """Returns the generation of a fork.
 
     Args:
         has_module: whether the fork has a module of that dotted name.
@@ -102,44 +120,15 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
     for generation in GENERATIONS:
         if all(map(has_module, generation.has)):
             return generation
-    rule = "provide " + " or ".join(str(known.patch_points[0]) for known in GENERATIONS if known.patch_points)
-    remedy = (
-        f'Start in the folder of your fork, or run pip install "{RELEASES}", or use '
-        "megatron_distopt.distribute(...) without a Megatron"
+    factories = " or ".join(str(known.factory) for known in GENERATIONS if known.is_supported)
+    raise UnknownHostError(
+        f"No Megatron was found that provides {factories}. Start in the folder of your fork, or run "
+        f'pip install "{RELEASES}", or use megatron_distopt.distribute(...) without a Megatron.'
     )
-    raise UnknownHostError(refusal("host", "no Megatron that we know", rule, remedy))
 
 
-#: Where the adapter of a generation is; it imports the host and is imported when its factory is replaced.
-_ADAPTERS = {
-    MEGATRON_CORE.name: "megatron_distopt.hosts.megatron_core.adapter",
-    MEGATRON_2023.name: "megatron_distopt.hosts.megatron_2023.adapter",
-}
-
-
-@dataclass(frozen=True)
-class Host:
-    """A supported host.
-
-    Args:
-        name: for people.
-        patch_point: its factory of optimizers.
-        replacement: makes a replacement of the host's factory, given that and options; imports the host.
-        parser: its `parse_args`, where it has one that takes more flags.
-        check_arguments: refuses what was parsed and cannot be combined with its flag.
-        take_over: replaces what other factories than the host's own construct, given options; returns the undo.
-    """
-
-    name: str
-    patch_point: PatchPoint
-    replacement: Callable[[Callable[..., Any], DistOptConfig], Replacement]
-    parser: PatchPoint | None = None
-    check_arguments: Callable[[object], None] = lambda args: None
-    take_over: Callable[[DistOptConfig], Callable[[], None]] = lambda config: lambda: None
-
-
-def find_host() -> Host:
-    """The host in this process.
+def find_host() -> Generation:
+    """Returns the generation of the Megatron that this process imports.
 
     Raises:
         UnknownHostError: no generation is importable, or one without an adapter.
@@ -148,7 +137,7 @@ def find_host() -> Host:
     reason = generation.refusal()
     if reason is not None:
         raise UnknownHostError(reason)
-    return _host_of(generation)
+    return generation
 
 
 def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **kwargs: Any) -> Any:
@@ -165,23 +154,7 @@ def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **k
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
     """
     host = find_host()
-    return host.replacement(host.patch_point.find(), options or DistOptConfig())(*args, **kwargs)
-
-
-def _host_of(generation: Generation) -> Host:
-    factory, *parsers = generation.patch_points
-
-    def replace(original: Callable[..., Any], config: DistOptConfig) -> Replacement:
-        ours: Replacement = import_module(_ADAPTERS[generation.name]).replacement(original, config)
-        return ours
-
-    def take_over(config: DistOptConfig) -> Callable[[], None]:
-        undo: Callable[[], None] = import_module(_ADAPTERS[generation.name]).take_over(config)
-        return undo
-
-    if not parsers:
-        return Host(generation.name, factory, replace, take_over=take_over)
-    return Host(generation.name, factory, replace, parsers[0], check_flags)
+    return host.replacement(host.factory.find(), options or DistOptConfig())(*args, **kwargs)
 
 
 def _is_importable(module: str) -> bool:
@@ -191,7 +164,5 @@ def _is_importable(module: str) -> bool:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return False  # the module or a parent of it; anything else is what the fork itself misses
-        rule, remedy = "be importable", "Install what it misses; NVIDIA apex is built from its sources"
-        raise UnknownHostError(
-            refusal("host", f"a Megatron that cannot be imported ({error})", rule, remedy)
-        ) from error
+        remedy = "Install what it misses; NVIDIA apex is built from its sources"
+        raise UnknownHostError(f"The Megatron here cannot be imported ({error}). {remedy}.") from error

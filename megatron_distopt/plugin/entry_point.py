@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import find_host
-from megatron_distopt.hosts.handshake import SWITCHED_OFF
 from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.plugin.install import apply, fix_host, flags_of
 
@@ -32,7 +32,7 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
-    ours = original if is_off else host.replacement(host.patch_point.checked(original), DistOptConfig())
+    ours = original if is_off else host.replacement(host.factory.checked(original), DistOptConfig())
     apply(flags_of(host))
     show_presence(SWITCHED_OFF if is_off else "")
     if not is_off:

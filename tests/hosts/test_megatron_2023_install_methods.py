@@ -278,7 +278,7 @@ def _with_l2(*args: Any, **kwargs: Any) -> Any:
 def _without_the_flag(fork: MiniFork, facts: dict[str, object]) -> None:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.hosts.handshake.announce", said.append)
+        patch.setattr("megatron_distopt.hosts.base.announce", said.append)
         alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
     facts["said without the flag"] = said
     facts["without the flag"] = _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
@@ -341,15 +341,14 @@ FACTS: dict[str, object] = {
     "install and undo change": set(),
     "install changes": set(_PLACES),
     "a second install is the first": True,
-    "other options": "Invalid second install(): other options. Must have the options of the first. "
-    "Call undo() on the first installation, or install once.",
+    "other options": "install() was called before with other options. Call undo() on the first installation.",
     "other options change": set(),
     "called directly": (_OURS, True),
     "called with options": "l2",
     "without the flag": "Float16OptimizerWithFloat16Params",
     "switched off": "skip",
-    "required without the flag": "Invalid run: without use_distributed_optimizer. Must be used when "
-    "MEGATRON_DISTOPT=require. Add --use-distributed-optimizer, or unset the variable.",
+    "required without the flag": "MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. "
+    "Add --use-distributed-optimizer, or unset the variable.",
 }
 
 

@@ -15,9 +15,9 @@ import pytest
 import megatron_distopt
 from megatron_distopt import DistOptConfig, Installation, install
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError
-from megatron_distopt.hosts.detect import Host
+from megatron_distopt.hosts.detect import Generation
 from megatron_distopt.hosts.patch_points import PatchPoint
-from tests.support.refusals import Said
+from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
 PATCH_POINT = PatchPoint("fake_megatron", "get_megatron_optimizer", ("config", "model_chunks"))
@@ -46,7 +46,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     exec('def get_megatron_optimizer(config, model_chunks):\n    return "host\'s"', vars(module))
     monkeypatch.setitem(sys.modules, "fake_megatron", module)
     installing = import_module("megatron_distopt.plugin.install")
-    monkeypatch.setattr(installing, "find_host", lambda: Host("fake", PATCH_POINT, replacement))
+    adapter: Any = ModuleType("fake_adapter")
+    adapter.replacement = replacement
+    monkeypatch.setitem(sys.modules, "fake_adapter", adapter)
+    host = Generation("fake", "", (), (PATCH_POINT,), "fake_adapter")
+    monkeypatch.setattr(installing, "find_host", lambda: host)
     return module
 
 
@@ -101,11 +105,7 @@ def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, "megatron", None)  # an import of it fails as if it were not installed
     with pytest.raises(UnknownHostError) as error:
         install()
-    assert str(error.value) == Said(
-        "Invalid host: no Megatron that we know",
-        'Start in the folder of your fork, or run pip install "megatron-core>=0.9,<0.20", or use '
-        "megatron_distopt.distribute(...) without a Megatron.",
-    )
+    assert_mentions(error.value, "Start in the folder of your fork", "megatron_distopt.distribute(...)")
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,7 @@ def test_install_when_called_twice_with_other_options_then_refused_and_the_first
     ours = host.get_megatron_optimizer
     with pytest.raises(ConfigError) as error:
         install(DistOptConfig(nonfinite="log"))
-    assert str(error.value) == Said(
-        "Invalid second install(): other options", "Call undo() on the first installation, or install once."
-    )
+    assert_mentions(error.value, "install()", "Call undo() on the first installation.")
     assert host.get_megatron_optimizer is ours
     assert install(DistOptConfig(nonfinite="skip")) is first
 
@@ -177,9 +175,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone
     host.get_megatron_optimizer = theirs
     with pytest.raises(HostMismatchError) as error:
         first.undo()
-    assert str(error.value) == Said(
-        "Invalid fake_megatron.get_megatron_optimizer: replaced by other code since", "Undo that replacement first."
-    )
+    assert_mentions(error.value, "fake_megatron.get_megatron_optimizer", "Undo that replacement first.")
     assert host.get_megatron_optimizer is theirs
     assert install() is first
     host.get_megatron_optimizer = ours
@@ -191,10 +187,7 @@ def test_install_when_the_host_looks_different_then_refused_and_nothing_is_insta
     exec("def get_megatron_optimizer(model):\n    pass", vars(host))
     with pytest.raises(HostMismatchError) as error:
         install()
-    assert str(error.value) == Said(
-        "Invalid signature of fake_megatron.get_megatron_optimizer: (model)",
-        "Use a Megatron that docs/hosts.md lists.",
-    )
+    assert_mentions(error.value, "fake_megatron.get_megatron_optimizer takes (model)", "docs/hosts.md")
     exec("def get_megatron_optimizer(config, model_chunks):\n    pass", vars(host))
     assert install().is_active
 
@@ -233,14 +226,6 @@ def test_install_when_required_and_the_real_host_runs_without_its_flag_then_refu
 ) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT", "require")
     monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")
-    assert run_ranks(_in_the_real_host, 1) == [
-        {
-            "replaced": True,
-            "rebound": True,
-            "refused": Said(
-                "Invalid run: without use_distributed_optimizer",
-                "Add --use-distributed-optimizer, or unset the variable.",
-            ),
-            "undone": True,
-        }
-    ]
+    (found,) = run_ranks(_in_the_real_host, 1)
+    assert found["replaced"] and found["rebound"] and found["undone"]
+    assert_mentions(found["refused"], "MEGATRON_DISTOPT=require", "Add --use-distributed-optimizer")

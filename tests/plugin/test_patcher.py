@@ -12,7 +12,7 @@ import pytest
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.plugin.install import Patch, apply
-from tests.support.refusals import Said
+from tests.support.refusals import assert_mentions
 
 HOST = """
 def make_optimizer(config, model_chunks, no_weight_decay=None):
@@ -115,9 +115,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     replaced = snapshot(host, trainer)
     with pytest.raises(HostMismatchError) as error:
         undo()
-    assert str(error.value) == Said(
-        f"Invalid {patch_point}: replaced by other code since", "Undo that replacement first."
-    )
+    assert_mentions(error.value, str(patch_point), "Undo that replacement first.")
     assert snapshot(host, trainer) == replaced
     setattr(host, patch_point.attribute, installed)
     undo()
@@ -219,43 +217,35 @@ def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_
 def test_apply_when_the_module_is_missing_then_refused() -> None:
     error = refused(PatchPoint("no_such_host.core", "make_optimizer", ()))
     assert isinstance(error, UnknownHostError)
-    assert str(error) == Said(
-        "Invalid host module no_such_host.core: No module named 'no_such_host'",
-        "Start in the folder of your Megatron, and mend what its import misses.",
-    )
+    assert_mentions(error, "no_such_host.core", "No module named 'no_such_host'", "Start in the folder")
 
 
 def test_apply_when_the_attribute_is_missing_then_refused(host: Any) -> None:
     error = refused(PatchPoint("fake_host", "no_such_function", ()))
     assert isinstance(error, HostMismatchError)
-    assert str(error) == Said("Invalid fake_host.no_such_function: missing", "Use a Megatron that docs/hosts.md lists.")
+    assert_mentions(error, "fake_host.no_such_function is missing", "docs/hosts.md")
 
 
 def test_apply_when_the_attribute_is_there_and_none_then_it_is_not_called_missing(host: Any) -> None:
     host.make_optimizer = None
     error = refused(OPTIMIZER)
     assert isinstance(error, HostMismatchError)
-    assert str(error) == Said("Invalid fake_host.make_optimizer: not the host's own function but NoneType's", REMEDY)
+    assert_mentions(error, "fake_host.make_optimizer", "NoneType's", REMEDY)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "rule"),
+    "parameters",
     [
-        (("config", "model_chunks", "scale_lr"), "start with (config, model_chunks, scale_lr)"),
-        (("model_chunks", "config"), "start with (model_chunks, config)"),
-        (
-            ("config", "model_chunks", "no_weight_decay", "more"),
-            "start with (config, model_chunks, no_weight_decay, more)",
-        ),
+        ("config", "model_chunks", "scale_lr"),
+        ("model_chunks", "config"),
+        ("config", "model_chunks", "no_weight_decay", "more"),
     ],
 )
-def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str, ...], rule: str, host: Any) -> None:
+def test_apply_when_the_signature_is_another_then_refused(parameters: tuple[str, ...], host: Any) -> None:
     error = refused(PatchPoint("fake_host", "make_optimizer", parameters))
     assert isinstance(error, HostMismatchError)
-    assert str(error) == Said(
-        "Invalid signature of fake_host.make_optimizer: (config, model_chunks, no_weight_decay)",
-        "Use a Megatron that docs/hosts.md lists.",
-    )
+    found = "fake_host.make_optimizer takes (config, model_chunks, no_weight_decay)"
+    assert_mentions(error, found, f"start with ({', '.join(parameters)})", "docs/hosts.md")
 
 
 @pytest.mark.parametrize("parameters", [(), ("config",), ("config", "model_chunks", "no_weight_decay")])
@@ -271,18 +261,14 @@ def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_
     host.make_optimizer = other.make_optimizer
     error = refused(OPTIMIZER)
     assert isinstance(error, HostMismatchError)
-    assert str(error) == Said(
-        "Invalid fake_host.make_optimizer: not the host's own function but other_patcher's", REMEDY
-    )
+    assert_mentions(error, "fake_host.make_optimizer", "other_patcher's", REMEDY)
     assert host.make_optimizer is other.make_optimizer
 
 
 def test_apply_when_it_is_applied_already_then_refused(host: Any) -> None:
     undo = apply([Patch(OPTIMIZER, ours)])
     installed = host.make_optimizer
-    assert str(refused(OPTIMIZER)) == Said(
-        f"Invalid fake_host.make_optimizer: not the host's own function but {__name__}'s", REMEDY
-    )
+    assert_mentions(refused(OPTIMIZER), "fake_host.make_optimizer", f"{__name__}'s", REMEDY)
     assert host.make_optimizer is installed
     undo()
 

@@ -18,7 +18,7 @@ from megatron import get_args
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import HostError, HostMismatchError, refusal
-from megatron_distopt.hosts.handshake import is_used
+from megatron_distopt.hosts.base import is_used
 from megatron_distopt.hosts.megatron_2023.facts import (
     CLASS,
     CLASS_PARAMETERS,

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_environment
-from megatron_distopt.hosts.handshake import is_used
+from megatron_distopt.hosts.base import is_used
 from megatron_distopt.hosts.megatron_core.config import (
     Merged,
     check_model,

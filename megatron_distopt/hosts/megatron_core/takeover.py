@@ -21,11 +21,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Ho
 from megatron_distopt.comm import Group, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError, refusal
+from megatron_distopt.hosts.base import is_wanted
 from megatron_distopt.hosts.megatron_core.config import Merged, check_model, merge_config
 from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.start import start_together
-from megatron_distopt.hosts.patch_points import is_wanted
 
 _REMEDY = "Use a megatron-core that docs/hosts.md lists"
 #: What `constructing` gives to the constructors that run inside it; the last one counts.

@@ -163,7 +163,7 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | Non
         return None
     is_core = generation is MEGATRON_CORE
     facts = megatron_core if is_core else megatron_2023
-    file = _file_of_class(tree, generation.patch_points[0].module, facts.CLASS)
+    file = _file_of_class(tree, generation.factory.module, facts.CLASS)
     module = tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
     definition = classes_of(module).get(facts.CLASS)
     if file is None or definition is None:
