@@ -12,7 +12,7 @@ from megatron_distopt.hosts.megatron_2023.facts import FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.source.survey import ClassInSource, ParserOption, PatchPointState, Survey
-from megatron_distopt.hosts.source.tree import SourceTree, UnreadableSourceError, classes_of, methods_of
+from megatron_distopt.hosts.source.tree import SourceTree, classes_of
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
 _SECTION = "fork"
@@ -71,57 +71,31 @@ def _class(found: ClassInSource) -> Iterator[Finding]:
 
 
 def _describe_core(tree: SourceTree) -> Iterator[Finding]:
-    """Yields the release of megatron-core, the options that are refused, and what its checkpoints take."""
-    numbers = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
-    values = {
-        target.id: str(node.value.value)
-        for node in _parsed(tree, "megatron.core.package_info").body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name) and target.id in numbers
-    }
-    if {"MAJOR", "MINOR", "PATCH"} <= values.keys():
-        release = f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+    """Yields the release of megatron-core, the options that are refused, and those that nobody has judged."""
+    file = tree.file_of("megatron.core.package_info")
+    text = file.read_text("utf-8", errors="replace") if file is not None else ""
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = '?\"?(\w*)", text, re.MULTILINE))
+    if {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
+        release = f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{numbers.get('PRE_RELEASE', '')}"
         oldest, after = ((int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", SERVED))
-        if oldest <= (int(values["MAJOR"]), int(values["MINOR"])) < after:
+        if oldest <= (int(numbers["MAJOR"]), int(numbers["MINOR"])) < after:
             yield ok(_SECTION, "megatron-core", f"{release}, served are {SERVED}")
         else:
-            text = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
-            yield noted(_SECTION, "megatron-core", text)
+            said = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
+            yield noted(_SECTION, "megatron-core", said)
     fields = {where: _fields_of(tree, *place) for where, place in _CONFIGS.items()}
     refused = [each.option for each in REFUSED if each.option in fields[each.where]]
     if refused:
         yield noted(_SECTION, "refused options", f"{', '.join(dict.fromkeys(refused))}: refused where they are on")
     unknown = sorted(name for where, names in fields.items() for name in names - judged(where))
     if unknown:
-        text = f"{', '.join(unknown)}: refused where they are not at their defaults"
-        yield noted(_SECTION, "unknown options", text)
-    if _takes_grids_only(tree):
-        text = "takes shards of a regular grid only: sharded_state_dict is refused, save(folder) and load(folder) work"
-        yield noted(_SECTION, "dist_checkpointing", text)
+        said = f"{', '.join(unknown)}: refused where they are not at their defaults"
+        yield noted(_SECTION, "unknown options", said)
 
 
 def _fields_of(tree: SourceTree, module: str, name: str) -> frozenset[str]:
-    definition = classes_of(_parsed(tree, module)).get(name)
+    file = tree.file_of(module)
+    definition = classes_of(tree.parse(file)).get(name) if file is not None else None
     body = definition.body if definition is not None else []
     named = (node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
     return frozenset(field for field in named if not field.startswith("_"))
-
-
-def _takes_grids_only(tree: SourceTree) -> bool:
-    """Whether it demands of every shard that its offset is a multiple of its shape, as it did until 0.14.
-
-    Since then it does so under an `if`, for shards that say that they lie in a grid.
-    """
-    definition = classes_of(_parsed(tree, "megatron.core.dist_checkpointing.mapping")).get("ShardedTensor")
-    check = methods_of(definition).get("validate_metadata_integrity") if definition is not None else None
-    loops = [node for node in check.body if isinstance(node, ast.For)] if check is not None else []
-    return any(isinstance(node, ast.Mod) for loop in loops for node in ast.walk(loop))
-
-
-def _parsed(tree: SourceTree, module: str) -> ast.Module:
-    file = tree.file_of(module)
-    try:
-        return tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
-    except UnreadableSourceError:  # the trial imports it and says so
-        return ast.Module(body=[], type_ignores=[])

@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,14 +26,15 @@ from megatron_distopt.optimizer.accelerator import Accelerator, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
 
 _SECTION = "machine"
-#: The distribution that contains a launcher.
-_LAUNCHERS = {"torchrun": "torch", "deepspeed": "deepspeed"}
 
 
 def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
     """Yields findings about device, inner optimizer, process groups and launchers, for the options of the run."""
     yield ok(_SECTION, "python", f"{platform.python_version()} ({sys.executable})")
-    yield ok(_SECTION, "torch", str(torch.__version__))
+    versions = str(torch.__version__)
+    with suppress(PackageNotFoundError):
+        versions += f"; deepspeed {version('deepspeed')}"
+    yield ok(_SECTION, "torch", versions)
     try:
         accelerator = find_accelerator(config.accelerator)
     except ConfigError as error:
@@ -47,7 +49,7 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
     yield _inner(config, accelerator.device_type)
     yield from _apex(config, accelerator.device_type)
     yield _process_groups(accelerator.device_type)
-    yield from map(_launcher, _LAUNCHERS)
+    yield from map(_launcher, ("torchrun", "deepspeed"))
 
 
 def _inner(config: DistOptConfig, device_type: str) -> Finding:
@@ -97,8 +99,4 @@ def _launcher(name: str) -> Finding:
         return noted(_SECTION, name, f"not on PATH{instead}")
     if Path(path).parent != Path(sys.executable).parent:
         return noted(_SECTION, name, f"{path}, which is not in the folder of this Python ({sys.executable})")
-    try:
-        release = version(_LAUNCHERS[name])
-    except PackageNotFoundError:
-        release = "unknown version"
-    return ok(_SECTION, name, f"{release} ({path})")
+    return ok(_SECTION, name, path)

@@ -30,30 +30,17 @@ _FUSED = ("in_proj",)
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """This rank in the groups over which the model itself is cut.
+    """This rank in the groups over which the model itself is cut."""
 
-    Args:
-        tensor: (rank, size) in the tensor-parallel group.
-        expert_tensor: the same for experts.
-        expert: (rank, size) in the expert-parallel group.
-        is_gated: whether MLPs hold a gate in addition to the up projection.
-        embedding: name of the tied embedding on the first stage.
-    """
-
-    tensor: tuple[int, int] = (0, 1)
-    expert_tensor: tuple[int, int] = (0, 1)
-    expert: tuple[int, int] = (0, 1)
-    is_gated: bool = False
-    embedding: str = ""
+    tensor: tuple[int, int] = (0, 1)  # (rank, size) in the tensor-parallel group
+    expert_tensor: tuple[int, int] = (0, 1)  # the same for experts
+    expert: tuple[int, int] = (0, 1)  # (rank, size) in the expert-parallel group
+    is_gated: bool = False  # whether MLPs hold a gate in addition to the up projection
+    embedding: str = ""  # name of the tied embedding on the first stage
 
 
 def global_names(chunks: Sequence[Module], ranks: ModelRanks) -> dict[Parameter, str]:
-    """Every param of this rank once, frozen ones too.
-
-    Args:
-        chunks: of this rank.
-        ranks: where it is.
-    """
+    """Returns the name of every param of this rank in the whole model, of frozen ones too."""
     names: dict[Parameter, str] = {}
     for chunk in chunks:
         modules = dict(chunk.named_modules())
@@ -83,12 +70,10 @@ def _number(part: str, parent: str, modules: Mapping[str, Module], path: str, ex
 
 
 def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
-    """Returns where this rank's part of a param lies in the whole param.
+    """Returns where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on it.
 
     Args:
         name: in the whole model.
-        param: with the attributes that Megatron's tensor-parallel layers set.
-        ranks: where this rank is.
         is_expert: whether other ranks of the data-parallel group hold other experts.
     """
     shape, (rank, size) = tuple(param.shape), ranks.expert_tensor if is_expert else ranks.tensor
@@ -125,7 +110,7 @@ _SAME = (
 
 
 def canonical(name: str) -> str:
-    """The name that a param has on every host.
+    """Returns the name that a param has on every host.
 
     >>> canonical("language_model.encoder.layers.3.mlp.dense_h_to_4h.bias")
     'decoder.layers.3.mlp.linear_fc1.bias'

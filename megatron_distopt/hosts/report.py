@@ -11,7 +11,6 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
-from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.layout.balance import MatrixWidths, balance_of
 from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
 from megatron_distopt.optimizer.inner import InParts
@@ -33,7 +32,7 @@ def announce(text: str) -> None:
 
 def describe(
     host: str,
-    patch_points: Sequence[PatchPoint | str],
+    patch_points: Sequence[object],
     optimizers: Sequence[ShardedOptimizer],
     device: torch.device,
     *more: str,

@@ -134,13 +134,6 @@ class OptimizerConfig:
     _private: int = 0
     brand_new: bool = False
 """
-GRID_ONLY = """\
-class ShardedTensor:
-    def validate_metadata_integrity(self):
-        for offset, size in zip(self.offsets, self.shape):
-            if offset % size:
-                raise ValueError
-"""
 
 
 @pytest.mark.parametrize(("minor", "status"), [(16, Status.OK), (9, Status.OK), (8, Status.NOTE), (21, Status.NOTE)])
@@ -151,14 +144,12 @@ def test_doctor_when_the_fork_has_megatron_core_then_its_release_and_options_are
     files = {
         "megatron/core/package_info.py": package_info,
         "megatron/core/optimizer/optimizer_config.py": CORE_CONFIG,
-        "megatron/core/dist_checkpointing/mapping.py": GRID_ONLY,
     }
     findings = diagnose(write_tree(core(tmp_path), files))
     release = of(findings, "megatron-core")
     assert release.status is status and f"0.{minor}.1rc2" in release.text
     assert of(findings, "refused options").text.startswith("optimizer_cuda_graph: ")
     assert of(findings, "unknown options").text.startswith("brand_new: ")
-    assert "sharded_state_dict is refused" in of(findings, "dist_checkpointing").text
 
 
 def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_would_ask_in_vain(

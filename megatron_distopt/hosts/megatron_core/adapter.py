@@ -1,23 +1,30 @@
-"""How our optimizer gets into megatron-core's `get_megatron_optimizer`.
+"""How our optimizer gets into megatron-core: the host's factory runs, and the two classes that it builds are ours.
 
-The host's own function runs: its param groups, its process groups, its chain. Only the two classes that it builds are
-ours, see takeover.py.
+[Note: the constructor is the patch point] Frameworks copy `get_megatron_optimizer`, call the functions below it, or
+wrap it, and import the classes by value. All of them construct `DistributedOptimizer`, so its `__init__` is replaced:
+an object of exactly the host's class becomes one of ours before anything is allocated. A subclass that others wrote
+cannot become ours and is refused, so the host's own is never built while the package is active.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from torch.nn import Module
 
-from megatron_distopt.comm import Group, is_initialized, raise_together
-from megatron_distopt.config import DistOptConfig, config_from_environment
-from megatron_distopt.hosts.base import is_used
+from megatron_distopt.comm import Group, is_initialized, meet, raise_together
+from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.errors import ConfigError, HostMismatchError
+from megatron_distopt.hosts.base import is_used, is_wanted
 from megatron_distopt.hosts.megatron_core.config import (
     Merged,
     check_model,
@@ -26,17 +33,19 @@ from megatron_distopt.hosts.megatron_core.config import (
     missing_parallel_state,
 )
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
-from megatron_distopt.hosts.megatron_core.facts import FIRST_ORDER
+from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS, FIRST_ORDER
 from megatron_distopt.hosts.megatron_core.muon import as_adam, is_hosts_muon, is_layer_wise_muon
+from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together
-from megatron_distopt.hosts.megatron_core.takeover import check_class, constructing, taken_over
-from megatron_distopt.hosts.megatron_core.takeover import take_over as take_over  # hosts/detect.py calls it
 from megatron_distopt.hosts.patch_points import Replacement
 
+#: What `constructing` gives to the constructors that run inside it; the last one counts.
+_merged: list[Merged] = []
 
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Callable[..., Any]:
-    """What takes the place of the host's function when the package is installed."""
+
+def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
+    """Returns what takes the place of the host's factory when the package is installed."""
     return Replacement(original, partial(build, original, options))
 
 
@@ -51,9 +60,20 @@ def build(
     """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
     if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), _why_reset(config)):
         return original(config, model_chunks, *args, **kwargs)
-    everyone = _everyone()
+    if not is_initialized():
+        raise missing_parallel_state()
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
-    merged = raise_together(lambda: _check(options, call), everyone)
+
+    def merge() -> Merged:
+        """Everything that this rank can see by itself."""
+        check_class()
+        check_parallel_state(call.get("pg_collection"))
+        merged = merge_config(config_from_environment(os.environ, options), config)
+        choice = check_model(model_chunks, merged)
+        check_script_can_save(sys.modules.get("megatron.training.global_vars"), choice)
+        return merged
+
+    merged = raise_together(merge, Group.of())
     with taken_over(options), constructing(merged), in_full_precision(config), as_adam(config, merged.muon):
         optimizer = original(config, model_chunks, *args, **kwargs)
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
@@ -70,17 +90,122 @@ def _why_reset(config: Any) -> str:
     return f"; the host resets it for optimizer={name!r}"
 
 
-def _everyone() -> Group:
-    if not is_initialized():
-        raise missing_parallel_state()
-    return Group.of()
+def take_over(options: DistOptConfig) -> Callable[[], None]:
+    """Replaces both constructors, and returns the undo.
 
+    Args:
+        options: of the installation; variables and the host's config say the others.
 
-def _check(options: DistOptConfig, call: Mapping[str, Any]) -> Merged:
-    """Everything that this rank can see by itself."""
+    Raises:
+        HostMismatchError: the class differs from what is supported, or other code has changed it.
+    """
+    if hasattr(HostDistributedOptimizer.__init__, "replaces"):  # taken over already
+        return lambda: None
     check_class()
-    check_parallel_state(call.get("pg_collection"))
-    merged = merge_config(config_from_environment(os.environ, options), call["config"])
-    choice = check_model(call["model_chunks"], merged)
-    check_script_can_save(sys.modules.get("megatron.training.global_vars"), choice)
-    return merged
+    before = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
+    ours = _constructor(before[0], options), _chain_constructor(before[1])
+    HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = ours
+
+    def undo() -> None:
+        now = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
+        for name, found, expected in zip((CLASS, CHAIN), now, ours, strict=True):
+            if found not in (expected, *before):
+                text = f"{name}.__init__ was replaced by other code since. Undo that replacement first."
+                raise HostMismatchError(text)
+        HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = before
+
+    return undo
+
+
+@contextmanager
+def taken_over(options: DistOptConfig) -> Iterator[None]:
+    """Replaces both constructors for a while; nothing where they are replaced already."""
+    undo = take_over(options)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def constructing(merged: Merged) -> Iterator[None]:
+    """Gives constructors options that were merged and checked on all ranks already."""
+    _merged.append(merged)
+    try:
+        yield
+    finally:
+        _merged.pop()
+
+
+def check_class() -> None:
+    """Checks the constructor's parameters, and that no method that ours takes the place of was changed by other code.
+
+    Raises:
+        HostMismatchError
+    """
+    found = tuple(inspect.signature(HostDistributedOptimizer.__init__).parameters)[1:]
+    if tuple(name for name in found if name not in CLASS_MAY_TAKE) != CLASS_PARAMETERS:
+        rule = f"they must be ({', '.join(CLASS_PARAMETERS)})"
+        remedy = "Use a megatron-core that docs/hosts.md lists"
+        text = f"The parameters of the constructor of {CLASS} are ({', '.join(found)}); {rule}. {remedy}."
+        raise HostMismatchError(text)
+    mro = DistributedOptimizer.__mro__
+    replaced = {name for each in mro[: mro.index(HostDistributedOptimizer)] for name in vars(each)}
+    for name, method in vars(HostDistributedOptimizer).items():
+        owner = getattr(method, "__globals__", {}).get("__name__", "megatron.core")
+        if name in replaced and owner.split(".")[0] not in ("torch", "megatron", "megatron_distopt"):
+            rule = "ours takes its place, and the change would be lost"
+            raise HostMismatchError(f"{CLASS}.{name} was replaced by {owner}; {rule}. Switch that patch off.")
+
+
+def _constructor(original: Callable[..., None], options: DistOptConfig) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_wanted(True):
+            original(self, *args, **kwargs)
+            return
+        if type(self) is not HostDistributedOptimizer:
+            kind = f"{type(self).__module__}.{type(self).__qualname__}"
+            remedy = "Build the host's own class, or set MEGATRON_DISTOPT=0"
+            raise ConfigError(f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}.")
+        call = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        merged = _merged[-1] if _merged else _merge(options, call)
+        self.__class__ = DistributedOptimizer
+        self.__init__(*args, merged=merged, **kwargs)
+
+    construct.replaces = original  # type: ignore[attr-defined]
+    return construct
+
+
+def _merge(options: DistOptConfig, call: Mapping[str, Any]) -> Merged:
+    """Collective over ranks that hold the same params: those construct together whoever calls."""
+
+    def merge() -> Merged:
+        merged = merge_config(config_from_environment(os.environ, options), call["config"])
+        check_model(call["model_chunks"], merged)
+        return merged
+
+    data = Group.of(call["data_parallel_group"])
+    meet(data)
+    return raise_together(merge, data)
+
+
+def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(self: Any, chained_optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        kind = type(self)
+        ours = [each for each in chained_optimizers if isinstance(each, DistributedOptimizer)]
+        if ours and (len(ours) != len(chained_optimizers) or kind is not HostChainedOptimizer):
+            others = {type(each).__name__ for each in chained_optimizers if each not in ours} or {kind.__name__}
+            remedy = "Set MEGATRON_DISTOPT=0, or use adam or sgd for all params"
+            found = f"The distributed optimizer is chained with {', '.join(sorted(others))}"
+            raise ConfigError(f"{found}, and must be alone in its chain. {remedy}.")
+        if not ours and kind is HostChainedOptimizer and switch_from(os.environ) is Switch.REQUIRE:
+            is_wanted(False)
+        original(self, chained_optimizers, *args, **kwargs)
+        if ours:
+            self.__class__ = ChainedOptimizer
+            start_together(ours)
+
+    construct.replaces = original  # type: ignore[attr-defined]
+    return construct

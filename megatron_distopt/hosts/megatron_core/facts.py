@@ -34,7 +34,7 @@ FIRST_ORDER = ("adam", "sgd")
 #: Its option in place of `use_distributed_optimizer` for optimizers of whole matrices.
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 
-#: What every factory ends in, see [Note: the constructor is the patch point] in takeover.py.
+#: What every factory ends in, see [Note: the constructor is the patch point] in adapter.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
 

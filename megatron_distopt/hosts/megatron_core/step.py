@@ -43,7 +43,7 @@ StepOfHost = tuple[bool, float | None, int | None]
 class StepCalls(MegatronOptimizer):
     """What a class of ours answers to the host's training loop; mixed in before the host's class.
 
-    It has the host's base, without which an object of the host's class could not become one of ours, see takeover.py.
+    It has the host's base, without which an object of the host's class could not become one of ours, see adapter.py.
     """
 
     #: Of the last gradient that was measured, by norm group.
