@@ -44,21 +44,13 @@ FLAG = "use_distributed_optimizer"
 
 @dataclass(frozen=True)
 class Conflict:
-    """An option that cannot be combined with the flag.
+    """An option that cannot be combined with the flag."""
 
-    Args:
-        option: its name in `args`.
-        value: the value that conflicts; True also stands for anything truthy.
-        got: how the user wrote it.
-        rule: what must be.
-        remedy: what to type instead.
-    """
-
-    option: str
-    value: object
-    got: str
-    rule: str
-    remedy: str
+    option: str  # its name in `args`
+    value: object  # the value that conflicts; True also stands for anything truthy
+    got: str  # how the user wrote it
+    rule: str  # what must be
+    remedy: str  # what to type instead
 
     def applies_to(self, options: object) -> bool:
         """Whether parsed arguments have it."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt
 from megatron_distopt.optimizer.main_params import FlatParam
 
@@ -49,10 +49,11 @@ def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
     for param, (start, _, bucket) in buffer.param_index_map.items():
         first = buffer.buckets[bucket].offset
         if start < first:
-            got = f"at {start}, and its bucket begins at {first}"
-            remedy = "Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it "
-            remedy += "misplaces an embedding that pipeline stages share"
-            raise LayoutError(refusal(f"param {name_of[param]!r}", got, "lie in its bucket", remedy))
+            raise LayoutError(
+                f"The param {name_of[param]!r} lies at {start}, before its bucket, which begins at {first}. Write "
+                "--untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it misplaces an "
+                "embedding that pipeline stages share."
+            )
     return _layout_of(buffer, name_of, buffer.data_parallel_group.size())
 
 
@@ -77,17 +78,14 @@ def check_params_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
     Args:
         buffer: one `_ParamAndGradBuffer` of the host.
         named: params of any of its buffers, by name.
-
-    Raises:
-        LayoutError
     """
     start_of = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
     first, nbytes = buffer.param_data.data_ptr(), buffer.param_data.element_size()
     for name, param in named.items():
         if param in start_of and param.data_ptr() != first + start_of[param] * nbytes:
-            got, rule = "given other memory (param.data = ..., or a conversion)", "stay in the host's param buffer"
+            found = f"The param {name!r} was given other memory (param.data = ..., or a conversion)"
             remedy = "Write param.data.copy_(...), or change the model before it is wrapped"
-            raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
+            raise LayoutError(f"{found}, and must stay in the host's param buffer. {remedy}.")
 
 
 def check_buffers_stay(adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam]) -> None:
@@ -108,6 +106,5 @@ def check_buffers_stay(adopted: Sequence[ShardedBuffer], flat_params: Sequence[F
     ):
         live = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         if any(view.untyped_storage().data_ptr() not in live for view in views):
-            got, rule = "given other memory (buffer.data = ...)", "keep its memory"
             remedy = "Free and fill it with storage().resize_(...), as the host's offload_grad_buffers() does"
-            raise LayoutError(refusal(f"{kind} buffer", got, rule, remedy))
+            raise LayoutError(f"A {kind} buffer was given other memory (buffer.data = ...). {remedy}.")

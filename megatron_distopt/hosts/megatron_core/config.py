@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.comm import Group
 from megatron_distopt.config import OPTIONS, DistOptConfig
-from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
@@ -39,30 +39,20 @@ from megatron_distopt.options import flag_of
 
 @dataclass(frozen=True)
 class Merged:
-    """What a run says, by the host's config and by options of this package.
+    """What a run says, by the host's config and by options of this package."""
 
-    Args:
-        options: of this package, with what the host's config says.
-        muon: what is wanted of Muon; None where it does not update anything.
-    """
-
-    options: DistOptConfig
-    muon: MuonRequest | None = None
+    options: DistOptConfig  # of this package, with what the host's config says
+    muon: MuonRequest | None = None  # None where Muon does not update anything
 
 
 def missing_parallel_state() -> ConfigError:
     """Returns the error for a flag without process groups."""
-    got = "set, but parallel_state is not initialized"
     remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-    return ConfigError(refusal("use_distributed_optimizer", got, "come after parallel_state", remedy))
+    return ConfigError(f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}.")
 
 
 def check_parallel_state(pg_collection: object | None) -> None:
-    """Checks that the host's groups exist, or that the caller gives its own.
-
-    Raises:
-        ConfigError
-    """
+    """Checks that the host's groups exist, or that the caller gives its own."""
     if pg_collection is None and not parallel_state.model_parallel_is_initialized():
         raise missing_parallel_state()
 
@@ -79,7 +69,10 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
     """
     _check_options("config", host)
     check_layer_wise(host)
-    _check_own(options)
+    for name, hosts_flag in HOSTS_OWN.items():  # what the host's own DistributedDataParallel decides
+        if getattr(options, name) != OPTIONS[name].default:
+            text = f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}"
+            raise ConfigError(f"{text}. Drop {flag_of(name)}.")
     hosts = MUON if is_hosts_muon(host) else host.optimizer
     own = {
         "optimizer": options.optimizer if "optimizer" in options.explicit else hosts,
@@ -101,39 +94,21 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
     return Merged(merged, request_from(merged, host))
 
 
-def _check_own(options: DistOptConfig) -> None:
-    """Refuses options that the host's own DistributedDataParallel decides."""
-    for name in HOSTS_OWN:
-        if getattr(options, name) != OPTIONS[name].default:
-            rule = f"be left to the host's {HOSTS_OWN[name]}"
-            raise ConfigError(refusal(name, "set with megatron-core", rule, f"Drop {flag_of(name)}"))
-
-
-def _check_options(where: str, options: object) -> None:
+def _check_options(where: str, options: Any) -> None:
+    """Refuses options by facts.py, and fields off their default that no version had on which this adapter was tried."""
     for refused in REFUSED:
         if refused.where == where and getattr(options, refused.option, False):
-            raise ConfigError(refusal(refused.option, "set", "be off with this distributed optimizer", refused.remedy))
-    _check_unknown(where, options)
-
-
-def _check_unknown(where: str, options: Any) -> None:
-    """Refuses a field that no version had on which this adapter was tried, unless it has its default.
-
-    Raises:
-        ConfigError
-    """
+            text = f"{refused.option} is set, and must be off with this distributed optimizer"
+            raise ConfigError(f"{text}. {refused.remedy}.")
     for field in fields(options) if is_dataclass(options) else ():
-        value, default = getattr(options, field.name), _default_of(field)
+        default = None if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        value = getattr(options, field.name)
         if field.name not in judged(where) and value != default:
-            got = f"{value!r} in {type(options).__name__}, a field that megatron_distopt does not know"
+            text = f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
             remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
-            raise ConfigError(refusal(field.name, got, f"be its default {default!r}", remedy))
-
-
-def _default_of(field: Field[Any]) -> Any:
-    if field.default is not MISSING:
-        return field.default
-    return None if field.default_factory is MISSING else field.default_factory()
+            raise ConfigError(f"{text}, and megatron_distopt does not know this field. {remedy}.")
 
 
 def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
@@ -162,8 +137,8 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
         _check_not_rematerialised(named)
         for name, param in named.items():
             if param not in in_buffers:
-                rule, remedy = "lie in a buffer of its DistributedDataParallel", "Unfreeze params before wrapping"
-                raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
+                text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
+                raise LayoutError(f"{text}. Unfreeze params before wrapping.")
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
             layouts.append((check_layout(buffer, names), buffer.param_data.dtype))
     if merged.muon is not None:
@@ -174,28 +149,22 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
 
 
 def _check_not_rematerialised(named: Mapping[str, Parameter]) -> None:
-    """Refuses generalized tensor parallelism, whose copies the statistics here would count more than once.
-
-    Raises:
-        ConfigError
-    """
+    """Refuses generalized tensor parallelism, whose copies the statistics here would count more than once."""
     for name, param in named.items():
         if getattr(param, "is_gtp_weight_remat", False):
-            got, rule = "cut by generalized tensor parallelism", "be whole or cut by tensor parallelism"
             remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
-            raise ConfigError(refusal(f"param {name!r}", got, rule, remedy))
+            raise ConfigError(f"The param {name!r} is cut by generalized tensor parallelism. {remedy}.")
 
 
 def _check_ddp(chunk: Any) -> None:
     ddp_config = getattr(chunk, "ddp_config", None)
     if ddp_config is None or not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "param_to_bucket_group"):
-        rule, remedy = "be wrapped by megatron.core.distributed.DistributedDataParallel", "Wrap it, or drop the flag"
-        raise HostError(refusal("model chunk", type(chunk).__name__, rule, remedy))
+        rule = "must be wrapped by megatron.core.distributed.DistributedDataParallel"
+        raise HostError(f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag.")
     _check_options("ddp_config", ddp_config)
     if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):  # 0.9: experts cut over other groups as well
-        rule, remedy = "be off with this distributed optimizer", "Drop --moe-extended-tp"
-        raise ConfigError(refusal("moe_extended_tp", "set", rule, remedy))
+        text = "moe_extended_tp is set, and must be off with this distributed optimizer"
+        raise ConfigError(f"{text}. Drop --moe-extended-tp.")
     if not ddp_config.use_distributed_optimizer:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
-        what = "DistributedDataParallel"
-        raise ConfigError(refusal(what, "built without use_distributed_optimizer", "be built with it", remedy))
+        raise ConfigError(f"DistributedDataParallel was built without use_distributed_optimizer. {remedy}.")

@@ -40,17 +40,11 @@ CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
 @dataclass(frozen=True)
 class Refused:
-    """An option of the host that cannot be combined with this optimizer.
+    """An option of the host that cannot be combined with this optimizer."""
 
-    Args:
-        where: "config" for OptimizerConfig, "ddp_config" for DistributedDataParallelConfig.
-        option: its name; it is refused where it is truthy.
-        remedy: what to write instead.
-    """
-
-    where: str
-    option: str
-    remedy: str
+    where: str  # "config" for OptimizerConfig, "ddp_config" for DistributedDataParallelConfig
+    option: str  # its name; it is refused where it is truthy
+    remedy: str  # what to write instead
 
 
 REFUSED = (
