@@ -344,12 +344,12 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(
         ("--use_distributed_optimizer", FLAG),
         ("--distopt-adma=apex", "--distopt-adam"),
         ("--distopt-non-finite", "--distopt-nonfinite"),
-        (f"{FLAG} --distopt-nonfinite explode", "--distopt-nonfinite raise"),
+        (f"{FLAG} --distopt-nonfinite explode", "raise, skip, log"),
     ],
 )
 def test_flags_when_one_is_wrong_then_a_problem_that_names_the_nearest(word: str, nearest: str, tmp_path: Path) -> None:
     (text,) = problems(launch(word, read(per_rank_2023(tmp_path))))
-    assert text.endswith(f" Write {nearest}.")
+    assert says(text, word.split("=")[0].split()[-1], nearest)
 
 
 def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_pa
     found = read(tmp_path)
     assert launch("--use_distributed_optimizer", found)[0].status is Status.OK
     (text,) = problems(launch(FLAG, found))
-    assert text.endswith(" Write --use_distributed_optimizer.")
+    assert says(text, FLAG, "--use_distributed_optimizer")
 
 
 def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:
