@@ -33,6 +33,15 @@ CHOICES = {
     "one bucket": Choice(_CUT, offload_fraction=0.1),
     "grads in bf16": Choice(_CUT, grad_dtype="bf16", bucket_size=BUCKET, offload_fraction=0.5),
     "fp16": Choice(_CUT, "fp16", bucket_size=BUCKET, offload_fraction=0.5),
+    # The forms are those of the device; what is on the host is fp32.
+    "remainder, int8 and bf16": Choice(
+        _CUT,
+        bucket_size=BUCKET,
+        main_params_dtype="remainder",
+        exp_avg_dtype="int8",
+        exp_avg_sq_dtype="bfloat16",
+        offload_fraction=0.5,
+    ),
 }
 
 
@@ -73,6 +82,9 @@ def _held(rank: int, choice: Choice) -> Held:
         accelerator="torch",
         bucket_size=choice.bucket_size,
         offload_fraction=choice.offload_fraction,
+        main_params_dtype=choice.main_params_dtype,
+        exp_avg_dtype=choice.exp_avg_dtype,
+        exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
         grads_in_fp32=choice.grad_dtype == "fp32",
         loss_scale=1.0 if choice.dtype == "fp16" else None,
     )
