@@ -14,9 +14,7 @@
     ├── RanksDisagreeError                   ranks that must be alike are not
     └── InvariantError (AssertionError)      a bug of this package
 
-Every message has one form, made by `refusal`::
-
-    Invalid <what>: <got>. Must <rule with its numbers>. <What to write or run instead.>
+A message is one to three sentences: what was found, with its value and place; what is required; what to type instead.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class InvariantError(DistOptError, AssertionError):
 
 
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:
-    """The text of every refusal.
+    """The usual text of a refusal.
 
     Examples:
         >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")

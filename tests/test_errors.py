@@ -1,4 +1,4 @@
-"""The exception tree is the one that the docstring of errors.py draws, and every message has one form."""
+"""The exception tree is the one that the docstring of errors.py draws."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from megatron_distopt import errors
 
 #: The branches of a drawn line, the name, and a second base in brackets where there is one.
 LINE = re.compile(r"^ {4}(?P<branch>[│├└─ ]*)(?P<name>\w+Error)(?: \((?P<base>\w+)\))?(?:  +\w.*)?$", re.MULTILINE)
-
-FORM = re.compile(r"Invalid [^:]+: .+\. Must .+\. .+[^.]\.")
 
 
 def drawn_tree() -> dict[str, tuple[str, ...]]:
@@ -72,22 +70,3 @@ def test_errors_when_they_have_a_docstring_then_it_is_their_own() -> None:
     texts = [vars(value).get("__doc__") for value in defined_exceptions().values()]
     assert all(texts)
     assert len(set(texts)) == len(texts)
-
-
-@pytest.mark.parametrize(
-    ("what", "got", "rule", "remedy", "text"),
-    [
-        (
-            "policy",
-            "'explode'",
-            "be one of raise, skip, log",
-            "Write nonfinite='raise'",
-            "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'.",
-        ),
-        ("lr", -1.5, "be at least 0", "Write lr=0.0", "Invalid lr: -1.5. Must be at least 0. Write lr=0.0."),
-        ("loss_scale", None, "be a number", "Give one", "Invalid loss_scale: None. Must be a number. Give one."),
-    ],
-)
-def test_refusal_when_made_then_it_has_the_one_form(what: str, got: object, rule: str, remedy: str, text: str) -> None:
-    assert errors.refusal(what, got, rule, remedy) == text
-    assert FORM.fullmatch(text)

@@ -10,13 +10,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 from megatron_distopt.cli import plan_arguments
 from megatron_distopt.cli.show import Answer
-from megatron_distopt.errors import DistOptError, refusal
+from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.source.block import BLOCK
 from megatron_distopt.version import VERSION
 
@@ -56,8 +55,7 @@ Of two runs with --distopt-log-digests: the first step at which they differ,
 whether in gradients, params or moments, of which params, and what that says
 about the cause.
 
-A and B are what inspect takes for CKPT, or two digest folders: of a run, or
-of one of its starts, such as digests/start-0001."""
+A and B are what inspect takes for CKPT, or the digest files of two runs."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
   distopt     of this package; loads at any size
@@ -126,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = _command(commands, "verify", "is a checkpoint whole?", _VERIFY)
     verify.add_argument("checkpoint", type=Path, metavar="CKPT")
     diff = _command(commands, "diff", "in what do two checkpoints or runs differ?", _DIFF)
-    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest folder")
+    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest file")
     diff.add_argument("second", type=Path, metavar="B", help="another")
     diff.set_defaults(refused=2)
     _add_convert(commands)
@@ -181,25 +179,15 @@ def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "convert", "write a checkpoint in another format", _CONVERT)
     command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
-    command.add_argument("--to", type=_format, required=True, metavar="FORMAT", help=", ".join(FORMATS))
+    command.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
     command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
     command.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
-
-
-def _format(text: str) -> str:
-    if text in FORMATS:
-        return text
-    near = get_close_matches(text, FORMATS, n=2, cutoff=0.6)
-    remedy = f"Write --to {' or '.join(sorted(near))}" if near else "Write --to distopt for the format of this package"
-    raise argparse.ArgumentTypeError(refusal("format", repr(text), f"be one of {', '.join(FORMATS)}", remedy))
 
 
 def _count(text: str) -> int:
     if text.isdecimal() and int(text):
         return int(text)
-    raise argparse.ArgumentTypeError(
-        refusal("number", repr(text), "be a whole number of at least 1", "Write one such as 8")
-    )
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
 
 
 if __name__ == "__main__":

@@ -102,27 +102,15 @@ def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
     assert str(whole) in err and "no model files" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--to", "per_rank"], "Invalid format: 'per_rank'. Must be one of {all}. Write --to per-rank."),
-        (["--to", "Torch"], "Invalid format: 'Torch'. Must be one of {all}. Write --to torch."),
-        (
-            ["--to", "x"],
-            "Invalid format: 'x'. Must be one of {all}. Write --to distopt for the format of this package.",
-        ),
-        (
-            ["--to", "torch", "--dp", "0"],
-            "Invalid number: '0'. Must be a whole number of at least 1. Write one such as 8.",
-        ),
-    ],
-)
-def test_convert_when_an_option_is_bad_then_what_to_write(words: list[str], text: str, capsys: Output) -> None:
+@pytest.mark.parametrize("words", [["--to", "per_rank"], ["--to", "Torch"], ["--to", "torch", "--dp", "0"]])
+def test_convert_when_an_option_is_bad_then_the_option_and_the_value_are_named(
+    words: list[str], capsys: Output
+) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["convert", "a", "b", *words])
     assert stop.value.code == 2
-    error = f"convert: error: argument {words[-2]}: {text.format(all=', '.join(FORMATS))}\n"
-    assert capsys.readouterr().err.endswith(error)
+    error = capsys.readouterr().err
+    assert f"argument {words[-2]}: " in error and repr(words[-1]) in error
 
 
 def test_convert_when_its_formats_are_listed_then_they_are_those_that_can_be_written() -> None:
