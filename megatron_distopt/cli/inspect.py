@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
-from rich.tree import Tree
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import FileRecord, Manifest
@@ -34,47 +32,44 @@ def answer(parsed: argparse.Namespace) -> Answer:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
-    held = _held_at(find(parsed.checkpoint))
-    params = _params_of(held)
+    content = _content_of(find(parsed.checkpoint))
+    params = _params_of(content)
     parts: list[RenderableType] = [
-        titled("checkpoint", rows(_head(held, params))),
-        titled("param groups", rows(_group_rows(held.manifest.groups, params))),
-        tree_of(params),
+        titled("checkpoint", rows(_head(content, params))),
+        titled("param groups", rows(_group_rows(content.manifest.groups, params))),
+        titled("params, those that are alike in one line", rows(param_rows(params))),
     ]
-    return Answer(_document(held), [*parts, titled("files", rows(_file_rows(held)))] if held.manifest.files else parts)
+    return Answer(
+        _document(content), [*parts, titled("files", rows(_file_rows(content)))] if content.manifest.files else parts
+    )
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The content of a checkpoint, without the values of tensors.
-
-    Args:
-        place: where it is.
-        manifest: its own, or that of another format: without files, and tensors without chunks.
-        tensors: of both.
-        sizes: bytes of the files that are there, by name.
-    """
+class _Content:
+    """The content of a checkpoint, without the values of tensors."""
 
     place: CheckpointPath
-    manifest: Manifest
+    manifest: Manifest  # its own, or that of another format: without files, and tensors without chunks
     tensors: Mapping[str, TensorInfo]
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # bytes of the files that are there, by name
 
 
-def _held_at(place: CheckpointPath) -> _Held:
+def _content_of(place: CheckpointPath) -> _Content:
     source = open_any(place.path)
     if not place.is_ours:
-        return _Held(place, source.head, source.tensors, {})
+        return _Content(place, source.head, source.tensors, {})
     manifest = read_manifest(place.path)
     paths = [place.path / file.name for file in manifest.files]
-    return _Held(place, manifest, source.tensors, {path.name: path.stat().st_size for path in paths if path.is_file()})
+    return _Content(
+        place, manifest, source.tensors, {path.name: path.stat().st_size for path in paths if path.is_file()}
+    )
 
 
-def _document(held: _Held) -> dict[str, Any]:
-    manifest = held.manifest
+def _document(content: _Content) -> dict[str, Any]:
+    manifest, sizes = content.manifest, content.sizes
     return {
-        "checkpoint": str(held.place.path),
-        "chosen": held.place.chosen,
+        "checkpoint": str(content.place.path),
+        "chosen": content.place.chosen,
         "save_id": manifest.save_id,
         "about": dict(manifest.about),
         "inner": manifest.inner,
@@ -82,10 +77,15 @@ def _document(held: _Held) -> dict[str, Any]:
         "num_skipped": manifest.num_skipped,
         "groups": [_group_document(group) for group in manifest.groups],
         "files": [
-            {"name": file.name, "nbytes": file.nbytes, "nbytes_found": held.sizes.get(file.name), "crc32": file.crc32}
+            {
+                "name": file.name,
+                "nbytes": file.nbytes,
+                "nbytes_found": sizes.get(file.name),
+                "crc32": file.crc32,
+            }
             for file in manifest.files
         ],
-        "tensors": {key: _tensor_document(manifest, key, info) for key, info in held.tensors.items()},
+        "tensors": {key: _tensor_document(manifest, key, info) for key, info in content.tensors.items()},
     }
 
 
@@ -102,21 +102,13 @@ def _tensor_document(manifest: Manifest, key: str, info: TensorInfo) -> dict[str
 
 @dataclass(frozen=True)
 class Param:
-    """All tensors of one param.
+    """All tensors of one param."""
 
-    Args:
-        name: in the whole model.
-        shape: of its first tensor.
-        nbytes: of all.
-        kinds: dtypes by kind, such as {"main": "float32"}.
-        group: number of its param group; None for none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-    kinds: Mapping[str, str]
-    group: int | None
+    name: str  # in the whole model
+    shape: tuple[int, ...]  # of its first tensor
+    nbytes: int  # of all
+    kinds: Mapping[str, str]  # dtypes by kind, such as {"main": "float32"}
+    group: int | None  # number of its param group; None for none
 
     @property
     def numel(self) -> int:
@@ -136,8 +128,8 @@ class Param:
         return "; ".join(f"{', '.join(kinds)} in {dtype}" for dtype, kinds in by_dtype.items())
 
 
-def _params_of(held: _Held) -> list[Param]:
-    group_of = {name: number for number, group in enumerate(held.manifest.groups) for name in group.names}
+def _params_of(content: _Content) -> list[Param]:
+    group_of = {name: number for number, group in enumerate(content.manifest.groups) for name in group.names}
     return [
         Param(
             name,
@@ -146,16 +138,16 @@ def _params_of(held: _Held) -> list[Param]:
             {kind: info.dtype for kind, info in infos.items()},
             group_of.get(name),
         )
-        for name, infos in kinds_by_name(held.tensors).items()
+        for name, infos in kinds_by_name(content.tensors).items()
     ]
 
 
-def _head(held: _Held, params: Sequence[Param]) -> Iterator[tuple[str, str]]:
-    manifest = held.manifest
+def _head(content: _Content, params: Sequence[Param]) -> Iterator[tuple[str, str]]:
+    manifest = content.manifest
     skipped = f"; {manifest.num_skipped:,} more were skipped" if manifest.num_skipped else ""
     kept = {param.kept for param in params}
-    yield "where", str(held.place.path)
-    yield "which", held.place.chosen
+    yield "where", str(content.place.path)
+    yield "which", content.place.chosen
     yield "written by", options_text({key: said for key, said in manifest.about.items() if isinstance(said, str)})
     yield "layout", options_text({key: said for key, said in manifest.about.items() if not isinstance(said, str)})
     yield "optimizer", manifest.inner
@@ -185,62 +177,35 @@ def _step(group: GroupRecord) -> str:
     return "not counted" if group.step is None else str(group.step)
 
 
-def _file_rows(held: _Held) -> Iterator[tuple[str, str]]:
-    files = held.manifest.files
+def _file_rows(content: _Content) -> Iterator[tuple[str, str]]:
+    files = content.manifest.files
     sizes = sorted(file.nbytes for file in files)
-    faults = [f"{file.name} {_fault(held, file)}" for file in files if _fault(held, file)]
+    faults = [f"{file.name} {_fault(content, file)}" for file in files if _fault(content, file)]
     said = f"{files[0].name} to {files[-1].name}, {size_text(sizes[0])} to {size_text(sizes[-1])} each"
     yield counted(len(files), "file"), said
     yield "not whole", listed(faults, most=8)
 
 
-def _fault(held: _Held, file: FileRecord) -> str:
-    found = held.sizes.get(file.name)
+def _fault(content: _Content, file: FileRecord) -> str:
+    found = content.sizes.get(file.name)
     if found is None:
         return "is missing"
     return "" if found == file.nbytes else f"has {found:,} bytes, not {file.nbytes:,}"
 
 
-#: A param, with the part of its name below that of the branch which it belongs to.
-_Item = tuple[tuple[str, ...], Param]
-
-
-def tree_of(params: Sequence[Param]) -> Tree:
-    """Returns the params as a tree of names; layers that are alike are one branch, with the params of one of them."""
-    tree = Tree(Text("params; below those that are alike, one of them", style="bold"))
+def param_rows(params: Sequence[Param]) -> Iterator[tuple[str, ...]]:
+    """Yields one row for params that are alike but for the numbers in their names, such as those of layers."""
     by_name = {param.name: param for param in params}
+    alike: dict[tuple[object, ...], list[Param]] = {}
+    for name in in_order(by_name):
+        param = by_name[name]
+        parts = tuple("" if part.isdecimal() else part for part in name.split("."))
+        alike.setdefault((parts, param.shape, param.kept, param.group), []).append(param)
     is_same = len({param.kept for param in params}) == 1
-    _grow(tree, [(tuple(name.split(".")), by_name[name]) for name in in_order(by_name)], is_same=is_same)
-    return tree
-
-
-def _grow(tree: Tree, items: Sequence[_Item], *, is_same: bool) -> None:
-    """Adds a branch for each name, up to its first number, and each group of numbers below which all is alike."""
-    numbered: dict[tuple[str, ...], dict[int, list[_Item]]] = {}
-    for parts, param in items:
-        at = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))
-        number = int(parts[at]) if at < len(parts) else -1
-        numbered.setdefault(parts[:at], {}).setdefault(number, []).append((parts[at + 1 :], param))
-    for prefix, by_number in numbered.items():
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for number, below in by_number.items():
-            look = tuple((rest, param.shape, param.kept, param.group) for rest, param in below)
-            alike.setdefault(look, []).append(number)
-        for numbers in alike.values():
-            label = ".".join([*prefix, *([ranges(numbers)] if numbers != [-1] else [])])
-            _add_branch(tree, label, [by_number[number] for number in numbers], is_same=is_same)
-
-
-def _add_branch(tree: Tree, label: str, alike: Sequence[Sequence[_Item]], *, is_same: bool) -> None:
-    """Adds one branch for layers, or params, that are alike; or a leaf for a single param."""
-    (rest, first), count = alike[0][0], len(alike)
-    if len(alike[0]) > 1 or (rest and count > 1):
-        nbytes = count * sum(param.nbytes for _, param in alike[0])
-        branch = tree.add(f"{label}: {f'{count} alike, ' * (count > 1)}{size_text(nbytes)}")
-        _grow(branch, alike[0], is_same=is_same)
-        return
-    times = f"{count} x " if count > 1 else ""
-    group = "no group" if first.group is None else f"group {first.group}"
-    kept = "" if is_same else f", {first.kept}"
-    shown = f"{times}{list(first.shape)}, {counted(first.numel, 'element')}, {size_text(first.nbytes)}, {group}{kept}"
-    tree.add(f"{'.'.join([label, *rest])}  {shown}")
+    for members in alike.values():
+        first, columns = members[0], zip(*(member.name.split(".") for member in members), strict=True)
+        name = ".".join(ranges({*map(int, column)}) if column[0].isdecimal() else column[0] for column in columns)
+        times = f"{len(members)} x " if len(members) > 1 else ""
+        sizes = counted(first.numel, "element"), size_text(sum(param.nbytes for param in members))
+        group = "no group" if first.group is None else f"group {first.group}"
+        yield name, f"{times}{list(first.shape)}", *sizes, group, *(() if is_same else (first.kept,))

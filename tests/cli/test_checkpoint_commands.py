@@ -103,9 +103,7 @@ def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
 
 
 @pytest.mark.parametrize("words", [["--to", "per_rank"], ["--to", "Torch"], ["--to", "torch", "--dp", "0"]])
-def test_convert_when_an_option_is_bad_then_the_option_and_the_value_are_named(
-    words: list[str], capsys: Output
-) -> None:
+def test_convert_when_an_option_is_bad_then_it_is_named_with_the_value(words: list[str], capsys: Output) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["convert", "a", "b", *words])
     assert stop.value.code == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_distopt.checkpoint import MANIFEST, read_manifest
-from megatron_distopt.cli.inspect import Param, tree_of
+from megatron_distopt.cli.inspect import Param, param_rows
 from megatron_distopt.cli.show import size_text
 from megatron_distopt.version import VERSION
 from tests.support.checkpoint_commands import (
@@ -44,11 +44,9 @@ def test_inspect_when_asked_then_everything_in_one_look(whole: Path, capsys: Out
         ["1", "9 params, 153 elements, wd_mult 0, weight_decay 0"],
     ):
         assert row in shown
-    text = "\n".join(lines)
-    assert "lr 0.001, betas [0.9, 0.999], eps 1e-08" in text
-    assert "decoder.layers.0-3: 4 alike, 24.3 KiB" in text
-    assert "mlp.linear_fc2.weight  [6, 16], 96 elements, 1.1 KiB, group 0" in text
-    assert "scale  [1], 1 element, 12 B, group 1" in text
+    assert "lr 0.001, betas [0.9, 0.999], eps 1e-08" in "\n".join(lines)
+    assert ["decoder.layers.0-3.mlp.linear_fc2.weight", "4 x [6, 16]", "96 elements", "4.5 KiB", "group 0"] in shown
+    assert ["scale", "[1]", "1 element", "12 B", "group 1"] in shown
 
 
 def test_inspect_when_json_then_one_document_with_all_tensors(saved: Path, whole: Path, capsys: Output) -> None:
@@ -132,24 +130,15 @@ def param(name: str, *shape: int, group: int = 0) -> Param:
     return Param(name, shape, 4 * math.prod(shape), {"main": "float32"}, group)
 
 
-def test_tree_when_layers_differ_then_only_those_that_are_alike_are_one_branch() -> None:
+def test_params_when_layers_differ_then_only_those_that_are_alike_are_one_line() -> None:
     experts = [param(f"layers.{layer}.experts.{number}.w", 2) for layer in (1, 2, 10, 11) for number in (0, 1)]
-    tree = tree_of([*experts, param("layers.9.w", 3), param("bias.0", 1), param("bias.1", 1), param("a", 1, group=1)])
-    a, bias, layers, other = tree.children
-    assert [str(each.label).split(" ")[0] for each in tree.children] == [
-        "a",
-        "bias.0-1",
-        "layers.1-2,10-11:",
-        "layers.9.w",
+    found = [*experts, param("layers.9.w", 3), param("bias.0", 1), param("bias.1", 1), param("a", 1, group=1)]
+    assert [*param_rows(found)] == [
+        ("a", "[1]", "1 element", "4 B", "group 1"),
+        ("bias.0-1", "2 x [1]", "1 element", "8 B", "group 0"),
+        ("layers.1-2,10-11.experts.0-1.w", "8 x [2]", "2 elements", "64 B", "group 0"),
+        ("layers.9.w", "[3]", "3 elements", "12 B", "group 0"),
     ]
-    assert (
-        "group 1" in str(a.label) and "2 x [1], 1 element" in str(bias.label) and "[3], 3 elements" in str(other.label)
-    )
-    assert "4 alike, 64 B" in str(layers.label)
-    (of_layer,) = layers.children
-    assert "experts.0-1: 2 alike, 16 B" in str(of_layer.label)
-    (leaf,) = of_layer.children
-    assert str(leaf.label).startswith("w ") and "[2], 2 elements, 8 B" in str(leaf.label)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
