@@ -24,17 +24,11 @@ _RULE = f"be a folder with {MANIFEST}, an iteration, or the --save folder of a r
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """A checkpoint.
+    """A checkpoint."""
 
-    Args:
-        path: the folder with the manifest, or what another format's reader takes.
-        is_ours: whether it is in this package's own format.
-        chosen: why this one where there are several, such as "the latest in /save".
-    """
-
-    path: Path
-    is_ours: bool
-    chosen: str = ""
+    path: Path  # the folder with the manifest, or what another format's reader takes
+    is_ours: bool  # whether it is in this package's own format
+    chosen: str = ""  # why this one where there are several, such as "the latest in /save"
 
 
 def find(path: Path) -> CheckpointPath:

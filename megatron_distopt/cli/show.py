@@ -23,17 +23,11 @@ _ANY_WIDTH = 100_000
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of one command.
+    """The outcome of one command."""
 
-    Args:
-        document: everything, as JSON values.
-        parts: the same for people, to be separated by empty lines; a text is printed as it is.
-        status: of the process when it exits.
-    """
-
-    document: Mapping[str, Any]
-    parts: Sequence[RenderableType]
-    status: int = 0
+    document: Mapping[str, Any]  # everything, as JSON values
+    parts: Sequence[RenderableType]  # the same for people, separated by empty lines; a text is printed as it is
+    status: int = 0  # of the process when it exits
 
     def as_text(self, width: int | None) -> str:
         """Renders the parts for people.
@@ -76,19 +70,12 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report.
+    """One line of a report."""
 
-    Args:
-        status: what it means for training.
-        section: "fork", "machine", "environment" or "launch".
-        subject: what was looked at.
-        text: what was found; of a problem also what is required and what to type.
-    """
-
-    status: Status
-    section: str
-    subject: str
-    text: str
+    status: Status  # what it means for training
+    section: str  # "fork", "machine", "environment" or "launch"
+    subject: str  # what was looked at
+    text: str  # what was found; of a problem also what is required and what to type
 
 
 ok, noted, problem = (partial(Finding, status) for status in Status)
