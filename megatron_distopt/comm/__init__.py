@@ -2,11 +2,10 @@
 
 from torch.distributed import ProcessGroup
 
-from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, raise_together
+from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together, show_presence
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
-    carrier_of,
     described,
     gather_to_first,
     scatter_from_first,
@@ -19,12 +18,12 @@ from megatron_distopt.comm.communicator import Communicator, gather_params, redu
 from megatron_distopt.comm.groups import (
     Group,
     available_backends,
+    carrier_of,
     default_backend,
     is_initialized,
 )
-from megatron_distopt.comm.meeting import meet, show_presence
+from megatron_distopt.comm.pending import NO_TIME, CommLog, CommTime, Marker, mark_with, profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
-from megatron_distopt.comm.timing import NO_TIME, CommLog, CommTime, Marker, mark_with, profiled
 
 __all__ = [
     "AS_THEY_ARE",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import pairwise
-from megatron_distopt.comm.groups import Group, named_losses
+from megatron_distopt.comm.groups import Group, carrier_of, named_losses
 from megatron_distopt.comm.pending import BetweenPairs, Done, Pending, begin_in_thread, in_turn
 from megatron_distopt.errors import ConfigError, refusal
 
@@ -57,13 +57,6 @@ class Reduction:
 
 #: Grads are added up as they are.
 AS_THEY_ARE = Reduction()
-
-
-def carrier_of(device: torch.device, group: Group) -> str:
-    """The backend that moves tensors of a device in a group."""
-    config = dist.get_backend_config(group.handle)
-    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    return by_device.get(device.type, config)
 
 
 def shares_memory(device: torch.device, group: Group) -> bool:

@@ -29,8 +29,7 @@ from megatron_distopt.comm.collectives import (
 )
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
-from megatron_distopt.comm.pending import Pending
-from megatron_distopt.comm.timing import NO_TIME, CommTime, profiled, waited_since
+from megatron_distopt.comm.pending import NO_TIME, CommTime, Pending, profiled, waited_since
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError, refusal
 

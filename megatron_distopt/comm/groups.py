@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Event
 
 import torch
@@ -88,10 +89,22 @@ class Group:
             raise InvariantError(refusal("process group", "none", "be there until the last collective", "Report this"))
         return handle
 
+    @cached_property
+    def carriers(self) -> tuple[str, dict[str, str]]:
+        """The configuration of the backend, and its parts by device type."""
+        config = dist.get_backend_config(self.handle)
+        return config, dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+
     @property
     def backend(self) -> str:
         """The name of the backend, such as "gloo" or "nccl"."""
         return str(dist.get_backend(self.handle))
+
+
+def carrier_of(device: torch.device, group: Group) -> str:
+    """The backend that moves tensors of a device in a group."""
+    config, by_device = group.carriers
+    return by_device.get(device.type, config)
 
 
 @contextmanager

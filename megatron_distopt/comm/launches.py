@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pending import Pending
-from megatron_distopt.comm.timing import CommTime, profiled, waited
+from megatron_distopt.comm.pending import CommTime, Pending, profiled, waited
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ def meetings(rank: int, size: int) -> Found:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in seconds.items():
-            patch.setattr(f"megatron_distopt.comm.meeting.{name}", value)
+            patch.setattr(f"megatron_distopt.comm.agree.{name}", value)
         case("nobody knows why", lambda: meet(everyone) if time.sleep(3.5) is None else None)
         case("all come, nobody has shown anything", lambda: meet(everyone))
         undo = show_presence() if not odd else bool

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm import Group, collectives, pairwise, shared_memory
-from megatron_distopt.comm.collectives import begin_reduce_scatter, carrier_of
+from megatron_distopt.comm.collectives import begin_reduce_scatter
+from megatron_distopt.comm.groups import carrier_of
 from megatron_distopt.errors import RanksDisagreeError
 from tests.support.refusals import assert_says
 from tests.support.spawn import RankError, run_ranks

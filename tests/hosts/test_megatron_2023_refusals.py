@@ -670,7 +670,7 @@ def train_with_ours_on_rank_0_only(rank: int, size: int) -> Refused:
         raise RuntimeError("trains")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.comm.meeting.SECONDS_TO_SHOW", 2.0)
+        patch.setattr("megatron_distopt.comm.agree.SECONDS_TO_SHOW", 2.0)
         if rank == 0:
             return at.train()
         patch.setattr(at.fork.training, "get_megatron_optimizer", theirs)

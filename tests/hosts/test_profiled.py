@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import CommLog, CommTime, Marker, mark_with
-from megatron_distopt.comm.timing import _markers
+from megatron_distopt.comm.pending import _markers
 from tests.support.spawn import run_ranks
 
 RANKS, BUCKETS = 2, 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
-from megatron_distopt.comm import Group, gather_params, travel
+from megatron_distopt.comm import Group, gather_params, pairwise
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
@@ -111,10 +111,10 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
         sent += sum(parcel.tensor.nbytes for parcel in outgoing)
         return begin(outgoing, *rest)
 
-    messages_over = "none" if case.by_backend else travel._MESSAGES_OVER
+    messages_over = "none" if case.by_backend else pairwise._MESSAGES_OVER
     with (
         mock.patch.object(exchange, "begin_travel", counted),
-        mock.patch.object(travel, "_MESSAGES_OVER", messages_over),
+        mock.patch.object(pairwise, "_MESSAGES_OVER", messages_over),
     ):
         for step in range(1, 1 + NUM_STEPS):
             for name, each in _grads(step).items():

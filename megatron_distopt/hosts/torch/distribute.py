@@ -17,7 +17,7 @@ from megatron_distopt.hosts.base import StartUp, compare_ranks
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.model import Ranks, ShardedModel, compare_models
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, owner_of
-from megatron_distopt.hosts.torch.plan import Plan, UserRequest, decide
+from megatron_distopt.hosts.torch.plan import Plan, decide
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
@@ -85,9 +85,12 @@ def distribute(
     """
     data = Group.of(process_group)
     ranks = Ranks(data, Group.of(stats_process_group or process_group))
-    request, plan = raise_together(
-        lambda: _planned(_request_of(model, optimizer, config, param_groups, options), data, placement), ranks.stats
-    )
+
+    def planned() -> Plan:
+        chunks, optimizers, merged = _checked(model, optimizer, config, param_groups, options)
+        return _planned(chunks, optimizers, merged, param_groups, data, placement)
+
+    plan = raise_together(planned, ranks.stats)
     step_plan = StepPlan(
         plan.groups,
         plan.choice,
@@ -97,29 +100,32 @@ def distribute(
         data.size,
         excluded_from_norm,
     )
-    _compare(plan, step_plan, request.chunks, ranks)
+    _compare(plan, step_plan, ranks)
     allow_shared_memory(data, plan.config.shared_memory)
     raise_together(lambda: try_collectives(plan.device, data, plan.how), ranks.stats)
-    sharded = ShardedModel(
-        plan, step_plan, request.chunks, ranks, placement=placement, broadcast_buffers=broadcast_buffers
-    )
+    sharded = ShardedModel(plan, step_plan, ranks, placement=placement, broadcast_buffers=broadcast_buffers)
     if ranks.stats.rank == 0:
         announce(_described(sharded, plan, data))
-    return TorchDistributedOptimizer(sharded, plan.torch_groups, request.optimizers)
+    return TorchDistributedOptimizer(sharded, plan.torch_groups, plan.optimizers)
 
 
 def _planned(
-    request: UserRequest, data: Group, placement: Callable[[str, Parameter], Placement]
-) -> tuple[UserRequest, Plan]:
-    for chunk in request.chunks:
+    chunks: Sequence[Module],
+    optimizers: tuple[Optimizer, ...],
+    config: DistOptConfig,
+    param_groups: Sequence[Mapping[str, Any]] | None,
+    data: Group,
+    placement: Callable[[str, Parameter], Placement],
+) -> Plan:
+    for chunk in chunks:
         for name, param in chunk.named_parameters():
             _check_free(name, param)
-    plan = decide(request, data)
+    plan = decide(chunks, optimizers, config, param_groups, data)
     is_whole = plan.choice.updates_whole_params
     whole = {name for group in plan.groups if is_whole or is_muons_group(group.options) for name in group.names}
     for name in sorted(whole):
         _check_whole(placement(name, plan.named[name]), plan.choice.name)
-    return request, plan
+    return plan
 
 
 def _check_whole(place: Placement, optimizer: str) -> None:
@@ -137,8 +143,10 @@ def _check_free(name: str, param: Parameter) -> None:
         raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
 
 
-def _request_of(model: Any, optimizer: Any, config: Any, param_groups: Any, options: Mapping[str, Any]) -> UserRequest:
-    """The arguments of `distribute` as they were meant.
+def _checked(
+    model: Any, optimizer: Any, config: Any, param_groups: Any, options: Mapping[str, Any]
+) -> tuple[list[Module], tuple[Optimizer, ...], DistOptConfig]:
+    """The modules, optimizers and config that were given to `distribute`.
 
     Raises:
         ConfigError: something of another kind was given, with the call that was meant.
@@ -166,7 +174,7 @@ def _request_of(model: Any, optimizer: Any, config: Any, param_groups: Any, opti
     given = () if optimizer is None else optimizers
     for each in given if len(given) > 1 else ():
         _check_without_hooks(each)
-    return UserRequest(chunks, with_options(config or DistOptConfig(), options), param_groups, given)
+    return chunks, given, with_options(config or DistOptConfig(), options)
 
 
 def _check_without_hooks(optimizer: Optimizer) -> None:
@@ -186,14 +194,14 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ConfigError(refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy))
 
 
-def _compare(plan: Plan, step_plan: StepPlan, chunks: Sequence[Module], ranks: Ranks) -> None:
+def _compare(plan: Plan, step_plan: StepPlan, ranks: Ranks) -> None:
     """Collective: a difference between ranks stops all of them."""
     trained = {name: param for each in plan.sets for name, param in each.named.items()}
     layouts = [each.layout for each in plan.sets]
     grad_dtypes = [dtype_name(each.grad_dtype) for each in plan.sets]
     start_up = StartUp(trained, step_plan, layouts, grad_dtypes)
     compare_ranks(start_up, ranks.data, ranks.stats, may_be_empty=True)  # groups of frozen params
-    raise_together(lambda: compare_models(plan.named, chunks, ranks.data), ranks.stats)
+    raise_together(lambda: compare_models(plan.named, plan.chunks, ranks.data), ranks.stats)
 
 
 def _described(sharded: ShardedModel, plan: Plan, data: Group) -> str:

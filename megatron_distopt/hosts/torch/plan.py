@@ -50,60 +50,43 @@ class ParamSet:
 
 
 @dataclass(frozen=True)
-class UserRequest:
-    """What the user gave to `distribute`.
-
-    Args:
-        chunks, config, param_groups: see `distribute`.
-        optimizers: none, one, or Muon and another one.
-    """
-
-    chunks: Sequence[Module]
-    config: DistOptConfig | None
-    param_groups: Sequence[Mapping[str, Any]] | None
-    optimizers: tuple[Optimizer, ...] = ()
-
-
-@dataclass(frozen=True)
 class Plan:
-    """All that is decided before the first byte is allocated.
+    """All that is decided before the first byte is allocated."""
 
-    Args:
-        config: merged.
-        named: every param of the model.
-        torch_groups: param groups with model params; the given optimizers' own dicts.
-        groups: the same with the names of those that train now.
-        sets: of those that train now.
-        choice: the inner optimizer.
-        device: of all params that train.
-        how: grads are reduced.
-    """
-
-    config: DistOptConfig
-    named: Mapping[str, Parameter]
-    torch_groups: list[dict[str, Any]]
-    groups: tuple[ParamGroup, ...]
-    sets: tuple[ParamSet, ...]
+    chunks: Sequence[Module]  # of the model
+    optimizers: tuple[Optimizer, ...]  # that the user gave: none, one, or Muon and another one
+    config: DistOptConfig  # merged
+    named: Mapping[str, Parameter]  # every param of the model
+    torch_groups: list[dict[str, Any]]  # param groups with model params; the given optimizers' own dicts
+    groups: tuple[ParamGroup, ...]  # the same with the names of those that train now
+    sets: tuple[ParamSet, ...]  # of those that train now
     choice: InnerChoice
-    device: torch.device
-    how: Reduction
+    device: torch.device  # of all params that train
+    how: Reduction  # of grads
 
 
-def decide(request: UserRequest, data: Group) -> Plan:
+def decide(
+    chunks: Sequence[Module],
+    optimizers: tuple[Optimizer, ...],
+    config: DistOptConfig | None,
+    param_groups: Sequence[Mapping[str, Any]] | None,
+    data: Group,
+) -> Plan:
     """Decides about params, buffers and the inner optimizer, and moves nothing.
 
     Args:
-        request: see `UserRequest`.
+        chunks, config, param_groups: as of `distribute`.
+        optimizers: none, one, or Muon and another one.
         data: the data-parallel group.
 
     Raises:
         ConfigError, LayoutError
     """
-    config = config_from_environment(os.environ, request.config)
+    config = config_from_environment(os.environ, config)
     # Reverse of registration is roughly the order in which backward finishes gradients.
-    named = dict(reversed(named_params(request.chunks).items()))
+    named = dict(reversed(named_params(chunks).items()))
     _check_model(named)
-    torch_groups = _torch_groups(request, named)
+    torch_groups = _torch_groups(optimizers, param_groups, named)
     trained = _trained(named, torch_groups)
     check_trained(trained, config)
     check_own_memory(named)
@@ -111,14 +94,14 @@ def decide(request: UserRequest, data: Group) -> Plan:
     _check_backend(data, device)
     check_deterministic(config, device, data)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
-    choice = _choose(request.optimizers, config, device, named, data)
+    choice = _choose(optimizers, config, device, named, data)
     if choice.needs_all_grads:
         _check_all_train(torch_groups, choice)
     sets = plan_sets(trained, config, data.size)
     check_offload([(each.layout, _dtype_of(each.named)) for each in sets], config, device, choice)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
-    return Plan(config, named, torch_groups, groups, sets, choice, device, how)
+    return Plan(chunks, optimizers, config, named, torch_groups, groups, sets, choice, device, how)
 
 
 def _choose(
@@ -156,9 +139,12 @@ def _check_model(named: Mapping[str, Parameter]) -> None:
             raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
 
 
-def _torch_groups(request: UserRequest, named: Mapping[str, Parameter]) -> list[dict[str, Any]]:
+def _torch_groups(
+    optimizers: tuple[Optimizer, ...],
+    given: Sequence[Mapping[str, Any]] | None,
+    named: Mapping[str, Parameter],
+) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
-    given, optimizers = request.param_groups, request.optimizers
     if given is None and optimizers:
         # Of one optimizer the list itself, which may grow; of several the dicts, whose options schedulers write.
         groups = optimizers[0].param_groups

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.travel import Parcel, UnderWay, begin_travel
+from megatron_distopt.comm.pairwise import Parcel, UnderWay, begin_travel
 from megatron_distopt.errors import InvariantError, refusal
 from megatron_distopt.layout import MatrixOwner, OwnerPlan, Span, Travel
 
