@@ -44,6 +44,7 @@ class Feature(Enum):
     HOST_BOXES = "megatron-core's `sharded_state_dict()`, which `--ckpt-format torch_dist` calls"
     MOVED_STATE = "`offload_to_cpu()`"
     ADDED_GROUP = "`add_param_group()`"
+    FORK_BUCKETS = "`overlap_grad_reduce`, `overlap_param_gather` or `bucket_size` in a Megatron of 2023"
     PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
 
 
@@ -103,6 +104,11 @@ EXCLUSIONS = (
     ),
     Exclusion(Feature.MUON_OPTIONS, Feature.HOSTS_MUON, "Use the host's --muon-* flags instead."),
     Exclusion(Feature.PARAM_READERS, Feature.OVERLAPPED_GATHER, "Leave one of the two out."),
+    Exclusion(
+        Feature.FORK_BUCKETS,
+        Feature.GATHERED_FORMAT,
+        "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's file of our format.",
+    ),
 )
 
 

@@ -35,7 +35,7 @@ from megatron_distopt.config import (
 from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
 from megatron_distopt.hosts.fixes import needed_fixes
-from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS, FLAG
+from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.hosts.source.block import GROUP
 from megatron_distopt.hosts.source.survey import ParserOption, PatchPointState, Survey, survey

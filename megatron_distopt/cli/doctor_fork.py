@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_distopt.cli.show import Finding, noted, ok, problem
 from megatron_distopt.hosts.detect import MEGATRON_CORE
-from megatron_distopt.hosts.megatron_2023.facts import FLAG
+from megatron_distopt.hosts.megatron_2023.forks import FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.source.survey import ClassInSource, ParserOption, PatchPointState, Survey

@@ -6,6 +6,7 @@ from megatron_distopt.comm.agree import Field, compare, exchange, exchange_toget
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
+    broadcast,
     described,
     gather_to_first,
     scatter_from_first,
@@ -38,6 +39,7 @@ __all__ = [
     "Reduction",
     "allow_shared_memory",
     "available_backends",
+    "broadcast",
     "carrier_of",
     "compare",
     "default_backend",

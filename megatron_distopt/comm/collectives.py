@@ -228,6 +228,12 @@ def scatter_from_first(whole: Tensor | None, part: Tensor, group: Group) -> None
         dist.scatter(part, parts, src=group.global_rank(0), group=group.handle)
 
 
+def broadcast(tensor: Tensor, rank: int, group: Group) -> None:
+    """Collective: every rank gets the values that one rank of the group has."""
+    if group.size > 1:
+        dist.broadcast(tensor, src=group.global_rank(rank), group=group.handle)
+
+
 def sum_over(tensor: Tensor, group: Group) -> None:
     """Collective: sums a small tensor over the group, in place.
 

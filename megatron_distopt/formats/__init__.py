@@ -6,7 +6,7 @@ writers for the files that their fork saves and loads.
 """
 
 from megatron_distopt.formats.common import check_step
-from megatron_distopt.formats.convert import TARGETS, Converted, convert
+from megatron_distopt.formats.conversion import TARGETS, Converted, convert
 from megatron_distopt.formats.recognise import open_any
 
 __all__ = ["TARGETS", "Converted", "check_step", "convert", "open_any"]

@@ -35,9 +35,6 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
     """The update count, wherever the inner optimizer's class keeps it; None where it was lost.
 
     Some classes leave it out in groups that had no param on the rank that wrote them.
-
-    Raises:
-        CheckpointError: there are several.
     """
     steps = {int(as_number(holder["step"])) for holder in holders if holder.get("step") is not None}
     if len(steps) > 1:
@@ -49,11 +46,7 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
 
 
 def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifest:
-    """The same with an update count that the checkpoint lost.
-
-    Raises:
-        CheckpointError: the checkpoint knows another one.
-    """
+    """The same with an update count that the checkpoint lost."""
     known = {group.step for group in head.groups} - {None}
     if resume_step is None or known == {resume_step}:
         return head
@@ -66,11 +59,7 @@ def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifes
 
 
 def check_step(head: Manifest, where: object) -> None:
-    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any.
-
-    Raises:
-        CheckpointError: the state is Adam's, and its update count is unknown.
-    """
+    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any."""
     if head.inner == _ADAM and any(group.step is None for group in head.groups):
         raise CheckpointError(
             f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where this file layout "

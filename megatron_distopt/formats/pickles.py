@@ -159,11 +159,7 @@ def as_number(thing: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """Reads a file of another software, or of `save_whole`; tensors are read when their values are used.
-
-    Raises:
-        CheckpointError: it cannot be read, or names what has no stand-in.
-    """
+    """Reads a file of another software, or of `save_whole`; tensors are read when their values are used."""
     return _load(path, f"File {path}")
 
 
@@ -197,11 +193,7 @@ def _load(source: Path | io.BytesIO, what: str) -> Any:
 
 
 def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:
-    """What torch finds under the names in a file.
-
-    Raises:
-        CheckpointError: a name is on no list.
-    """
+    """What torch finds under the names in a file."""
     yield from ((each, name) for name, each in _WRITABLE.items())
     for name in names:
         if name in _WRITABLE:
@@ -239,11 +231,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> Inert:
-    """The `.metadata` of a distributed checkpoint of torch.
-
-    Raises:
-        CheckpointError: it cannot be read, or names anything that such a file does not need.
-    """
+    """The `.metadata` of a distributed checkpoint of torch."""
     try:
         with open(path, "rb") as file:
             found = _MetadataUnpickler(file).load()
@@ -277,11 +265,7 @@ def understood(where: Path, rule: str) -> Iterator[None]:
 
 
 def save_whole(state: Mapping[Any, Any], path: Path) -> None:
-    """Writes a file as the fork would; complete or not at all.
-
-    Raises:
-        CheckpointError: the disk is full, or fails, or the state holds what was read as an `Inert`.
-    """
+    """Writes a file as the fork would; complete or not at all."""
     unfinished, writer = path.with_name(f"{path.name}.unfinished"), _Writer()
     try:
         disk.make_folder(path.parent)

@@ -12,9 +12,9 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import with_step
 from megatron_distopt.formats.deepspeed import universal
 from megatron_distopt.formats.megatron_2023.file_state import FileState, whole_of
+from megatron_distopt.formats.megatron_2023.fork_groups import ForkEntries, entries_in
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
-from megatron_distopt.formats.megatron_2023.param_groups import ForkEntries, entries_in
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
 from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
 from megatron_distopt.formats.megatron_core import nameless, torch_dist

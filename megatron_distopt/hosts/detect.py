@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
+from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
 from megatron_distopt.version import MEGATRON_CORE as RELEASES
@@ -76,7 +76,7 @@ MEGATRON_2023 = Generation(
     "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
     (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
-    "megatron_distopt.hosts.megatron_2023.adapter",
+    "megatron_distopt.hosts.megatron_2023.factory",
     megatron_2023.check_flags,
 )
 

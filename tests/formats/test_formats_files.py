@@ -564,32 +564,111 @@ def _ends_with(error: pytest.ExceptionInfo[CheckpointError], what: str, rest: st
     assert_says(str(error.value), f"{what.split()[-1]}: {rest}")
 
 
-def _says(error: pytest.ExceptionInfo[CheckpointError], what: str, *values: str) -> None:
-    """What it is about, and everything that a user needs to know."""
-    assert [value for value in (what.split()[-1], *values) if value not in str(error.value)] == []
+def _missing(folder: Path, name: str) -> Path:
+    path = folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
 
 
-def test_open_any_when_there_is_nothing_then_it_says_what_it_looked_for(tmp_path: Path) -> None:
-    rule = "Must be a folder with manifest.json, an iteration folder of a fork, or a file of 'convert --to torch'."
-    with pytest.raises(CheckpointError) as error:
-        open_any(tmp_path / "nowhere")
-    rest = f"no such file or folder. {rule} Give a folder such as SAVE/iter_0000010."
-    _ends_with(error, f"checkpoint {tmp_path / 'nowhere'}", rest)
-    with pytest.raises(CheckpointError) as error:
-        open_any(tmp_path)
-    _ends_with(error, f"checkpoint {tmp_path}", f"nothing of these. {rule} Give a folder such as SAVE/iter_0000010.")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    with pytest.raises(CheckpointError) as error:
-        open_any(tmp_path)
-    rest = f"a --save folder with its iterations. {rule} Give {tmp_path / 'iter_0000010'}."
-    _ends_with(error, f"checkpoint {tmp_path}", rest)
-    folder = Fork().write(tmp_path / "iter_0000010")
-    (folder / "mp_rank_00/distrib_optim.pt").unlink()
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    path = folder / "mp_rank_00/model_optim_rng.pt"
-    rest = f"{path} without optimizer state. {rule} Save it without --no-save-optim."
-    _ends_with(error, f"checkpoint {folder}", rest)
+def _with_model_file(folder: Path, change: Callable[[Any], object]) -> Path:
+    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+        change(state)
+    return folder
+
+
+def _one_too_many(folder: Path) -> Path:
+    shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
+    return _missing(folder, "mp_rank_01_000")
+
+
+def _tracker(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    return folder
+
+
+def _single(path: Path, **content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def _freeze(state: Any) -> None:
+    state["model"]["frozen"] = {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}
+
+
+def _count_again(state: Any) -> None:
+    state["optimizer"]["optimizer"]["param_groups"][1]["step"] = 9
+
+
+NUMEL = sum(each.numel() for key, each in Fork().tensors.items() if key.startswith("main/"))
+ANY, MODEL_FILE = ("manifest.json", "'convert --to torch'"), "mp_rank_00/model_optim_rng.pt"
+ALL_MACHINES, ITS_OWN_FORK = "Copy the whole iteration folder", "this one loads in its own fork alone"
+#: By name: how to make a checkpoint, and what is said of it beside its path.
+REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "nowhere": (lambda to: to, ("does not exist", *ANY, "SAVE/iter_0000010")),
+    "an empty folder": (lambda to: to.mkdir() or to, (*ANY, "SAVE/iter_0000010")),
+    "a --save folder": (_tracker, (*ANY, "Give {}/iter_0000010")),
+    "no optimizer": (
+        lambda to: _missing(Fork().write(to), "mp_rank_00/distrib_optim.pt"),
+        (f"{{}}/{MODEL_FILE}", "--no-save-optim"),
+    ),
+    "a model file too few": (
+        lambda to: _missing(Fork(tp=2, pp=2).write(to), "mp_rank_01_000"),
+        ("3 model files", "2 tensor-parallel ranks and 2 pipeline stages", ALL_MACHINES),
+    ),
+    "another model file": (lambda to: _one_too_many(Fork(tp=2, pp=2).write(to)), ("4 model files", ALL_MACHINES)),
+    "a rank too few": (
+        lambda to: _missing(Fork(layout="per-rank", dp=3).write(to), "mp_rank_00_001"),
+        ("{}/mp_rank_00_001/optim.pt", "3 data-parallel ranks", "all optim.pt of one save"),
+    ),
+    "several counts": (lambda to: _with_model_file(Fork().write(to), _count_again), ("9, 10", "from its start")),
+    "frozen params, gathered": (
+        lambda to: _with_model_file(Fork().write(to), _freeze),
+        (f"param of [{NUMEL}] in chunk 0", f"{NUMEL + 12} elements", "without frozen params"),
+    ),
+    "frozen params, plain": (
+        lambda to: _with_model_file(_write(Fork(), "plain", to), _freeze),
+        ("10 params, 10 of them", "group 0", "the model's 11", "without frozen params"),
+    ),
+    "experts": (
+        lambda to: Fork(options={"moe_expert_parallel_size": 2}).write(to),
+        (f"{{}}/{MODEL_FILE}", "--moe-expert-parallel-size", ITS_OWN_FORK),
+    ),
+    "experts, by a flag": (
+        lambda to: Fork(options={"expert_parallel": True}).write(to),
+        (f"{{}}/{MODEL_FILE}", "--expert-parallel", ITS_OWN_FORK),
+    ),
+    "uneven stages": (
+        lambda to: Fork(pp=2, options={"num_layers": 6}).write(to),
+        ("stage 0", "1 of 6 layers", "each of 2 stages", ITS_OWN_FORK),
+    ),
+    "a stage of its own": (
+        lambda to: Fork(pp=2, options={"standalone_embedding_stage": True}).write(to),
+        ("stage 0", "1 of 2 layers", "each of 2 stages", ITS_OWN_FORK),
+    ),
+    "a later single file": (
+        lambda to: _single(to, format="megatron_distopt.torch", version=2),
+        ("'megatron_distopt.torch' of version 1",),
+    ),
+    "another single file": (lambda to: _single(to, format="another"), ("format 'another'", "'convert --to torch'")),
+    "a single file of lists": (
+        lambda to: _single(to, format="megatron_distopt.torch", version=1, tensors={"main/a": [1.0]}),
+        ("'convert --to torch'", "Convert it again"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_open_any_when_a_checkpoint_is_not_whole_or_not_known_then_it_says_what_and_what_to_do(
+    name: str, tmp_path: Path
+) -> None:
+    make, words = REFUSED[name]
+    path = make(tmp_path / "checkpoint")
+    for call in (lambda: open_any(path), lambda: convert(path, tmp_path / "new", "distopt")):
+        with pytest.raises(CheckpointError) as error:
+            call()
+        assert [word for word in ("{}", *words) if word.replace("{}", str(path)) not in str(error.value)] == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_open_any_when_a_file_is_damaged_then_it_says_which(tmp_path: Path) -> None:
@@ -616,28 +695,6 @@ def test_open_any_when_a_file_names_a_class_of_the_user_then_it_says_how_to_allo
         before = torch.serialization.get_safe_globals()
         assert len(open_any(folder).tensors) == 57
         assert {*map(str, torch.serialization.get_safe_globals())} == {*map(str, before)}
-
-
-def test_open_any_when_a_model_file_is_missing_then_it_says_how_many_there_must_be(tmp_path: Path) -> None:
-    folder = Fork(tp=2, pp=2).write(tmp_path / "iter")
-    shutil.rmtree(folder / "mp_rank_01_000")
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    rest = "3 model files. Must hold one for each of 2 tensor-parallel ranks and 2 pipeline stages. "
-    remedy = "Copy the whole iteration folder, from all machines of the run."
-    _ends_with(error, f"checkpoint {folder}", rest + remedy)
-    shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
-    with pytest.raises(CheckpointError, match="4 model files"):
-        open_any(folder)
-
-
-def test_open_any_when_a_ranks_file_is_missing_then_it_says_which(tmp_path: Path) -> None:
-    folder = Fork(layout="per-rank", dp=3).write(tmp_path / "iter")
-    shutil.rmtree(folder / "mp_rank_00_001")
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    rest = f"no {folder / 'mp_rank_00_001/optim.pt'}. Must hold a file of each of 3 data-parallel ranks. "
-    _ends_with(error, f"checkpoint {folder}", rest + "Give the model file and all optim.pt of one save.")
 
 
 def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: Path) -> None:
@@ -674,16 +731,6 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
     where, rest = path, "10. Must be the 7 of --resume-step. Drop --resume-step: the checkpoint knows it."
     _ends_with(error, f"update count in {where}", rest)
     assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
-
-
-def test_open_any_when_there_are_several_counts_then_it_is_refused(tmp_path: Path) -> None:
-    folder = Fork().write(tmp_path / "iter")
-    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
-        state["optimizer"]["optimizer"]["param_groups"][1]["step"] = 9
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    rest = "9, 10. Must be the same for all params. Convert a run whose params were all trained from its start."
-    _ends_with(error, f"update count in {folder}", rest)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -761,27 +808,6 @@ def test_open_any_when_the_order_is_another_then_the_values_say_so(tmp_path: Pat
         convert(folder, tmp_path / "new", "plain")
 
 
-def test_open_any_when_params_are_frozen_then_the_numbers_do_not_fit(tmp_path: Path) -> None:
-    gathered, plain = (_write(Fork(), layout, tmp_path / layout) for layout in ("gathered", "plain"))
-    for folder in (gathered, plain):
-        with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
-            state["model"]["frozen"] = {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointError) as error:
-        open_any(gathered)
-    numel = sum(each.numel() for key, each in Fork().tensors.items() if key.startswith("main/"))
-    _says(
-        error,
-        f"file {gathered / 'mp_rank_00/distrib_optim.pt'}",
-        f"param of [{numel}] in chunk 0",
-        f"the model's {numel + 12} elements",
-        "of a model without frozen params",
-    )
-    with pytest.raises(CheckpointError) as error:
-        open_any(plain)
-    what = f"optimizer state in {plain / 'mp_rank_00/model_optim_rng.pt'}"
-    _says(error, what, "10 params, 10 of them", "group 0", "the model's 11", "of a model without frozen params")
-
-
 def test_read_when_a_name_does_not_say_how_a_param_is_cut_then_it_is_refused(tmp_path: Path) -> None:
     folder = Fork(tp=2, layout="plain").write(tmp_path / "iter")
     for rank in range(2):
@@ -798,35 +824,6 @@ def test_read_when_a_name_does_not_say_how_a_param_is_cut_then_it_is_refused(tmp
     rest = "another one on tensor-parallel rank 1. Must be cut along a dimension that Megatron's names tell. "
     remedy = "Convert it at tensor-parallel size 1; this name says nothing about how it is cut."
     _ends_with(error, f"param {name!r}", rest + remedy)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"moe_expert_parallel_size": 2}, "--moe-expert-parallel-size"),
-        ({"expert_parallel": True}, "--expert-parallel"),
-    ],
-)
-def test_open_any_when_ranks_hold_other_experts_then_it_is_refused(
-    options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    folder = Fork(options=options).write(tmp_path / "iter")
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    rest = f"with {told}. Must be of a model whose data-parallel ranks hold the same params. "
-    remedy = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
-    _ends_with(error, f"checkpoint {folder / 'mp_rank_00/model_optim_rng.pt'}", rest + remedy)
-
-
-@pytest.mark.parametrize("options", [{"num_layers": 6}, {"standalone_embedding_stage": True}])
-def test_open_any_when_stages_are_uneven_then_it_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    folder = Fork(pp=2, options=options).write(tmp_path / "iter")
-    with pytest.raises(CheckpointError) as error:
-        open_any(folder)
-    layers = options.get("num_layers", 2)
-    rest = f"1 of {layers} layers. Must hold an equal part of them on each of 2 stages. "
-    remedy = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
-    _ends_with(error, f"stage 0 in {folder / 'mp_rank_00_000/model_optim_rng.pt'}", rest + remedy)
 
 
 def test_convert_when_what_it_is_told_makes_no_sense_then_nothing_is_written(tmp_path: Path) -> None:
@@ -859,22 +856,6 @@ def test_convert_when_the_model_files_lack_a_param_then_it_is_refused(tmp_path: 
     name = "language_model.encoder.layers.1.mlp.dense_h_to_4h.bias"
     rest = f"{name!r}, which no model file has. Must hold the params of the model files in {folder}. "
     _ends_with(error, "optimizer state", f"{rest}Give the state and the model of one save.")
-
-
-def test_open_any_when_a_single_file_is_none_of_ours_then_it_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    torch.save({"format": "megatron_distopt.torch", "version": 2}, path)
-    with pytest.raises(CheckpointError, match="of version 1"):
-        open_any(path)
-    torch.save({"format": "another"}, path)
-    with pytest.raises(CheckpointError) as error:
-        open_any(path)
-    rest = "format 'another'. Must be 'megatron_distopt.torch' of version 1, or lie in an iteration folder. "
-    remedy = "Give the iteration folder for a Megatron's file, or a file of 'convert --to torch'."
-    _ends_with(error, f"file {path}", rest + remedy)
-    torch.save({"format": "megatron_distopt.torch", "version": 1, "tensors": {"main/a": [1.0]}}, path)
-    with pytest.raises(CheckpointError, match=r"Must hold what 'convert --to torch' writes\. Convert it again\."):
-        open_any(path)
 
 
 #: By name: a file of one layout, and what in it is not as it must be.

@@ -382,7 +382,7 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
     launched: Callable[[str], Done], name: str, files: str
 ) -> None:
     kinds = {
-        "per-rank files": "per-rank files, state in every rank's file",
+        "per-rank files": "per-rank files, the fork's own",
         "gathered file": "gathered file, a folder that loads at any size",
     }
     assert launched(name).block == [

@@ -21,7 +21,7 @@ import torch
 import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.config import choose_for
+from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
 from tests.support import fork_trees
 from tests.support.mini_fork import MiniFork
 from tests.support.refusals import assert_says

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.config import choose_for, merge_config
+from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for, merge_config
 from tests.support.spawn import run_ranks
 
 Build = Callable[[Any], torch.optim.Optimizer]

@@ -22,7 +22,7 @@ from megatron_distopt import DistOptConfig, MatrixSpec, Muon, TorchDistributedOp
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import kind_of, name_of
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, RanksDisagreeError
-from megatron_distopt.formats.convert import TARGETS, convert
+from megatron_distopt.formats.conversion import TARGETS, convert
 from megatron_distopt.hosts.report import describe
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.step import clip_divisor

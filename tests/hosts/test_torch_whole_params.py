@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.cli.main import main as run_command
 from megatron_distopt.errors import AccessError, ConfigError, DistOptError, LayoutError
-from megatron_distopt.formats.convert import convert
+from megatron_distopt.formats.conversion import convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor

@@ -115,11 +115,7 @@ class _Folder:
 
 
 def open_deepspeed_universal(path: Path) -> Source:
-    """Opens the folder of a step, or of all steps.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Opens the folder of a step, or of all steps."""
     with understood(path, "be a universal checkpoint of DeepSpeed"):
         return _opened(_Folder(_folder_of(path, _LATEST)))
 

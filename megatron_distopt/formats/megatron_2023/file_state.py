@@ -17,8 +17,8 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
+from megatron_distopt.formats.megatron_2023.fork_groups import FileGroup, ForkEntries, written_groups
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import FileGroup, ForkEntries, written_groups
 from megatron_distopt.layout import Box, Span
 
 #: The key of what this package puts into a fork's file, and a key in it.
@@ -79,11 +79,7 @@ def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
 
 
 def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
-    """The state of the whole model from that of all its model files; `written_as` names the format.
-
-    Raises:
-        CheckpointError: the files disagree; `read` raises it where values do not fit.
-    """
+    """The state of the whole model from that of all its model files; `written_as` names the format."""
     kinds, homes = dict(parts[0].kinds), _homes_of(parts)
     for part in parts:
         if part.kinds != kinds:
@@ -195,11 +191,7 @@ class Slices:
 
     @torch.no_grad()
     def read(self, kind: str, number: int) -> Tensor:
-        """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept.
-
-        Raises:
-            CheckpointError: it does not fit the model.
-        """
+        """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept."""
         known = self._last.get(kind)
         if known is None or known[0] != number:  # a param on the border of two ranks is asked for twice
             self._last[kind] = known = (number, self._cut(kind, number))

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, Slices, ours_in, skipped_in
+from megatron_distopt.formats.megatron_2023.fork_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
-from megatron_distopt.formats.megatron_2023.param_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout
@@ -97,11 +97,7 @@ class GatheredFile:
         return skipped_in(self.state)
 
     def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
-        """Those of the grad buffer of a chunk with grads of a dtype, by kind, 1-D: `numel` elements and padding.
-
-        Raises:
-            CheckpointError: they are not there, or of another length.
-        """
+        """Those of the grad buffer of a chunk with grads of a dtype, by kind, 1-D: `numel` elements and padding."""
         where = f"chunk {chunk}, grads {dtype}"
         tensors = _table(_table(self.state, chunk), dtype)
         if _MAIN_IN_FILE not in tensors:
@@ -144,11 +140,7 @@ def is_gathered(file: ModelFile) -> bool:
 
 
 def read_gathered(file: ModelFile) -> FileState:
-    """The state that belongs to one model file.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model, or in an unknown order.
-    """
+    """The state that belongs to one model file."""
     path = file.folder / _GATHERED
     state, entry, origin = load_file(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:

@@ -94,11 +94,7 @@ class ModelFile:
 
 
 def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
-    """All model files of an iteration folder, by stage and then by tensor-parallel rank.
-
-    Raises:
-        CheckpointError: one is missing, or damaged, or the model is cut in a way that its files do not say.
-    """
+    """All model files of an iteration folder, by stage and then by tensor-parallel rank."""
     paths: dict[tuple[int, int], Path] = {}
     for folder in iteration.iterdir() if iteration.is_dir() else ():
         match = _FOLDER.fullmatch(folder.name)

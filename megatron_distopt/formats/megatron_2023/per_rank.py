@@ -18,7 +18,7 @@ optimizer refuses it:
 ::
 
     {"optimizer": {"param_groups": [...]}, "grad_scaler": ...,
-     "megatron_distopt": {"shards": {NAME: {"start": index in the flattened param, "main", "exp_avg", ...: 1-D}}}}
+     "megatron_distopt": {"shards": {NAME: {"span": (start, stop) in the flattened param, "main", ...: 1-D}}}}
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import OURS, FileState, Slices, ours_in, skipped_in
-from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
-from megatron_distopt.formats.megatron_2023.param_groups import (
+from megatron_distopt.formats.megatron_2023.fork_groups import (
     FileGroup,
     entries_in,
     group_decays,
     groups_by_rule,
     identity,
 )
-from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Origin, SavedState
+from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
 T = TypeVar("T")
 
-_OPTIM, _MAINS, _SHARDS, _START = "optim.pt", "shard_fp32_from_float16_groups", "shards", "start"
+_OPTIM, _MAINS, _SHARDS, _SPAN = "optim.pt", "shard_fp32_from_float16_groups", "shards", "span"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
 
 
@@ -92,7 +92,7 @@ def rank_entry(
 
 def named_entry(groups: Sequence[Mapping[str, Any]], shards: Mapping[str, SavedShard]) -> dict[str, Any]:
     """A rank's entry of a run with buckets of its own, without its loss scale; `shards` by name in the whole model."""
-    found = {name: {_START: each.in_param.start, **each.tensors} for name, each in shards.items()}
+    found = {name: {_SPAN: (each.in_param.start, each.in_param.stop), **each.tensors} for name, each in shards.items()}
     return {"optimizer": {"param_groups": list(groups)}, OURS: {_SHARDS: found}}
 
 
@@ -103,9 +103,13 @@ def named_shards(entry: Mapping[str, Any]) -> dict[str, SavedShard] | None:
         return None
     shards = {}
     for name, saved in found.items():
-        tensors = {key: value for key, value in saved.items() if torch.is_tensor(value) and value.dim() == 1}
-        numel = max((tensor.numel() for tensor in tensors.values()), default=0)
-        shards[str(name)] = SavedShard(Span(int(saved[_START]), int(saved[_START]) + numel), tensors)
+        span = Span(*map(int, saved[_SPAN]))
+        tensors = {key: value for key, value in saved.items() if torch.is_tensor(value)}
+        if any(tensor.shape != (span.numel,) for tensor in tensors.values()):
+            raise CheckpointError(
+                f"A shard of {name!r} has not the {span.numel} elements that its file says. {_SAME_SAVE}."
+            )
+        shards[str(name)] = SavedShard(span, tensors)
     return shards
 
 
@@ -117,9 +121,9 @@ def missing_in(entry: Mapping[str, Any]) -> list[str]:
     return missing or [key for key in ("state", "param_groups") if key not in entry["optimizer"]]
 
 
-def rank_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
+def rank_state(entry: Mapping[str, Any], origin: Origin) -> OptimizerEntry:
     """The state in a rank's entry in the fork's form, which lacks nothing."""
-    return SavedState(entry["optimizer"], entry[_MAINS], origin, lists_every_group=True)
+    return OptimizerEntry(entry["optimizer"], entry[_MAINS], origin, lists_every_group=True)
 
 
 def is_per_rank(file: ModelFile) -> bool:
@@ -132,11 +136,7 @@ def _file(model_folder: Path, rank: int) -> Path:
 
 
 def read_per_rank(file: ModelFile) -> FileState:
-    """The state that belongs to one model file.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or has other shards than it must have.
-    """
+    """The state that belongs to one model file."""
     found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
     told = file.number("data_parallel_size", len(found))
     if len(found) < told:

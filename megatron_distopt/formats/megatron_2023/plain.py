@@ -9,7 +9,7 @@
 Numbers go through the groups, in a group in the order in which the fork registers its params; main params are those of
 the 16-bit ones, in the same order, shaped as the params. The values of fp32 params come with the model. A running fork
 hands the entry "optimizer" to every rank, so that a distributed optimizer can be switched on in the middle of training.
-A rank's entry in per-rank files has the same form, with the shards of one rank in the place of params (`SavedState`).
+A rank's entry in per-rank files has the same form, with shards in the place of params (`OptimizerEntry`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
+from megatron_distopt.formats.megatron_2023.fork_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
-from megatron_distopt.formats.megatron_2023.param_groups import entries_in, groups_by_rule
 from megatron_distopt.formats.pickles import save_whole
 
 _MAINS = "fp32_from_fp16_params"
@@ -56,7 +56,7 @@ class ExpectedParam:
 
 
 @dataclass(frozen=True, eq=False)
-class SavedParam:
+class ParamEntry:
     """What a state holds of a param, or of a shard of one."""
 
     name: str  # of the param
@@ -81,7 +81,7 @@ class SavedParam:
 
 
 @dataclass(frozen=True, eq=False)
-class SavedState:
+class OptimizerEntry:
     """An entry "optimizer" of a plain file, or of a rank's."""
 
     inner: Mapping[str, Any]  # torch's own state dict
@@ -100,12 +100,8 @@ class SavedState:
         """Whether it is of an optimizer that had updated anything."""
         return any(self.inner["state"].values())
 
-    def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[SavedParam]:
-        """What it holds of each param of its group number `place`, which must have the `expected` ones, in order.
-
-        Raises:
-            CheckpointError: the group has others.
-        """
+    def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[ParamEntry]:
+        """What it holds of each param of its group number `place`, which must have the `expected` ones, in order."""
         numbers = list(self.groups[place].get("params", ()))
         if self.lists_every_group and len(self.mains) != len(self.groups):
             rule = f"be as many as its {len(self.groups)} param groups"
@@ -118,7 +114,7 @@ class SavedState:
         of_main = iter(left)
         for each, number in zip(expected, numbers, strict=True):
             main = next(of_main) if each.has_main else None
-            saved = SavedParam(each.name, main, self.inner["state"].get(number, {}))
+            saved = ParamEntry(each.name, main, self.inner["state"].get(number, {}))
             for tensor in saved.tensors.values():
                 if tuple(tensor.shape) != each.shape:
                     got, rule = f"{list(tensor.shape)} for {each.name!r}", f"have its shape {list(each.shape)}"
@@ -131,9 +127,9 @@ def is_plain(entry: Mapping[str, Any]) -> bool:
     return _MAINS in entry or {"state", "param_groups"} <= entry.keys()
 
 
-def plain_state(entry: Mapping[str, Any], origin: Origin) -> SavedState:
+def plain_state(entry: Mapping[str, Any], origin: Origin) -> OptimizerEntry:
     """The state in an entry for which `is_plain` holds."""
-    return SavedState(entry.get("optimizer", entry), entry.get(_MAINS) or (), origin)
+    return OptimizerEntry(entry.get("optimizer", entry), entry.get(_MAINS) or (), origin)
 
 
 def is_plain_file(file: ModelFile) -> bool:
@@ -143,14 +139,10 @@ def is_plain_file(file: ModelFile) -> bool:
 
 
 def read_plain(file: ModelFile) -> FileState:
-    """The state in one model file.
-
-    Raises:
-        CheckpointError: it is of other params than the model's.
-    """
+    """The state in one model file."""
     state = plain_state(file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY))
     groups = groups_by_rule(file, state.groups)
-    saved: dict[int, SavedParam] = {}
+    saved: dict[int, ParamEntry] = {}
     for place, group in enumerate(groups):
         params = [file.params[number] for number in group.members]
         expected = [ExpectedParam(each.name, tuple(each.model.shape), each.has_main) for each in params]

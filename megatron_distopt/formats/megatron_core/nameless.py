@@ -94,11 +94,7 @@ class NamelessOptimizer:
 
 
 def open_nameless(path: Path, place: OptimizerPlace) -> NamelessOptimizer:
-    """Opens the state of one optimizer of the run.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or of other buffers.
-    """
+    """Opens the state of one optimizer of the run."""
     if (path / METADATA).is_file():
         return _of_folder(open_dcp(path), place)
     states = _states_in(_loaded(path / place.folder / _OPTIMIZER))

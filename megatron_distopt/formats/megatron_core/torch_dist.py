@@ -55,12 +55,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_torch_dist(path: Path) -> Source:
-    """Opens an iteration folder.
-
-    Raises:
-        CheckpointError: it is damaged or has no optimizer state by name; `read` raises it for values that cannot be the
-            model's.
-    """
+    """Opens an iteration folder."""
     with understood(path, "be a distributed checkpoint of megatron-core"):
         folder = open_dcp(path)
         where = _COMMON_OBJECT if _COMMON_OBJECT in folder.objects else _COMMON

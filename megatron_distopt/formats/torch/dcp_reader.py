@@ -52,24 +52,14 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """A distributed checkpoint.
-
-    Args:
-        folder: that holds it.
-        tensors: by key, in the order in which they were saved.
-        objects: of everything else.
-    """
+    """A distributed checkpoint."""
 
     folder: Path
-    tensors: Mapping[str, DcpTensor]
-    objects: Mapping[str, StoredBytes]
+    tensors: Mapping[str, DcpTensor]  # by key, in the order in which they were saved
+    objects: Mapping[str, StoredBytes]  # everything else, by key
 
     def read_box(self, key: str, box: Box) -> Tensor:
-        """A part of a tensor; what lies elsewhere is not read.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or elements are not there.
-        """
+        """A part of a tensor; what lies elsewhere is not read."""
         tensor = self.tensors[key]
         found, numel = torch.empty(box.sizes, dtype=tensor.dtype), 0
         for chunk in tensor.chunks:
@@ -92,11 +82,7 @@ class DcpFolder:
             raise CheckpointError(refusal(f"file {path}", error, "be readable", _REMEDY)) from error
 
     def read_object(self, key: str) -> Any:
-        """An object that is no tensor; see `pickles.load_bytes`.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """An object that is no tensor; see `pickles.load_bytes`."""
         stored = self.objects[key]
         path = self.folder / stored.file
         try:
@@ -109,11 +95,7 @@ class DcpFolder:
 
 
 def open_dcp(folder: Path) -> DcpFolder:
-    """Reads the metadata.
-
-    Raises:
-        CheckpointError: it is damaged, or is no such metadata.
-    """
+    """Reads the metadata."""
     metadata = load_metadata(folder / METADATA)
     try:
         stored = dict(_stored_in(attribute(metadata, "storage_data")))

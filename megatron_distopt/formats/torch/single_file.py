@@ -28,11 +28,7 @@ _FORMAT, _VERSION = "megatron_distopt.torch", 1
 
 
 def open_torch_file(path: Path) -> Source:
-    """The state in a file that `write_torch_file` wrote.
-
-    Raises:
-        CheckpointError: it is anything else.
-    """
+    """The state in a file that `write_torch_file` wrote."""
     state = load_file(path)
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != _FORMAT or state.get("version") != _VERSION:
@@ -63,11 +59,7 @@ def _head(state: Mapping[str, Any]) -> Manifest:
 
 
 def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Writes all tensors into one file; they are in memory together.
-
-    Raises:
-        CheckpointError: the disk is full, or fails; `read` of the source raises it for damaged tensors.
-    """
+    """Writes all tensors into one file; they are in memory together."""
     head, tensors = replace(source.head, files=(), tensors={}), {}
     for key in source.tensors:
         tensors[key] = source.read(key).contiguous()

@@ -31,11 +31,10 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam
-from megatron_distopt.hosts.megatron_2023.buffers import main_grads, take_over
 from megatron_distopt.hosts.megatron_2023.communication import Communication
-from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
-from megatron_distopt.hosts.megatron_2023.start import Request, Start, plan_start
-from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
+from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, plan_start
+from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
+from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads, main_grads, take_over
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.watch import Watch
 from megatron_distopt.hosts.written import RemainderWatch
@@ -47,7 +46,7 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 TIMERS = StepTimers()
 #: Where the state is kept, as the start-up block says it.
 _FILES = {"distopt": "a folder that loads at any size", "gathered": "state gathered into one file"}
-_PER_RANK_FILES = "state in every rank's file"
+_PER_RANK_FILES = ("named shards, which the fork reads after convert --to per-rank", "the fork's own")
 
 
 class BuiltOptimizer(HostDistributedOptimizer):
@@ -112,12 +111,12 @@ class BuiltOptimizer(HostDistributedOptimizer):
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
         self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in start.host_groups]
         self.host_is_torchs = is_torchs(optimizer)
-        self._may_be_stale = True
-        self._placed = [PlacedParam(name, param) for name, param in self.start.named.items()]
-        self._members = GroupMembers(self.optimizer)
+        self.may_be_stale = True
+        self.placed_params = [PlacedParam(name, param) for name, param in self.start.named.items()]
+        self.members = GroupMembers(self.optimizer)
         self.written = RemainderWatch(self.sharded, self.start.named)
         numbers = torch.empty((), dtype=stats_dtype(self.sharded.device), device=self.sharded.device)
-        self._used = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
+        self.used_grads = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
         if self.everyone.rank == 0:
             self._announce()
 
@@ -128,7 +127,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         found: set[str] = set()
         grads = {name: grad for plan in start.buffers for name, grad in main_grads(plan.params).items()}
         with Watch(grads, found.add, writes_only=True):
-            self._add_up_over_model_ranks(get_args(), None)
+            self.add_up_over_model_ranks(get_args(), None)
         return frozenset().union(*exchange(found, start.data))
 
     def _compare_ranks(self, start: Start) -> None:
@@ -141,7 +140,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         kind = (
             f"gathered file, {_FILES[self.sharded.config.checkpoint_format]}"
             if self.gathers_state
-            else f"per-rank files, {_PER_RANK_FILES}"
+            else f"per-rank files, {_PER_RANK_FILES[self.has_forks_buckets]}"
         )
         sharded = sharded_over(self.start.device, self.start.data, self.start.how)
         groups = f"groups     {self.everyone.size} ranks, {sharded}"
@@ -153,7 +152,12 @@ class BuiltOptimizer(HostDistributedOptimizer):
         """Gathered file rather than per-rank files: whether the fork keeps optimizer state in one gathered file."""
         return hasattr(HostDistributedOptimizer, GATHERS_STATE)
 
-    def _add_up_over_model_ranks(self, args: Any, timers: Any) -> None:
+    @property
+    def has_forks_buckets(self) -> bool:
+        """Whether each grad buffer is cut into shards as the fork cuts it; the same on all ranks."""
+        return all(buffer.plan.is_in_place for buffer in self.grad_buffers)
+
+    def add_up_over_model_ranks(self, args: Any, timers: Any) -> None:
         """Collective: what tensor- and pipeline-parallel ranks hold twice."""
         phase = phases(args, timers)
         with phase(TIMERS.layernorm):

@@ -21,29 +21,32 @@ from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
-from megatron_distopt.hosts.megatron_2023.facts import has_gates
-from megatron_distopt.hosts.megatron_2023.groups import expert_place, is_expert
-from megatron_distopt.hosts.megatron_2023.state import (
+from megatron_distopt.hosts.megatron_2023.fork_files import (
+    RankState,
+    load_gathered,
+    load_rank_state,
+    open_plain,
+    open_rank_state,
+    rank_state_dict,
+    save_gathered,
+)
+from megatron_distopt.hosts.megatron_2023.fork_head import (
     check_head,
-    check_plain,
-    check_state_per_rank,
     group_dicts,
     is_of_other_kind,
     load_groups,
     load_loss_scale,
-    load_plain,
-    load_state_per_rank,
     saved_step,
-    state_per_rank,
 )
-from megatron_distopt.hosts.megatron_2023.state_gathered import load_gathered, save_gathered
+from megatron_distopt.hosts.megatron_2023.forks import has_gates
+from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.whole_params import head_entry
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
-class CheckpointCalls:
+class ForkCheckpoints:
     """What the optimizer answers to the fork's checkpointing.
 
     Args:
@@ -66,13 +69,10 @@ class CheckpointCalls:
         self._take_back: Callable[[], None] = _nothing
 
     def state_dict(self) -> dict[str, Any]:
-        """What a gathered file lacks; with per-rank files all of this rank's state, see `state_per_rank`.
-
-        Collective over the data-parallel ranks with per-rank files and more than the fork's one bucket.
-        """
+        """What a gathered file lacks; with per-rank files all of this rank's state."""
         self._optimizer.finish_param_gather()
         if not self._optimizer.gathers_state:
-            return state_per_rank(self._optimizer)
+            return rank_state_dict(self._optimizer, whole_model_of(self._optimizer))
         named = head_entry(self._optimizer.sharded.plan.choice)
         state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer), **named}}
         if self._optimizer.grad_scaler is not None:
@@ -94,16 +94,17 @@ class CheckpointCalls:
             hook.loaded()
         self._optimizer.finish_param_gather()
         state_dict = self._without_constant_scale(state_dict)
-        if is_plain(state_dict):
-            raise_together(lambda: check_plain(self._optimizer, state_dict), self._everyone, "load")
-            load_plain(self._optimizer, state_dict)
-        elif not self._optimizer.gathers_state:
-            raise_together(lambda: check_state_per_rank(self._optimizer, state_dict), self._everyone, "load")
-            load_state_per_rank(self._optimizer, state_dict)
-        else:
+        if not is_plain(state_dict) and self._optimizer.gathers_state:
             raise_together(lambda: check_head(self._optimizer, state_dict), self._everyone, "load")
             self._load_head(state_dict)
             return
+
+        def opened() -> RankState:
+            if is_plain(state_dict):
+                return open_plain(self._optimizer, state_dict)
+            return open_rank_state(self._optimizer, state_dict, whole_model_of(self._optimizer))
+
+        load_rank_state(self._optimizer, raise_together(opened, self._everyone, "load"), state_dict)
         self._has_whole_state = True
         self._optimizer.written.forget()
         self._optimizer.communication.gather_now()
@@ -143,12 +144,7 @@ class CheckpointCalls:
         self._saver.save(folder, whole_model_of(self._optimizer))
 
     def load_parameter_state(self, filename: str) -> None:
-        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after `load_state_dict`.
-
-        Raises:
-            CheckpointError: on a rank that finds a fault; params and state are as before on all ranks then.
-            RanksDisagreeError: on the others, with that rank's text.
-        """
+        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after `load_state_dict`."""
         has_whole_state, self._has_whole_state = self._has_whole_state, False
         if has_whole_state or getattr(get_args(), "no_load_optim", False):
             return

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch.nn import Module, Parameter
 
 from megatron_distopt.comm import CommLog, CommTime, Communicator, Group, gather_params, reduce_grads
-from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer, main_grads
-from megatron_distopt.hosts.megatron_2023.start import Start, num_microbatches_of
+from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of
+from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer, main_grads
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
 
@@ -19,12 +19,6 @@ class Communication:
 
     Experts are owned by other ranks than the dense params. Their communication is never overlapped, so that ranks which
     share some groups and not others cannot wait for each other in different ones.
-
-    Args:
-        start: what was decided.
-        buffers: of this rank.
-        models: the fork's chunks.
-        everyone: all ranks; the first one logs.
     """
 
     def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module], everyone: Group) -> None:
@@ -60,11 +54,7 @@ class Communication:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it, the fork may change gradients; from now on these are reduced afterwards.
-
-        Raises:
-            LayoutError: the bucket of such a gradient is under way.
-        """
+        """Within it, the fork may change gradients; from now on these are reduced afterwards."""
         if self._watch is None:
             yield
         else:

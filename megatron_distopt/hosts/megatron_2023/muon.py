@@ -16,9 +16,9 @@ from megatron_distopt.comm import Group
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.inner import groups_of
-from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
-from megatron_distopt.hosts.megatron_2023.config import Inner, choose_for
-from megatron_distopt.hosts.megatron_2023.facts import has_gates
+from megatron_distopt.hosts.megatron_2023.base_optimizer import Inner, choose_for
+from megatron_distopt.hosts.megatron_2023.forks import has_gates
+from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan
 from megatron_distopt.hosts.muon import (
     check_is_adam,
     config_for_adam,

@@ -8,34 +8,26 @@ run that class's constructor, which knows CUDA tensors by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.errors import HostError, LayoutError, refusal
-from megatron_distopt.hosts.between_steps import not_copied, notice_for, params_that_left, raising
-from megatron_distopt.hosts.megatron_2023.built import TIMERS, BuiltOptimizer, phases
-from megatron_distopt.hosts.megatron_2023.checkpoint import CheckpointCalls
-from megatron_distopt.hosts.megatron_2023.facts import HostRange
-from megatron_distopt.hosts.megatron_2023.resplit import shards_of
-from megatron_distopt.hosts.megatron_2023.used_grads import UsedGrads
-from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.step import (
-    StepAction,
-    advance,
-    clip_divisor,
-    decide,
-    finish_deferred_check,
-    measure,
-    measure_now,
-    write_model,
+from megatron_distopt.errors import HostError
+from megatron_distopt.hosts.between_steps import not_copied
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
+from megatron_distopt.hosts.megatron_2023.checkpoint import ForkCheckpoints
+from megatron_distopt.hosts.megatron_2023.fork_files import shards_of
+from megatron_distopt.hosts.megatron_2023.forks import HostRange
+from megatron_distopt.hosts.megatron_2023.step import (
+    StepOfHost,
+    bring_params_back,
+    gather_params,
+    reduce_grads,
+    take_step,
 )
-
-#: (updated, gradient norm or None, zeros or None), as the fork's.
-StepOfHost = tuple[bool, float | None, int | None]
+from megatron_distopt.optimizer.step import clip_divisor, measure_now
 
 
 class DistributedOptimizer(BuiltOptimizer):
@@ -43,7 +35,7 @@ class DistributedOptimizer(BuiltOptimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoints = CheckpointCalls(self)
+        self._checkpoints = ForkCheckpoints(self)
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
         """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`.
@@ -52,13 +44,8 @@ class DistributedOptimizer(BuiltOptimizer):
             args: of the fork.
             timers: of the fork.
         """
-        self._used.look()
-        with self.communication.watched():
-            self._add_up_over_model_ranks(args, timers)
-        with phases(args, timers)(TIMERS.reduce_scatter):
-            self.communication.reduce()
+        reduce_grads(self, args, timers)
 
-    @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> StepOfHost:
         """Collective: measures, updates and rounds into this rank's shards; after `reduce_model_grads`.
 
@@ -73,61 +60,13 @@ class DistributedOptimizer(BuiltOptimizer):
                 one of them; deferred as well.
             HostError: it was given a closure.
         """
-        _check_no_closure(args)
-        phase, sharded = phases(args, timers), self.sharded
-        self.finish_param_gather()
-        notice, hooks = self._look_between_steps(), self._checkpoints.hooks
-        for hook in hooks:
-            hook.before()
-        with phase(TIMERS.attach):
-            grads = sharded.main_grads()
-        with phase(TIMERS.measure):
-            finish_deferred_check([sharded], self.everyone)
-            measured = measure([sharded], [grads], self.everyone, notice)
-            (decision,) = decide([sharded], measured, self.everyone)
-        if decision.action is StepAction.SKIP:
-            for hook in hooks:
-                hook.after(decision)
-            self._used.mark()
-            return False, None, None
-        with phase(TIMERS.clip):
-            norm = decision.norm_to_log
-        with phase(TIMERS.zeros):
-            num_zeros = decision.zeros_to_log  # counted while the gradient was measured
-        with phase(TIMERS.inner):
-            advance(sharded, grads, decision)
-        with phase(TIMERS.write):
-            write_model(sharded)
-        for hook in hooks:
-            hook.after(decision)
-        return True, norm if self.clip_grad > 0 else None, num_zeros
+        if callable(args):
+            raise HostError(
+                "step was given a closure, and takes the fork's arguments and timers. Compute the loss before it, and "
+                "call step(args, timers)."
+            )
+        return take_step(self, self._checkpoints.hooks, args, timers)
 
-    def _look_between_steps(self) -> Notice:
-        """What the user did to params, grads and groups since the last step, and what of it has to be raised.
-
-        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
-        the main params count, as with the fork's own optimizer.
-        """
-        try:
-            self._members.check()
-            self._bring_params_back(with_values=self._may_be_stale)
-            if not self._may_be_stale:
-                self.written.check()
-        except LayoutError as error:
-            return notice_for(raising(error), torch.ones_like(self._used.found), self.everyone)
-        if self._may_be_stale:
-            self.sharded.follow_model()
-            self.written.forget()
-            self._may_be_stale = False
-        found = self._used.found
-        return notice_for(partial(UsedGrads.check, found.clone()), found, self.everyone)
-
-    def _bring_params_back(self, *, with_values: bool) -> None:
-        """See [Note: params that have left] in between_steps.py."""
-        for each in params_that_left(self._placed):
-            each.bring_back(with_values=with_values)
-
-    @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
         """Collective: every rank gets the new params.
 
@@ -135,9 +74,7 @@ class DistributedOptimizer(BuiltOptimizer):
             args: of the fork.
             timers: of the fork.
         """
-        with phases(args, timers)(TIMERS.gather):
-            self.communication.gather()
-        self._used.mark()
+        gather_params(self, args, timers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; the others are zeroed here.
@@ -161,7 +98,7 @@ class DistributedOptimizer(BuiltOptimizer):
         One child calls it after every resume; main params that still round to the model's are more precise and stay.
         """
         self.finish_param_gather()
-        self._bring_params_back(with_values=True)
+        bring_params_back(self, with_values=True)
         self.sharded.follow_model()
         self.written.forget()
 
@@ -214,23 +151,17 @@ class DistributedOptimizer(BuiltOptimizer):
         return {key: HostRange(span.start, span.stop) for key, span in spans.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CheckpointCalls.state_dict`."""
+        """See `ForkCheckpoints.state_dict`."""
         return self._checkpoints.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
-        """Collective: see `CheckpointCalls.load_state_dict`; one child gives the iteration, too."""
+        """Collective: see `ForkCheckpoints.load_state_dict`; one child gives the iteration, too."""
         self._checkpoints.load_state_dict(state_dict)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Collective: see `CheckpointCalls.save_parameter_state`."""
+        """Collective: see `ForkCheckpoints.save_parameter_state`."""
         self._checkpoints.save_parameter_state(filename)
 
     def load_parameter_state(self, filename: str) -> None:
-        """Collective: see `CheckpointCalls.load_parameter_state`."""
+        """Collective: see `ForkCheckpoints.load_parameter_state`."""
         self._checkpoints.load_parameter_state(filename)
-
-
-def _check_no_closure(args: Any) -> None:
-    if callable(args):
-        rule, remedy = "get the fork's arguments and timers", "Compute the loss before it, and call step(args, timers)"
-        raise HostError(refusal("step", "a closure", rule, remedy))

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
-from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
+from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.hosts.source.block import BEGIN, END, intact_block

@@ -18,7 +18,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
-from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS
+from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -27,32 +27,17 @@ from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 
 @dataclass(frozen=True)
 class Inner:
-    """The inner optimizer that takes the place of the fork's base optimizer.
+    """The inner optimizer that takes the place of the fork's base optimizer."""
 
-    Args:
-        choice: what is built.
-        groups: the fork's param groups for it, with model params.
-        host_groups: the same with all that the fork's own inner optimizer keeps in them.
-    """
-
-    choice: InnerChoice
-    groups: Sequence[Mapping[str, Any]]
-    host_groups: Sequence[Mapping[str, Any]]
+    choice: InnerChoice  # what is built
+    groups: Sequence[Mapping[str, Any]]  # the fork's param groups for it, with model params
+    host_groups: Sequence[Mapping[str, Any]]  # the same with all that the fork's own inner optimizer keeps in them
 
 
 def merge_config(
     options: DistOptConfig, base: Optimizer, clip_grad: float, count_zeros: bool, grad_scaler: Any
 ) -> DistOptConfig:
-    """Adds the fork's settings to the options of this package.
-
-    Args:
-        options: what the fork has no flag for.
-        base: the fork's base optimizer, whose hyperparameters are the fork's.
-        clip_grad, count_zeros, grad_scaler: as the fork gives them to its own distributed optimizer.
-
-    Raises:
-        ConfigError: code gave an option another value than the fork.
-    """
+    """Adds the fork's settings, and the hyperparameters of its base optimizer, to the options of this package."""
     defaults = base.defaults
     own = {
         "lr": float(defaults.get("lr") or 0.0),
@@ -70,10 +55,7 @@ def merge_config(
 def with_host_state(config: DistOptConfig, args: object, device_type: str) -> DistOptConfig:
     """Takes --cpu-optimizer of a fork for all state on the host, unless the option for it is given.
 
-    Args:
-        config: merged.
-        args: of the fork.
-        device_type: of the params; on the CPU the flag names an implementation, see `choose_for`.
+    On the CPU the flag names an implementation instead, see `choose_for`.
     """
     is_asked_for = getattr(args, "cpu_optimizer", False) and device_type != CPU
     if not is_asked_for or "offload_fraction" in config.explicit:
@@ -86,16 +68,8 @@ def choose_for(
 ) -> Inner:
     """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
 
-    Args:
-        base: the fork's base optimizer over model params.
-        config: merged.
-        args: of the fork; --ds-fused-adam and --cpu-optimizer name an implementation.
-        device_type: of the params.
-        params: that it is for; needed by a class that updates whole params.
-
-    Raises:
-        ConfigError: an implementation that was asked for cannot be had, or has not what the fork's has, or updates
-            neither elements nor params by themselves.
+    Of the fork's `args`, --ds-fused-adam and --cpu-optimizer name an implementation. A class that updates whole params
+    needs `params`.
     """
     named, unserved = _as_named_by_host(config, args), _unserved(base)
     is_asked_for = "optimizer" in config.explicit or named.adam != "auto"

@@ -24,16 +24,15 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
-from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.config import (
+from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     Inner,
     check_model,
     choose_for,
     merge_config,
     with_host_state,
 )
-from megatron_distopt.hosts.megatron_2023.facts import check_flags
-from megatron_distopt.hosts.megatron_2023.groups import dense_group
+from megatron_distopt.hosts.megatron_2023.forks import check_flags
+from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.muon import choose_muon_for
 from megatron_distopt.hosts.muon import MUON
 from megatron_distopt.hosts.whole_params import trained_params
@@ -49,38 +48,24 @@ _COUNT, _COUNTED_IN = "get_num_microbatches", ("megatron", "megatron.global_vars
 
 @dataclass(frozen=True)
 class Request:
-    """What the fork gives to the constructor of its distributed optimizer.
+    """What the fork gives to the constructor of its distributed optimizer."""
 
-    Args:
-        base: the fork's base optimizer over model params.
-        clip_grad, count_zeros, grad_scaler: as the fork gives them.
-        models: chunks, wrapped by the fork's local DistributedDataParallel.
-        options: ours, before what the fork's arguments and MEGATRON_DISTOPT_* variables say.
-    """
-
-    base: Optimizer
+    base: Optimizer  # the fork's base optimizer over model params
     clip_grad: float
     count_zeros: bool
     grad_scaler: Any
-    models: Sequence[Module]
-    options: DistOptConfig | None
+    models: Sequence[Module]  # chunks, wrapped by the fork's local DistributedDataParallel
+    options: DistOptConfig | None  # before what the fork's arguments and MEGATRON_DISTOPT_* variables say
 
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """Which communication is overlapped, and in which buckets.
+    """Which communication is overlapped, and in which buckets."""
 
-    Args:
-        grads: whether their reduction is overlapped with backward.
-        params: whether their gather is overlapped with the next forward pass.
-        bucket_size: from the elements of a buffer to those of a bucket; None for one bucket a buffer.
-        why_not: the reason why grads are not overlapped, for the start-up block.
-    """
-
-    grads: bool
-    params: bool
-    bucket_size: Callable[[int], int] | None
-    why_not: str = ""
+    grads: bool  # with backward
+    params: bool  # with the next forward pass
+    bucket_size: Callable[[int], int] | None  # from elements of a buffer to those of a bucket; None for one bucket
+    why_not: str = ""  # the reason why grads are not overlapped, for the start-up block
 
     def __str__(self) -> str:
         grads = "overlapped with backward" if self.grads else f"after backward ({self.why_not})"
@@ -92,34 +77,19 @@ _NO_OVERLAP = OverlapPlan(grads=False, params=False, bucket_size=None)
 
 @dataclass(frozen=True)
 class Start:
-    """What was decided.
+    """What was decided."""
 
-    Args:
-        named: params that are updated, by name.
-        buffers: in the order in which every rank reduces them.
-        data: the ranks over which dense params are sharded.
-        device: of all params.
-        plan: of the step.
-        how: see `Reduction`. fp16 grads are divided before they are added up; others are averaged in the step.
-        host_groups: what a file of the fork has of each param group.
-        overlap: which communication is overlapped, and in which buckets.
-    """
-
-    named: Mapping[str, Parameter]
-    buffers: tuple[BufferPlan, ...]
-    data: Group
-    device: torch.device
+    named: Mapping[str, Parameter]  # params that are updated, by name
+    buffers: tuple[BufferPlan, ...]  # in the order in which every rank reduces them
+    data: Group  # the ranks over which dense params are sharded
+    device: torch.device  # of all params
     plan: StepPlan
-    how: Reduction
-    host_groups: Sequence[Mapping[str, Any]]
+    how: Reduction  # fp16 grads are divided before they are added up; others are averaged in the step
+    host_groups: Sequence[Mapping[str, Any]]  # what a file of the fork has of each param group
     overlap: OverlapPlan = _NO_OVERLAP
 
     def overlapping(self) -> Start:
-        """The same with the decision about overlap; after the ranks of `data` have communicated once.
-
-        Raises:
-            ConfigError: an option asks for what this fork does not allow.
-        """
+        """The same with the decision about overlap; after the ranks of `data` have communicated once."""
         overlap = _plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
 
@@ -211,20 +181,9 @@ def num_microbatches_of() -> Callable[[], int] | None:
 def _plan_overlap(
     config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
 ) -> OverlapPlan:
-    """Decides by the options and by what this fork allows.
-
-    Args:
-        config: merged.
-        data: the ranks over which dense params are sharded.
-        buffers: each of one bucket, as the fork has them.
-        device: of all params.
-        args: of the fork.
-
-    Raises:
-        ConfigError: an option asks for what this fork does not allow.
-    """
+    """Decides by the options and by what this fork allows; each of the buffers is one bucket, as the fork has them."""
     check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
-    check_compatible(config, _param_readers(args))
+    check_compatible(config, _param_readers(args) | _bucket_options(config, data))
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     params = config.overlap_param_gather and data.size > 1
@@ -238,6 +197,16 @@ def _param_readers(args: object) -> dict[Feature, str]:
         return {Feature.PARAM_READERS: "--log-params-norm"}
     if getattr(args, "vision_pretraining_type", None) == "dino":
         return {Feature.PARAM_READERS: "--vision-pretraining-type dino"}
+    return {}
+
+
+def _bucket_options(config: DistOptConfig, data: Group) -> dict[Feature, str]:
+    """Options that cut grads or params into buckets, which the fork's own file has no place for."""
+    if config.bucket_size is not None:
+        return {Feature.FORK_BUCKETS: f"bucket_size={config.bucket_size}"}
+    if config.overlap_grad_reduce or (config.overlap_param_gather and data.size > 1):
+        name = "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
+        return {Feature.FORK_BUCKETS: name}
     return {}
 
 
@@ -255,6 +224,7 @@ def _why_not(
     numel_of, dense = _bucket_size(config, data), [each.layout.numel for each in buffers if not each.is_ours]
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
+        "the fork's file is asked for": config.checkpoint_format == "gathered",
         "one data-parallel rank": data.size == 1,
         "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
         "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),

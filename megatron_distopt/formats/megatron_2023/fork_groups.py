@@ -61,11 +61,7 @@ def _without(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[FileGroup, ...]:
-    """Which params were in which of the saved groups, by Megatron's rule.
-
-    Raises:
-        CheckpointError: two groups would take the same params, or the rule fits the groups not at all.
-    """
+    """Which params were in which of the saved groups, by Megatron's rule."""
     by_decay = {group_decays(group): group for group in groups}
     members = {
         decay: tuple(

@@ -4,52 +4,105 @@ The fork keeps one grad buffer for each grad dtype of a chunk and leaves the par
 kept, each as one bucket, and the params move into param buffers. Three things do not fit into the fork's buffer and get
 one of their own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer
 whose padding fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into
-buckets, each of which has padding (start.py). The fork's index map stays; its files have the params in that order.
+buckets, each of which has padding (decisions.py). The fork's index map stays; its files have the params in that order.
+
+Dense params are sharded over the data-parallel group; with Ulysses sequence parallelism over the sequence-data group,
+because ranks that hold other parts of a sequence hold the same params too. Expert params are sharded over the ranks
+that hold the same experts.
+
+[Note: used grads] After a step each rank's shard holds sums, which may be divided, and the rest of the buffer what
+this rank alone has contributed. Gradients that are added to that make no sum of anything. The fork's training loop
+zeroes the buffers before each step; its own optimizer uses them for params meanwhile. So the first and the last element
+of each are made infinite after a step: whoever zeroes the buffer, by whatever call, takes that away, and whatever
+finite is added to it does not. A test of them stays on the device, and what it finds is told to all ranks with the
+statistics of the step.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_params, view_of
 from megatron_distopt.comm import Group
+from megatron_distopt.errors import HostError, LayoutError, refusal
 from megatron_distopt.hosts.base import spec_of
-from megatron_distopt.hosts.megatron_2023.groups import dense_group, expert_group, is_expert
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
+
+#: Getters of expert data-parallel groups, newest first.
+_EXPERT_GROUPS = ("get_expert_data_parallel_group", "get_data_modulo_expert_parallel_group")
+
+
+def dense_group() -> Group:
+    """Ranks that hold the same dense params."""
+    size = getattr(mpu, "get_sequence_parallel_world_size", None)
+    if size is not None and size() > 1:
+        return Group.of(mpu.get_sequence_data_parallel_group())
+    return Group.of(mpu.get_data_parallel_group())
+
+
+def is_expert(param: Parameter) -> bool:
+    """Whether other ranks of the dense group hold other experts: what DeepSpeed's and Megatron's layers mark so."""
+    return not getattr(param, "allreduce", True)
+
+
+def expert_group(name: str, param: Parameter) -> Group:
+    """Ranks that hold the same expert as `param`."""
+    group_name = getattr(param, "group_name", None)
+    if group_name is not None and group_name in _groups_of_deepspeed():
+        return Group.of(_groups_of_deepspeed()[group_name])
+    for getter in _EXPERT_GROUPS:
+        if hasattr(mpu, getter):
+            return Group.of(getattr(mpu, getter)())
+    rule = f"belong to a group of DeepSpeed's, or to one that mpu.{_EXPERT_GROUPS[0]}() gives"
+    remedy = "Use the MoE layer of deepspeed.moe, or give mpu that function"
+    raise HostError(refusal(f"expert param {name!r}", f"group_name {group_name!r}", rule, remedy))
+
+
+def expert_place(param: Parameter) -> tuple[int, int]:
+    """(rank, size) of this rank among those that hold different experts."""
+    group_name = getattr(param, "group_name", None)
+    if group_name is not None and group_name in _groups_of_deepspeed():
+        groups = import_module("deepspeed.utils.groups")
+        return groups._get_expert_parallel_rank(group_name), groups._get_expert_parallel_world_size(group_name)
+    if hasattr(mpu, "get_expert_model_parallel_rank"):
+        return mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()
+    return 0, 1
+
+
+def _groups_of_deepspeed() -> dict[str, Any]:
+    """By the name that its MoE layers write on their params; DeepSpeed is loaded where such a layer exists."""
+    if "deepspeed" not in sys.modules:
+        return {}
+    groups: dict[str, Any] = import_module("deepspeed.utils.groups")._get_expert_data_parallel_group_dict()
+    return groups
+
 
 Named = Mapping[str, Parameter]
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The plan for one grad buffer of the fork, or for the experts in it.
+    """The plan for one grad buffer of the fork, or for the experts in it."""
 
-    Args:
-        chunk: number of the model chunk.
-        dtype: of the grads; the fork's key.
-        group: the ranks over which it is sharded.
-        layout: of the grads.
-        params: that are updated from it, by name.
-        in_file: the place of each param in the fork's files, which is its place in the fork's buffer.
-        file_numel: elements in the files, without padding.
-        is_ours: whether the tensor is unknown to the fork's DistributedDataParallel, which will not zero it.
-    """
-
-    chunk: int
-    dtype: torch.dtype
-    group: Group
-    layout: BufferLayout
-    params: Named
-    in_file: Mapping[str, Span]
-    file_numel: int
-    is_ours: bool = False
+    chunk: int  # number of the model chunk
+    dtype: torch.dtype  # of the grads; the fork's key
+    group: Group  # the ranks over which it is sharded
+    layout: BufferLayout  # of the grads
+    params: Named  # that are updated from it, by name
+    in_file: Mapping[str, Span]  # the place of each param in the fork's files, which is that in the fork's buffer
+    file_numel: int  # elements in the files, without padding
+    is_ours: bool = False  # unknown to the fork's DistributedDataParallel, which will not zero it
 
     @cached_property
     def is_in_place(self) -> bool:
@@ -72,15 +125,10 @@ class BufferPlan:
 
 @dataclass(frozen=True)
 class GradBuffer:
-    """One grad buffer with the param buffers of the params that accumulate into it.
-
-    Args:
-        plan: what was decided.
-        sharded: one for each param dtype, the majority first; all with the same grad tensor and layout.
-    """
+    """One grad buffer with the param buffers of the params that accumulate into it."""
 
     plan: BufferPlan
-    sharded: tuple[ShardedBuffer, ...]
+    sharded: tuple[ShardedBuffer, ...]  # one a param dtype, the majority first; all with one grad tensor and layout
 
     @property
     def grad(self) -> Tensor:
@@ -93,15 +141,7 @@ class GradBuffer:
 
 
 def plan_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
-    """All grad buffers of the model, in the order in which every rank reduces them. Moves nothing.
-
-    Args:
-        chunks: wrapped by the fork's DistributedDataParallel with contiguous buffers.
-        name_of: names of all params.
-
-    Raises:
-        HostError, LayoutError
-    """
+    """All grad buffers of the wrapped chunks, in the order in which every rank reduces them. Moves nothing."""
     return tuple(
         plan
         for number, chunk in enumerate(chunks)
@@ -139,12 +179,7 @@ def _adopted(spans: Mapping[str, Span], memory: Any, group: Group) -> BufferLayo
 
 
 def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
-    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there.
-
-    Args:
-        plan: for this rank.
-        chunks: those that it was made for.
-    """
+    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there."""
     chunk: Any = chunks[plan.chunk]
     memory = chunk._grad_buffers[plan.dtype]
     if plan.is_ours:
@@ -190,3 +225,41 @@ def _with_params(plan: BufferPlan, grad: Tensor) -> tuple[ShardedBuffer, ...]:
 
 def _numel(params: Named) -> int:
     return sum(param.numel() for param in params.values())
+
+
+class UsedGrads:
+    """See [Note: used grads].
+
+    Args:
+        grads: the grad buffers of this rank, 1-D.
+        like: says the dtype and device of what `look` finds.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], like: Tensor) -> None:
+        self._grads = [grad for grad in grads if grad.numel() > 1]
+        self._nothing = like.new_zeros(1)
+        #: 1-D [1], above 0 where `look` found such grads.
+        self.found = self._nothing.clone()
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """The grads were used."""
+        for grad in self._grads:
+            grad[:1].fill_(math.inf)
+            grad[-1:].fill_(-math.inf)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Before the grads of a step are reduced; the CPU does not wait."""
+        used = [(grad[:1] == math.inf) & (grad[-1:] == -math.inf) for grad in self._grads]
+        self.found = torch.cat(used).any().to(self._nothing.dtype).view(1) if used else self._nothing.clone()
+
+    @staticmethod
+    def check(found: Tensor) -> None:
+        """Raises for what an earlier `look` has found; waits for the device."""
+        if found.item() > 0:
+            got, rule = "added to those of the step before", "begin at zero in every step"
+            remedy = (
+                "Call zero_grad_buffer() of every model chunk, and optimizer.zero_grad(), before the first backward"
+            )
+            raise LayoutError(refusal("gradients", got, rule, remedy))

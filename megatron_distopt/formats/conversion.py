@@ -133,7 +133,9 @@ def _ranks(opened: Opened, src: Path, dp: int | None) -> int:
     """Data-parallel, of the run that will read the files."""
     known = dp if dp is not None else opened.files[0].number("data_parallel_size") if opened.files else 1
     if known < 1:
-        raise CheckpointError(f"dp for {src} is {dp}. Write --dp 8 for a run on 8 data-parallel ranks.")
+        raise CheckpointError(
+            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 data-parallel ranks."
+        )
     return known
 
 

@@ -19,7 +19,7 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import HostError, HostMismatchError, refusal
 from megatron_distopt.hosts.base import is_used
-from megatron_distopt.hosts.megatron_2023.facts import (
+from megatron_distopt.hosts.megatron_2023.forks import (
     CLASS,
     CLASS_PARAMETERS,
     FLAG,

@@ -1,0 +1,427 @@
+"""The optimizer's state in the forms of the fork's own files, for a running fork.
+
+A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py). With the fork's one bucket for
+each grad buffer it is what the fork's own optimizer reads and writes; a run with buckets of its own writes its shards
+with names. Either is read into any buckets, by ranks that send each other what belongs elsewhere. The gathered file
+(formats/megatron_2023/gathered.py) is written where there is one bucket, and read at any number of ranks: each reads
+what it owns. The state of a run without the distributed optimizer (formats/megatron_2023/plain.py) is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from torch import Tensor
+
+from megatron_distopt.checkpoint import WholeModel
+from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
+from megatron_distopt.formats.megatron_2023.gathered import (
+    GatheredFile,
+    experts_filename,
+    gathered_state,
+    moments_in_file,
+    open_gathered,
+)
+from megatron_distopt.formats.megatron_2023.per_rank import (
+    SavedShard,
+    in_file_order,
+    missing_in,
+    named_entry,
+    named_shards,
+    rank_entry,
+    rank_state,
+)
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin, ParamEntry, plain_state
+from megatron_distopt.formats.pickles import save_whole
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
+from megatron_distopt.hosts.megatron_2023.fork_head import (
+    OF_OTHER_MODEL,
+    WHAT,
+    check_moments,
+    check_update_count,
+    group_dicts,
+    install_state,
+    load_groups,
+    load_loss_scale,
+    match_groups,
+    saved_step,
+    updates_so_far,
+)
+from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
+from megatron_distopt.hosts.whole_params import check_own_entry, own_entry, take_own_entry
+from megatron_distopt.layout import ParamShard, Span, owned_shards
+from megatron_distopt.optimizer.inner import count_updates, moments_of
+from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+
+_OF_OTHER_RANKS = Origin(
+    WHAT, "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to per-rank --dp N"
+)
+_OF_OTHER_LAYOUT = Origin(WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim")
+_OF_OTHER_SAVE = (
+    "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from its weights with "
+    "--no-load-optim"
+)
+_PERMUTED = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
+#: By number of the run's param group, what a state must hold of its params, in the order of the state.
+_Expected = Mapping[int, Sequence[ExpectedParam]]
+
+
+def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
+    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
+    return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
+
+
+def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, Any]:
+    """This rank's own state; every tensor has memory of its own."""
+    shards = {name: _saved_shard(optimizer, name) for name in shards_of(optimizer.sharded)}
+    dicts, step = group_dicts(optimizer), count_updates(optimizer.sharded.inner)
+    counted = {} if step is None else {"step": step}
+    if optimizer.has_forks_buckets:
+        groups = [
+            ({**dicts[number], **counted}, [each.name for each in params])
+            for number, params in _own_params(optimizer).items()
+        ]
+        mains = {name: each.tensors[MAIN] for name, each in shards.items() if MAIN in each.tensors}
+        states: dict[str, dict[str, Any]] = {}
+        for name, each in shards.items():
+            states[name] = {key: tensor for key, tensor in each.tensors.items() if key != MAIN}
+            if optimizer.host_is_torchs and step is not None:
+                states[name]["step"] = torch.tensor(float(step))  # one each, because torch's class counts in place
+        state = rank_entry(groups, mains, states)
+    else:
+        placements = model.shares[0].placements
+        named = {placements[name].name: each for name, each in shards.items()}
+        state = named_entry([{**group, **counted} for group in dicts], named)
+    if optimizer.grad_scaler is not None:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return {**state, **own_entry(optimizer.sharded)}
+
+
+def _saved_shard(optimizer: BuiltOptimizer, name: str) -> SavedShard:
+    """A copy: a view would be saved with everything that it is a view of."""
+    flat, shard = shards_of(optimizer.sharded)[name]
+    kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
+    kept |= moments_of(optimizer.sharded.inner, flat.main)
+    return SavedShard(shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()})
+
+
+def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
+    """What a file in the fork's form has of this rank, by group, in its order; groups without params are left out.
+
+    The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
+    """
+    group_of = {name: number for number, group in enumerate(optimizer.sharded.plan.groups) for name in group.names}
+    here = {shard.name: shard for buffer in optimizer.grad_buffers for shard in _file_shards(buffer, group_of)}
+    by_group: dict[int, list[ExpectedParam]] = {}
+    for name in optimizer.names_as_registered():
+        if name in here:
+            has_main = optimizer.start.named[name].dtype is not torch.float32
+            param = ExpectedParam(name, (here[name].in_param.numel,), has_main)
+            by_group.setdefault(group_of[name], []).append(param)
+    return {number: in_file_order(by_group[number], lambda each: each.has_main) for number in sorted(by_group)}
+
+
+def _file_shards(buffer: GradBuffer, trained: Collection[str]) -> Iterator[ParamShard]:
+    """This rank's part of one buffer in the fork's files, in its order."""
+    for shard in owned_shards(buffer.plan.file_layout, buffer.plan.group.rank):
+        if shard.name in buffer.plan.params and shard.name in trained:
+            yield shard
+
+
+def _whole_params(optimizer: BuiltOptimizer) -> _Expected:
+    params = optimizer.start.named
+    return {
+        number: [
+            ExpectedParam(name, tuple(params[name].shape), params[name].dtype is not torch.float32)
+            for name in group.names
+        ]
+        for number, group in enumerate(optimizer.sharded.plan.groups)
+    }
+
+
+def _saved_in(
+    optimizer: BuiltOptimizer, state: OptimizerEntry, expected: _Expected
+) -> Iterator[tuple[int, Mapping[str, Any], list[ParamEntry]]]:
+    """Each group of the run: its number, the saved group, and its params."""
+    matched = match_groups([optimizer.param_groups[number] for number in expected], state.groups)
+    for (number, params), group in zip(expected.items(), matched, strict=True):
+        place = next(place for place, each in enumerate(state.groups) if each is group)
+        yield number, group, list(state.params(place, params))
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """A state for `load_state_dict`, checked: what it has for this rank before ranks send each other anything."""
+
+    groups: Mapping[int, Mapping[str, Any]]  # saved, by number of the run's group
+    shards: Mapping[str, SavedShard]  # by name in the optimizer
+    step: int | None
+    is_for_this_rank: bool  # whether the shards are exactly those that this rank owns
+
+
+def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState:
+    """The state of a run without the distributed optimizer, of which every rank has all."""
+    check_own_entry(optimizer.sharded, entry)
+    state = plain_state(entry, OF_OTHER_MODEL)
+    saved = list(_saved_in(optimizer, state, _whole_params(optimizer)))
+    _check_all_moments(optimizer, state, saved)
+    owned = shards_of(optimizer.sharded)
+    shards = {}
+    for each in (param for _, _, params in saved for param in params if param.name in owned):
+        span = owned[each.name][1].in_param
+        cut = {key: tensor.reshape(-1)[span.as_slice()] for key, tensor in each.tensors.items()}
+        shards[each.name] = SavedShard(span, cut)
+    return RankState({number: group for number, group, _ in saved}, shards, _step_in(optimizer, state), True)
+
+
+def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: WholeModel) -> RankState:
+    """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
+    missing = missing_in(entry)
+    if missing:
+        raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
+    check_own_entry(optimizer.sharded, entry)
+    named = named_shards(entry)
+    if named is None:
+        state, spans = rank_state(entry, _OF_OTHER_RANKS), dict[str, ParamShard]()
+        saved = list(_saved_in(optimizer, state, _own_params(optimizer)))
+        _check_all_moments(optimizer, state, saved)
+        for buffer in optimizer.grad_buffers:
+            spans |= {shard.name: shard for shard in _file_shards(buffer, optimizer.start.named)}
+        shards = {
+            each.name: SavedShard(spans[each.name].in_param, each.tensors) for _, _, params in saved for each in params
+        }
+        groups = {number: group for number, group, _ in saved}
+        return RankState(groups, shards, _step_in(optimizer, state), optimizer.has_forks_buckets)
+    saved_groups = match_groups(optimizer.param_groups, entry["optimizer"]["param_groups"])
+    name_of = {placement.name: name for name, placement in model.shares[0].placements.items()}
+    unknown = [name for name in named if name not in name_of]
+    if unknown:
+        raise OF_OTHER_MODEL.refused(f"with {unknown[0]!r}", "hold params of the run")
+    shards = {name_of[name]: shard for name, shard in named.items()}
+    for shard in shards.values():
+        check_moments(optimizer, WHAT, shard.tensors.keys() - {MAIN})
+    owned = {name: shard.in_param for name, (_, shard) in shards_of(optimizer.sharded).items()}
+    is_same = {name: shard.in_param for name, shard in shards.items()} == owned
+    has_begun = any(shard.tensors.keys() - {MAIN} for shard in shards.values())
+    step = saved_step(saved_groups)
+    checked = check_update_count(optimizer, step) if step is not None or has_begun else 0
+    return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
+
+
+def _check_all_moments(
+    optimizer: BuiltOptimizer, state: OptimizerEntry, saved: Iterable[tuple[int, Mapping[str, Any], list[ParamEntry]]]
+) -> None:
+    for each in (param for _, _, params in saved for param in params):
+        check_moments(optimizer, WHAT, each.moments, may_be_none=not state.has_begun)
+
+
+def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
+    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
+    step = saved_step(state.groups, list(state.inner["state"].values()))
+    is_known = step is not None or optimizer.sharded.config.resume_step is not None
+    return check_update_count(optimizer, step) if is_known or state.has_begun else 0
+
+
+@torch.no_grad()
+def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[str, Any]) -> None:
+    """Collective: takes a checked state over; the params are not gathered yet."""
+    everywhere = exchange((state.is_for_this_rank, state.groups, state.step, bool(state.shards)), optimizer.start.data)
+    groups, step, owned = state.groups, state.step, shards_of(optimizer.sharded)
+    buffers = [] if all(is_for_it for is_for_it, *_ in everywhere) else optimizer.grad_buffers
+    listed = []
+    for buffer in buffers:
+        mine = [(name, each) for name, each in state.shards.items() if name in buffer.plan.params]
+        listed.append(exchange([(name, each.in_param, tuple(each.tensors)) for name, each in mine], buffer.plan.group))
+    raise_together(lambda: _check_complete(buffers, listed, owned), optimizer.everyone, "load")
+    if buffers:  # a rank may have saved nothing of what it owns now
+        found = {number: group for _, of_rank, _, _ in reversed(everywhere) for number, group in of_rank.items()}
+        groups = dict(sorted(found.items()))
+        step = max((count for _, _, count, has_any in everywhere if has_any and count is not None), default=None)
+    load_groups([optimizer.param_groups[number] for number in groups], list(groups.values()))
+    load_loss_scale(optimizer, entry)
+    for sharded in optimizer.sharded.buffers:
+        sharded.collect()  # fp32 params came with the model, and packed ones are copies of it
+    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
+    for name, saved in () if buffers else state.shards.items():
+        _take(owned[name], saved, moments)
+    for buffer, by_rank in zip(buffers, listed, strict=True):
+        for name, saved in _sent_around(buffer, state.shards, by_rank):
+            if name in owned:
+                _take(owned[name], saved, moments)
+    install_state(optimizer, moments, step)
+    take_own_entry(optimizer.sharded, entry)
+
+
+def _take(
+    owned: tuple[FlatParam, ParamShard], saved: SavedShard, moments: Mapping[FlatParam, dict[str, Tensor]]
+) -> None:
+    """Copies those elements of a saved shard that this rank owns."""
+    flat, shard = owned
+    both = shard.in_param.intersect(saved.in_param)
+    if both is None:
+        return
+    for key, tensor in saved.tensors.items():
+        whole = flat.main if key == MAIN else moments[flat].setdefault(key, flat.zeros())
+        inside = flat.cut(whole, shard)[both.relative_to(shard.in_param.start).as_slice()]
+        inside.copy_(tensor[both.relative_to(saved.in_param.start).as_slice()])
+
+
+#: What each rank of a group saved of one buffer: name, elements of the param, and keys.
+_Listed = Sequence[Sequence[tuple[str, Span, tuple[str, ...]]]]
+
+
+def _check_complete(
+    buffers: Sequence[GradBuffer], listed: Sequence[_Listed], owned: Mapping[str, tuple[FlatParam, ParamShard]]
+) -> None:
+    """Refuses shards of which an element that this rank owns is in no rank's state."""
+    for buffer, by_rank in zip(buffers, listed, strict=True):
+        saved: dict[str, int] = {}
+        for name, span, _ in (each for of_rank in by_rank for each in of_rank):
+            both = owned[name][1].in_param.intersect(span) if name in owned else None
+            saved[name] = saved.get(name, 0) + (both.numel if both else 0)
+        for name, (_, shard) in owned.items():
+            if name in buffer.plan.params and saved.get(name, 0) != shard.in_param.numel:
+                got = f"{saved.get(name, 0)} of the {shard.in_param.numel} elements of {name!r} that this rank owns"
+                raise _OF_OTHER_RANKS.refused(got, "hold each of them once on one rank")
+
+
+def _sent_around(
+    buffer: GradBuffer, shards: Mapping[str, SavedShard], listed: _Listed
+) -> Iterator[tuple[str, SavedShard]]:
+    """Collective: the saved shards of one buffer of all ranks, each with one of its tensors, in fp32."""
+    group, device = buffer.plan.group, buffer.grad.device
+    for rank, of_rank in enumerate(listed):
+        for key in dict.fromkeys(key for _, _, keys in of_rank for key in keys):
+            parts = [(name, span) for name, span, keys in of_rank if key in keys]
+            numels = [span.numel for _, span in parts]
+            sent = torch.empty(sum(numels), dtype=torch.float32, device=device)
+            if rank == group.rank:
+                sent.copy_(torch.cat([shards[name].tensors[key].to(device, torch.float32) for name, _ in parts]))
+            broadcast(sent, rank, group)
+            for (name, span), values in zip(parts, torch.split(sent, numels), strict=True):
+                yield name, SavedShard(span, {key: values})
+
+
+# The gathered file.
+
+
+@torch.no_grad()
+def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
+    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file.
+
+    Experts are not in the fork's layout; those of each group of ranks have a file of their own.
+    """
+    states: dict[str, dict[Any, Any]] = {}
+    for path, group, buffers in _files(optimizer, filename):
+        kept = {key for flat in optimizer.sharded.flat_params for key in moments_of(optimizer.sharded.inner, flat.main)}
+        keys = sorted({key for found in exchange(sorted(kept), group) for key in found})
+        moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
+        gathered = {}
+        for buffer in buffers:
+            carrier, device = _carrier(group, buffer)
+            tensors = {key: gather_to_first(_part(optimizer, buffer, key, device), carrier) for key in (MAIN, *moments)}
+            gathered[buffer.plan.chunk, buffer.plan.dtype] = {
+                key: whole.cpu() for key, whole in tensors.items() if whole is not None
+            }
+        if group.rank == 0:
+            states[path] = gathered_state(gathered, updates_so_far(optimizer), optimizer.sharded.num_skipped)
+
+    def write() -> None:
+        for path, state in states.items():
+            save_whole(state, Path(path))
+
+    raise_together(write, optimizer.everyone)
+
+
+def _files(optimizer: BuiltOptimizer, filename: str) -> list[tuple[str, Group, list[GradBuffer]]]:
+    """Each file with the ranks that share it and the buffers in it."""
+    by_group: dict[Group, list[GradBuffer]] = {}
+    for buffer in optimizer.grad_buffers:
+        by_group.setdefault(buffer.plan.group, []).append(buffer)
+    return [
+        (
+            filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0)),
+            group,
+            buffers,
+        )
+        for group, buffers in by_group.items()
+    ]
+
+
+def _part(optimizer: BuiltOptimizer, buffer: GradBuffer, key: str, device: torch.device) -> Tensor:
+    """This rank's part of one tensor in the file: fp32, with zeros where nothing is kept."""
+    part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
+    for name, (flat, shard) in shards_of(optimizer.sharded).items():
+        kept = {MAIN: flat.main.detach(), **moments_of(optimizer.sharded.inner, flat.main)}
+        if name in buffer.plan.params and key in kept:
+            part[shard.in_shard.as_slice()] = flat.cut(kept[key], shard).to(device)
+    return part
+
+
+def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
+    """Who moves the parts: the group, or the fork's gloo group of the same ranks, which needs no device memory."""
+    cpu = torch.device("cpu")
+    if "gloo" in group.backend or group.size == 1:
+        return group, cpu
+    gloo = getattr(mpu, "get_data_parallel_group_gloo", None)
+    if gloo is not None and group == Group.of(mpu.get_data_parallel_group()):
+        return Group.of(gloo()), cpu
+    return group, buffer.grad.device
+
+
+@torch.no_grad()
+def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
+    """Collective: every rank reads what it owns; the params are not gathered yet.
+
+    Args:
+        optimizer: takes the state over.
+        filename: as the fork names it, in a folder that all ranks of the data-parallel group see.
+        head_step: the update count that came with `load_state_dict`.
+
+    Raises:
+        CheckpointError: on a rank that cannot read a file, before anything is changed.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+
+    def read() -> tuple[list[tuple[GatheredFile, list[GradBuffer]]], int | None]:
+        files = [(_opened(optimizer, path, buffers), buffers) for path, _, buffers in _files(optimizer, filename)]
+        counted = [file.step for file, _ in files if file.step is not None]
+        return files, check_update_count(optimizer, head_step if head_step is not None else max(counted, default=None))
+
+    files, step = raise_together(read, optimizer.everyone)
+    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
+    owned = shards_of(optimizer.sharded)
+    for file, buffers in files:
+        for buffer in buffers:
+            tensors = file.tensors(buffer.plan.chunk, buffer.plan.dtype, buffer.plan.file_numel)
+            for name, (flat, shard) in owned.items():
+                if name in buffer.plan.params:
+                    span = shard.in_param.moved_by(buffer.plan.in_file[name].start)
+                    values = {key: tensor[span.as_slice()] for key, tensor in tensors.items()}
+                    _take((flat, shard), SavedShard(shard.in_param, values), moments)
+    install_state(optimizer, moments, step)
+    optimizer.sharded.num_skipped = max((file.num_skipped for file, _ in files), default=0)
+
+
+def _opened(optimizer: BuiltOptimizer, path: str, buffers: Sequence[GradBuffer]) -> GatheredFile:
+    what = f"optimizer file {path}"
+    file = open_gathered(path, Origin(what, _OF_OTHER_SAVE))
+    is_adam = optimizer.sharded.plan.choice.is_adam
+    for buffer in buffers:
+        plan = buffer.plan
+        moments = file.tensors(plan.chunk, plan.dtype, plan.file_numel).keys() - {MAIN}
+        # Adam's are there even before the first step, so a file without them has lost them.
+        check_moments(optimizer, what, moments, may_be_none=not is_adam)
+        dtypes = [
+            {plan.params[name].dtype for name in group.names if buffer.holds(name)}
+            for group in optimizer.sharded.plan.groups
+        ]
+        file.check_order(is_mixed=any(len(of_group) > 1 for of_group in dtypes), remedy=_PERMUTED)
+    return file
