@@ -126,6 +126,12 @@ class DistOptConfig:
         "is a torch.optim.Optimizer of your own that updates each element or each param by itself",
         rule=one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
+    updates: str = option(
+        "auto",
+        "what an optimizer class of your own updates by itself; auto tries it out at start-up. elements: each rank "
+        "updates its shard; params: one rank updates a param, whole. The trial has to agree with what you say",
+        rule=one_of("auto", "elements", "params"),
+    )
     accelerator: str = option(
         "auto",
         "who names the device; auto is DeepSpeed where it is installed, else torch",

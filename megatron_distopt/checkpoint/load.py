@@ -40,7 +40,7 @@ from megatron_distopt.errors import CheckpointError, InvariantError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
+from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")

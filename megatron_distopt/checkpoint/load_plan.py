@@ -25,8 +25,8 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.errors import CheckpointError, InvariantError
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.inner import is_torchs, part_for
-from megatron_distopt.optimizer.owners.flat_muon import FlatMuon
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")

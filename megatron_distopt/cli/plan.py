@@ -6,7 +6,6 @@ Imports no torch. Its command line is in `plan_arguments`, the model and its cho
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -140,7 +139,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
         if choice.has_muon:
             owners = plan_owners(layout, matrices)
             parts["matrices"] = _sent_for_matrices(owners, group_rank, cut.tp)
-            imbalance = max(imbalance, _imbalance_of(owners))
+            imbalance = max(imbalance, owners.imbalance)
         footprint, num_buckets = footprint.plus(held), num_buckets + len(layout.buckets)
         sent = {kind: part.plus(sent.get(kind)) for kind, part in parts.items()}
     sent["all-reduce"] = sent_for_statistics(cut.num_ranks)
@@ -153,13 +152,6 @@ def _sent_for_matrices(owners: OwnerPlan, rank: int, tp: int) -> Sent:
     gathered = (tp - 1) * sum(owner.block.in_param.numel for owner in owners.owned_by(rank))
     numel = sum(travel.in_block.numel for travel in travels) + gathered
     return Sent(len(travels), _TRAVEL_NBYTES * numel)
-
-
-def _imbalance_of(owners: OwnerPlan) -> float:
-    costs = Counter[int]()
-    for owner in owners.owners:
-        costs[owner.rank] += owner.cost
-    return max(costs.values()) * owners.layout.num_shards / costs.total() if costs else 1.0
 
 
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:

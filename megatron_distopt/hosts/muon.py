@@ -1,4 +1,4 @@
-"""Muon in a Megatron of any generation: its param groups, its options and the matrices of a param.
+"""Muon in a Megatron of any generation: what a run wants of it, its param groups and the matrices of a param.
 
 Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else stay with Adam. A
 param group with a key `use_muon` says so itself.
@@ -7,8 +7,9 @@ param group with a key `use_muon` says so itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from string import digits
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +17,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.inner import is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon, matrix_of
 
 #: What the option `optimizer` calls it.
 MUON = "muon"
@@ -29,19 +30,83 @@ MUON = "muon"
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 #: A key of a param group in which a host or its user says it itself.
 _MARK = "use_muon"
-_OPTIONS = {
-    "momentum": "muon_momentum",
-    "nesterov": "muon_nesterov",
-    "ns_steps": "muon_ns_steps",
-    "adjust_lr_fn": "muon_adjust_lr",
-}
-#: Of Adam, and not of Muon.
+#: Options of Adam, and not of Muon.
 _NOT_MUONS = ("betas", "eps")
 
 
-def options_from(config: DistOptConfig) -> MuonOptions:
-    """torch's formula with the options of this package; learning rate and decay come from param groups."""
-    return TorchMuonOptions(**{ours: getattr(config, name) for ours, name in _OPTIONS.items()})
+@dataclass(frozen=True)
+class MuonRequest:
+    """What a run wants of Muon."""
+
+    options: MuonOptions  # with the formula; learning rate and decay come from param groups
+    split: str  # "none", "qkv" or "all", see the option `muon_split`
+    tp_mode: str  # see the option `muon_tp_mode`
+    is_hosts: bool = False  # the host's own flags ask for it
+
+    @classmethod
+    def of(cls, config: DistOptConfig) -> MuonRequest:
+        """torch's formula with the options of this package."""
+        options = TorchMuonOptions(
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            ns_steps=config.muon_ns_steps,
+            adjust_lr_fn=config.muon_adjust_lr,
+        )
+        return cls(options, config.muon_split, config.muon_tp_mode)
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """Which weights of a model are several matrices: the ends of their names, and rows of the parts.
+
+    Rows are those of one group of heads.
+    """
+
+    qkv: str
+    qkv_rows: tuple[int, ...]
+    kv: str
+    kv_rows: tuple[int, ...]
+    gated: str
+    is_gated: bool  # the model has gates, and gate and up projection are halves of this weight
+
+    def rows_of(self, name: str, rows: int, request: MuonRequest) -> tuple[int, ...]:
+        """Rows of the parts of a weight; none where it is one matrix."""
+        if request.split != "none" and name.endswith(self.qkv):
+            # A host takes another shape for one matrix.
+            return () if request.is_hosts and rows % sum(self.qkv_rows) else self.qkv_rows
+        if request.split != "none" and name.endswith(self.kv) and not request.is_hosts:
+            return self.kv_rows
+        if request.split == "all" and name.rstrip(digits).endswith(self.gated) and self.is_gated:
+            return (rows // 2, rows // 2)
+        return ()
+
+
+def matrices_of(name: str, param: Tensor, place: Placement, request: MuonRequest, fused: FusedWeights) -> MatrixSpec:
+    """The matrices of a param of Muon's.
+
+    Args:
+        name: of the param.
+        param: of this rank.
+        place: of it in the model; tensor-parallel ranks may have parts of it.
+        request: what is wanted of Muon.
+        fused: the weights that are several matrices.
+
+    Raises:
+        ConfigError: a fused weight of another shape than its parts have.
+        LayoutError: the param has not two dimensions.
+    """
+    spec = matrix_of(name, param)
+    sizes = fused.rows_of(name, spec.rows, request)
+    if sizes and spec.rows % sum(sizes):
+        raise ConfigError(
+            f"Fused weight {name!r} has {spec.rows} rows, which is no multiple of the {sum(sizes)} that its parts "
+            f"{sizes} have together. Write muon_split=none."
+        )
+    cut = None
+    if place.dim is not None and place.size > 1 and request.tp_mode != "blockwise":
+        # Every part of a fused weight is cut by itself, in one piece.
+        cut = MatrixCut(place.dim, place.size, 1 if sizes else place.stride, request.tp_mode == "duplicated")
+    return MatrixSpec(spec.rows, spec.cols, 0, sizes, spec.rows // sum(sizes) if sizes else 1, cut)
 
 
 def is_matrix_of_layer(name: str, param: Tensor) -> bool:
@@ -64,18 +129,18 @@ def with_muon_groups(
         is_for_muon: of params in groups that do not say it themselves.
         options: of the groups that are Muon's, beside those that a group has.
     """
-    found: list[dict[str, Any]] = []
+    cut: list[dict[str, Any]] = []
     for group in groups:
         kept = {key: value for key, value in group.items() if key != "params"}
         for_muon, rest = list[Parameter](), list[Parameter]()
         for param in group["params"]:
             (for_muon if group.get(_MARK, is_for_muon(param)) else rest).append(param)
         if rest or not for_muon:
-            found.append({"params": rest, **kept})
+            cut.append({"params": rest, **kept})
         if for_muon:
             kept = {key: value for key, value in kept.items() if key not in _NOT_MUONS}
-            found.append({"params": for_muon, **vars(options), **kept})
-    return found
+            cut.append({"params": for_muon, **vars(options), **kept})
+    return cut
 
 
 def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
@@ -95,8 +160,10 @@ def check_is_adam(base: Optimizer) -> None:
 
 def unsupported_base(name: str) -> ConfigError:
     """The error for another optimizer of the host's beside Muon."""
-    remedy = "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon"
-    return ConfigError(refusal("optimizer", f"muon beside the host's {name}", "have an Adam", remedy))
+    return ConfigError(
+        f"Invalid optimizer: muon beside the host's {name}. Muon leaves other params to an Adam. Write --optimizer "
+        "adam, whose place is taken, or drop --distopt-optimizer muon."
+    )
 
 
 def config_for_adam(config: DistOptConfig) -> DistOptConfig:
@@ -104,48 +171,17 @@ def config_for_adam(config: DistOptConfig) -> DistOptConfig:
     return replace(config, optimizer="adam")
 
 
-def muon_and_adam(rest: InnerChoice, matrices: Matrices, config: DistOptConfig, options: MuonOptions) -> InnerChoice:
+def muon_and_adam(rest: InnerChoice, matrices: Matrices, config: DistOptConfig, request: MuonRequest) -> InnerChoice:
     """Muon for its param groups, and an Adam for the others.
 
     Args:
         rest: the Adam.
         matrices: of this rank.
         config: merged.
-        options: of Muon's groups.
+        request: what is wanted of Muon.
 
     Raises:
         ConfigError: options of the config that Muon does not serve.
     """
     why = (f"{len(matrices.specs)} matrices of this rank are Muon's",)
-    return choose_muon(rest, matrices, config, why, source=options.source)
-
-
-def matrices_of(name: str, spec: MatrixSpec, sizes: Sequence[int], cut: MatrixCut | None) -> MatrixSpec:
-    """The matrices of a param of Muon's.
-
-    Args:
-        name: of the param.
-        spec: of the param as one matrix.
-        sizes: rows of the parts of a fused weight, of one group of heads; none where it is one matrix.
-        cut: see `cut_of`.
-
-    Raises:
-        ConfigError: a fused weight of another shape than its parts have.
-    """
-    if sizes and spec.rows % sum(sizes):
-        got, rule = f"{spec.rows} rows", f"be a multiple of {sum(sizes)}, which its parts {tuple(sizes)} have together"
-        raise ConfigError(refusal(f"fused weight {name!r}", got, rule, "Write muon_split=none"))
-    return MatrixSpec(spec.rows, spec.cols, 0, tuple(sizes), spec.rows // sum(sizes) if sizes else 1, cut)
-
-
-def cut_of(place: Placement, tp_mode: str, *, is_split: bool) -> MatrixCut | None:
-    """How tensor-parallel ranks share a weight; None where each has a matrix of its own.
-
-    Args:
-        place: of the weight.
-        tp_mode: "duplicated", "distributed" or "blockwise".
-        is_split: whether it is a fused weight in parts. Every part is cut by itself then, in one piece.
-    """
-    if place.dim is None or place.size == 1 or tp_mode == "blockwise":
-        return None
-    return MatrixCut(place.dim, place.size, 1 if is_split else place.stride, tp_mode == "duplicated")
+    return choose_muon(rest, matrices, config, why, source=request.options.source)

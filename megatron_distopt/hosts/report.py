@@ -11,7 +11,6 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fixes import applied_fixes
-from megatron_distopt.layout.balance import MatrixWidths, balance_of
 from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale
@@ -89,15 +88,13 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
     inner = optimizer.inner
     if not isinstance(inner, InParts):
         return
-    for buffer, plan in zip(optimizer.buffers, inner.owners, strict=True):
+    for plan in inner.owners:
         if not plan.owners or plan.layout.num_shards == 1:
             continue
-        width = buffer.param.dtype.itemsize + buffer.grad.dtype.itemsize
-        found = balance_of(plan, MatrixWidths(bucket=width, travel=inner.travel_width))
+        num_cut = sum(owner.round is not None for owner in plan.owners)
         what = "params" if optimizer.plan.choice.updates_whole_params else "matrices"
-        cut = f"{found.num_travelling:,} of {found.num_blocks:,} {what} are cut by shards and go to one rank each"
-        more = f"{100 * found.extra_wire:.1f}% more on the wire"
-        yield f"{cut}: {more}; the busiest rank has {found.cost_imbalance:.2f} times the average to compute"
+        cut = f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank each"
+        yield f"{cut}; the busiest rank has {plan.imbalance:.2f} times the average to compute"
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:

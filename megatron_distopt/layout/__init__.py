@@ -10,7 +10,7 @@ from megatron_distopt.layout.buckets import (
     default_bucket_size,
     lay_out,
 )
-from megatron_distopt.layout.matrices import MatrixBlock, MatrixCut, MatrixPiece, MatrixSpec, newton_schulz_flops
+from megatron_distopt.layout.matrices import MatrixBlock, MatrixCut, MatrixPiece, MatrixSpec
 from megatron_distopt.layout.owners import MatrixOwner, OwnerPlan, Travel, plan_owners
 from megatron_distopt.layout.shards import FlatParamPlan, ParamShard, owned_shards, plan_flat_params
 from megatron_distopt.layout.spans import Box, Piece, Placement, Span, boxes
@@ -38,7 +38,6 @@ __all__ = [
     "choose_buckets",
     "default_bucket_size",
     "lay_out",
-    "newton_schulz_flops",
     "owned_shards",
     "plan_flat_params",
     "plan_owners",

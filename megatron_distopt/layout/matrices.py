@@ -1,4 +1,4 @@
-"""The matrices that a param consists of, and what it costs to orthogonalize them.
+"""The matrices that a param consists of, and what it costs to update them.
 
 An optimizer such as Muon updates a matrix as a whole: no element of the update can be computed without all elements of
 the matrix. A fused param is several matrices, each of which is orthogonalized by itself.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.buckets import ParamSpec
 from megatron_distopt.layout.spans import Box, Span, boxes
 
@@ -23,17 +23,12 @@ class MatrixCut:
     A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in
     spans.py.
 
-    Args:
-        dim: 0 for rows, 1 for columns.
-        size: number of ranks.
-        stride: of the param where it is one matrix.
-        is_gathered: whether every rank orthogonalizes the whole matrix; else each does its part of the products.
     """
 
-    dim: int
-    size: int
-    stride: int = 1
-    is_gathered: bool = True
+    dim: int  # 0 for rows, 1 for columns
+    size: int  # number of ranks
+    stride: int = 1  # of the param where it is one matrix
+    is_gathered: bool = True  # every rank orthogonalizes the whole matrix; else each does its part of the products
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a matrix of which every rank has `shape`.
@@ -47,34 +42,21 @@ class MatrixCut:
 
 @dataclass(frozen=True, slots=True)
 class MatrixBlock:
-    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as possible.
-
-    Args:
-        in_param: the stretch.
-        matrices: their numbers among the matrices of the param.
-        shapes: rows and columns of each.
-    """
+    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as possible."""
 
     in_param: Span
-    matrices: range
-    shapes: tuple[tuple[int, int], ...]
+    matrices: range  # their numbers among the matrices of the param
+    shapes: tuple[tuple[int, int], ...]  # rows and columns of each
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Elements of one matrix in a stretch of the flattened param.
+    """Elements of one matrix in a stretch of the flattened param."""
 
-    Args:
-        matrix: its number among the matrices of the param.
-        in_param: a contiguous stretch of the flattened param.
-        sizes: rows and columns to view that stretch in.
-        inside: the elements of that view that belong to the matrix.
-    """
-
-    matrix: int
-    in_param: Span
-    sizes: tuple[int, ...]
-    inside: Box
+    matrix: int  # its number among the matrices of the param
+    in_param: Span  # the stretch
+    sizes: tuple[int, ...]  # rows and columns to view it in
+    inside: Box  # the elements of that view that belong to the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +91,16 @@ class MatrixSpec:
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:
-            rule = "have a dim of 0 or 1, and sizes and repeats of at least 1"
-            raise LayoutError(refusal("matrices", self, rule, "Give the sizes of the param's own parts"))
+            raise LayoutError(
+                f"{self} has no matrices: dim is 0 or 1, and rows, columns, sizes and repeats are at least 1. Give the "
+                "sizes of the param's own parts."
+            )
         length = (self.rows, self.cols)[self.dim]
         if self.sizes and sum(self.sizes) * self.repeats != length:
-            got = f"{self.repeats} times {self.sizes}"
-            rule = f"add up to the {length} {('rows', 'columns')[self.dim]} of the param"
-            raise LayoutError(refusal("sizes of matrices", got, rule, "Give the sizes of all its parts"))
+            raise LayoutError(
+                f"Matrices of {self.repeats} times {self.sizes} do not add up to the {length} "
+                f"{('rows', 'columns')[self.dim]} of the param. Give the sizes of all its parts."
+            )
 
     @property
     def numel(self) -> int:
@@ -157,14 +142,11 @@ class MatrixSpec:
         ((1, Box(offsets=(1, 0), sizes=(1, 3))), (0, Box(offsets=(2, 0), sizes=(1, 3))))
         """
         sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
-        starts = accumulate(sizes, initial=0)
-        pairs = enumerate(zip(starts, sizes, strict=False))
-        return tuple((number % (len(self.sizes) or 1), self._band(start, size)) for number, (start, size) in pairs)
-
-    def _band(self, start: int, size: int) -> Box:
-        if self.dim == 0:
-            return Box((start, 0), (size, self.cols))
-        return Box((0, start), (self.rows, size))
+        bands = [
+            Box((start, 0), (size, self.cols)) if self.dim == 0 else Box((0, start), (self.rows, size))
+            for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
+        ]
+        return tuple((number % (len(self.sizes) or 1), band) for number, band in enumerate(bands))
 
     def pieces(self, in_param: Span) -> Iterator[MatrixPiece]:
         """Cuts a stretch of the flattened param by matrix.
@@ -194,25 +176,22 @@ class MatrixSpec:
             LayoutError: the param has fewer than two dimensions.
         """
         if len(param.shape) < 2:
-            rule, remedy = "have at least 2 dimensions", "Update it with AdamW"
-            raise LayoutError(refusal(f"param {param.name!r}", f"shape {param.shape}", rule, remedy))
+            raise LayoutError(
+                f"Param {param.name!r} has shape {param.shape} and is no matrix, which has at least 2 dimensions. "
+                "Update it with AdamW."
+            )
         *outer, rows, cols = param.shape
         count = math.prod(outer)
         return cls(count * rows, cols, sizes=(rows,) * count if count > 1 else ())
 
 
-def newton_schulz_flops(shape: tuple[int, int], steps: int = 5) -> int:
-    """Floating-point operations of a Newton-Schulz orthogonalization of degree five.
+def update_cost(shape: tuple[int, int]) -> int:
+    """What a matrix of so many rows and columns costs its owner, in any unit.
 
-    Every step multiplies an m x n matrix (m <= n) with its transpose (2 m^2 n), the result with itself (2 m^3), and the
-    sum of both with the matrix (2 m^2 n). A square matrix costs 6 m an element, a wide one nearly 4 m.
+    The products of Muon's iteration multiply its elements by its shorter side. What a class of optimizers needs for a
+    whole param is not known; taken for a matrix of one row it costs its elements.
 
-    Args:
-        shape: rows and columns of the matrix; its transpose costs the same.
-        steps: of the iteration.
-
-    >>> newton_schulz_flops((2, 3), steps=1), newton_schulz_flops((3, 2), steps=1)
-    (64, 64)
+    >>> update_cost((2, 3)), update_cost((3, 2)), update_cost((1, 6))
+    (12, 12, 6)
     """
-    short, long = sorted(shape)
-    return steps * (4 * short * short * long + 2 * short**3)
+    return shape[0] * shape[1] * min(shape)

@@ -16,14 +16,14 @@ whole in a shard choose first, because they have most to lose; costlier ones cho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
 
-from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.layout.buckets import BufferLayout, ParamSlot
-from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, newton_schulz_flops
+from megatron_distopt.errors import LayoutError
+from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, update_cost
 from megatron_distopt.layout.shards import owned_shards
 from megatron_distopt.layout.spans import Span
 
@@ -68,88 +68,62 @@ def pieces_of(layout: BufferLayout, bucket: int, in_buffer: Span) -> tuple[Equal
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwner:
-    """Who orthogonalizes a block of matrices.
+    """The rank that updates a block of matrices."""
 
-    Args:
-        name: of the param.
-        block: of that param; see `MatrixBlock`.
-        bucket: index.
-        in_buffer: the elements of the block.
-        rank: the matrix owner, in the data-parallel group.
-        cost: of the update.
-        round: of travel; None where the owner has all of it. In every round a rank is the owner of at most one block,
-            so that it needs memory for one at a time.
-    """
-
-    name: str
+    name: str  # of the param
     block: MatrixBlock
     bucket: int
-    in_buffer: Span
-    rank: int
-    cost: int
+    in_buffer: Span  # the elements of the block
+    rank: int  # in the data-parallel group
+    cost: int  # of the update
+    #: Of travel; None where the owner has all of it. In a round a rank is the owner of at most one block, so that it
+    #: needs memory for one at a time.
     round: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """A piece of a block that goes from the rank that owns its elements to the matrix owner; the update comes back.
-
-    Args:
-        name: of the param.
-        round: see `MatrixOwner`.
-        holder, owner: ranks; never the same.
-        in_block: the elements of the block.
-        in_buffer: the same elements in the buffer.
-    """
+    """A piece of a block that goes from the rank that owns its elements to the matrix owner; the update comes back."""
 
     name: str
     round: int
-    holder: int
+    holder: int  # rank; never the owner
     owner: int
     in_block: Span
-    in_buffer: Span
+    in_buffer: Span  # the same elements
 
 
 @dataclass(frozen=True)
 class OwnerPlan:
-    """The matrix owners of one buffer; cannot be built wrong.
-
-    Args:
-        layout: of the buffer.
-        owners: one for each block of matrices, in buffer order.
-    """
+    """The matrix owners of one buffer, as `plan_owners` chooses them."""
 
     layout: BufferLayout
-    owners: tuple[MatrixOwner, ...]
-
-    def __post_init__(self) -> None:
-        for left, right in pairwise(self.owners):
-            if left.in_buffer.stop > right.in_buffer.start:
-                got, rule = f"{left.name} at {left.in_buffer}", f"end before {right.name} at {right.in_buffer}"
-                raise LayoutError(refusal("block of matrices", got, rule, "Call plan_owners"))
-        for each in self.owners:
-            _prove_owner(self.layout, each)
-        travelling = [(each.rank, each.round) for each in self.owners if each.round is not None]
-        if len(set(travelling)) != len(travelling):
-            rule = "have at most one block of matrices in a round"
-            raise LayoutError(refusal("matrix owner", "two at a time", rule, "Call plan_owners"))
+    owners: tuple[MatrixOwner, ...]  # one for each block of matrices, in buffer order
 
     @cached_property
     def owners_of(self) -> dict[str, tuple[MatrixOwner, ...]]:
         """The owners of the blocks of each matrix param, by its name."""
-        found: dict[str, list[MatrixOwner]] = {}
-        for each in self.owners:
-            found.setdefault(each.name, []).append(each)
-        return {name: tuple(each) for name, each in found.items()}
+        by_name: dict[str, tuple[MatrixOwner, ...]] = {}
+        for owner in self.owners:
+            by_name[owner.name] = (*by_name.get(owner.name, ()), owner)
+        return by_name
 
     @cached_property
     def num_rounds(self) -> int:
         """Rounds of travel; 0 where nothing travels."""
-        return max((each.round + 1 for each in self.owners if each.round is not None), default=0)
+        return max((owner.round + 1 for owner in self.owners if owner.round is not None), default=0)
+
+    @property
+    def imbalance(self) -> float:
+        """The cost of the updates of the busiest rank, divided by the average of all ranks."""
+        costs: Counter[int] = Counter()
+        for owner in self.owners:
+            costs[owner.rank] += owner.cost
+        return max(costs.values()) * self.layout.num_shards / costs.total() if costs else 1.0
 
     def owned_by(self, rank: int) -> tuple[MatrixOwner, ...]:
-        """What a rank orthogonalizes, in buffer order."""
-        return tuple(each for each in self.owners if each.rank == rank)
+        """What a rank updates, in buffer order."""
+        return tuple(owner for owner in self.owners if owner.rank == rank)
 
     def leaving(self, rank: int) -> tuple[Travel, ...]:
         """The pieces that a rank sends to matrix owners, in buffer order; it receives their updates."""
@@ -163,13 +137,15 @@ class OwnerPlan:
 
     def arriving(self, rank: int) -> tuple[Travel, ...]:
         """The pieces that a matrix owner receives, in buffer order; it sends their updates."""
-        return tuple(travel for owner in self.owned_by(rank) for travel in self._arriving(owner))
-
-    def _arriving(self, owner: MatrixOwner) -> Iterator[Travel]:
-        bucket = self.layout.buckets[owner.bucket]
-        for holder in _holders(pieces_of(self.layout, owner.bucket, owner.in_buffer)):
-            if holder != owner.rank:
-                yield from _travel(owner, holder, bucket.shard(holder, self.layout.num_shards))
+        return tuple(
+            travel
+            for owner in self.owned_by(rank)
+            for holder in _holders(pieces_of(self.layout, owner.bucket, owner.in_buffer))
+            if holder != rank
+            for travel in _travel(
+                owner, holder, self.layout.buckets[owner.bucket].shard(holder, self.layout.num_shards)
+            )
+        )
 
 
 def _travel(owner: MatrixOwner, holder: int, in_buffer: Span) -> Iterator[Travel]:
@@ -179,35 +155,16 @@ def _travel(owner: MatrixOwner, holder: int, in_buffer: Span) -> Iterator[Travel
         yield Travel(owner.name, owner.round, holder, owner.rank, in_block, piece)
 
 
-def _prove_owner(layout: BufferLayout, owner: MatrixOwner) -> None:
-    slot = layout.slot_of.get(owner.name)
-    if slot is None or owner.in_buffer != owner.block.in_param.moved_by(slot.in_buffer.start):
-        got, rule = f"{owner.block.in_param} at {owner.in_buffer}", f"lie where its param does: {slot}"
-        raise LayoutError(refusal(f"block of {owner.name!r}", got, rule, "Call plan_owners"))
-    holders = _holders(pieces_of(layout, slot.bucket, owner.in_buffer))
-    has_all = holders == range(owner.rank, owner.rank + 1)
-    is_rank = 0 <= owner.rank < layout.num_shards
-    if owner.bucket != slot.bucket or not is_rank or has_all != (owner.round is None):
-        got = f"rank {owner.rank}, round {owner.round}, bucket {owner.bucket}"
-        rule = f"be one of {layout.num_shards} ranks, with a round unless it is {holders}, in bucket {slot.bucket}"
-        raise LayoutError(refusal(f"matrix owner of {owner.name!r}", got, rule, "Call plan_owners"))
-
-
 def _holders(pieces: Sequence[EqualPieces]) -> range:
     return range(pieces[0].ranks.start, pieces[-1].ranks.stop)
 
 
-def plan_owners(
-    layout: BufferLayout,
-    matrices: Mapping[str, MatrixSpec],
-    cost_of: Callable[[tuple[int, int]], int] = newton_schulz_flops,
-) -> OwnerPlan:
+def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> OwnerPlan:
     """Chooses the matrix owners, see [Note: balance]. It depends on its arguments alone, so all ranks choose alike.
 
     Args:
         layout: of the buffer.
         matrices: by name of their param; all other params are updated element by element.
-        cost_of: of the update of a matrix of so many rows and columns, in any unit.
 
     Raises:
         LayoutError: a param is not in the layout, or has another number of elements than its matrices.
@@ -215,129 +172,64 @@ def plan_owners(
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 4), ParamSpec("b", 8)], num_shards=2, alignment_numel=1)
     >>> plan = plan_owners(layout, {"a": MatrixSpec(2, 2), "b": MatrixSpec(2, 4)})
-    >>> [(each.name, each.rank, each.round) for each in plan.owners]
+    >>> [(owner.name, owner.rank, owner.round) for owner in plan.owners]
     [('a', 0, None), ('b', 1, 0)]
     >>> plan.leaving(0)[0].in_block
     Span(start=0, stop=2)
     """
-    _check(layout, matrices)
+    for name, spec in matrices.items():
+        slot = layout.slot_of.get(name)
+        if slot is None or slot.in_buffer.numel != spec.numel:
+            numel = "no elements in this buffer" if slot is None else f"{slot.in_buffer.numel} elements"
+            raise LayoutError(
+                f"Param {name!r} has {numel}, and matrices of {spec.numel}. Give its own rows and columns."
+            )
     blocks = [
-        _Block.of(layout, slot, block, sum(cost_of(matrices[slot.name].whole(shape)) for shape in block.shapes))
-        for slot, block in _blocks(layout, matrices)
+        (slot, block, block.in_param.moved_by(slot.in_buffer.start))
+        for slot in layout.slots
+        if slot.name in matrices
+        for block in matrices[slot.name].blocks
     ]
-    ranks = _choose(layout, blocks)
+    costs = [sum(update_cost(matrices[slot.name].whole(shape)) for shape in block.shapes) for slot, block, _ in blocks]
+    pieces = [pieces_of(layout, slot.bucket, in_buffer) for slot, _, in_buffer in blocks]
+    ranks = _choose_ranks(pieces, costs, layout.num_shards)
     rounds: Counter[int] = Counter()
     owners = []
-    for each, rank in zip(blocks, ranks, strict=True):
-        travels = each.holders != range(rank, rank + 1)
+    for (slot, block, in_buffer), cost, of_block, rank in zip(blocks, costs, pieces, ranks, strict=True):
+        travels = _holders(of_block) != range(rank, rank + 1)
         number = rounds[rank] if travels else None
-        slot, block = each.slot, each.block
-        in_buffer = block.in_param.moved_by(slot.in_buffer.start)
-        owners.append(MatrixOwner(slot.name, block, slot.bucket, in_buffer, rank, each.cost, number))
+        owners.append(MatrixOwner(slot.name, block, slot.bucket, in_buffer, rank, cost, number))
         rounds[rank] += travels
     return OwnerPlan(layout, tuple(owners))
 
 
-def _check(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> None:
-    for name, each in matrices.items():
-        slot = layout.slot_of.get(name)
-        if slot is None:
-            remedy = "Give the matrices of this buffer alone"
-            raise LayoutError(refusal(f"param {name!r}", "matrices without a slot", "be in the layout", remedy))
-        if slot.in_buffer.numel != each.numel:
-            got, rule = f"matrices of {each.numel} elements", f"have the param's {slot.in_buffer.numel}"
-            raise LayoutError(refusal(f"param {name!r}", got, rule, "Give its own rows and columns"))
-
-
-def _blocks(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Iterator[tuple[ParamSlot, MatrixBlock]]:
-    slots = (slot for slot in layout.slots if slot.name in matrices)
-    return ((slot, block) for slot in slots for block in matrices[slot.name].blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A block without an owner yet."""
-
-    slot: ParamSlot
-    block: MatrixBlock
-    pieces: tuple[EqualPieces, ...]
-    cost: int
-
-    @classmethod
-    def of(cls, layout: BufferLayout, slot: ParamSlot, block: MatrixBlock, cost: int) -> _Block:
-        pieces = pieces_of(layout, slot.bucket, block.in_param.moved_by(slot.in_buffer.start))
-        return cls(slot, block, pieces, cost)
-
-    @property
-    def holders(self) -> range:
-        return _holders(self.pieces)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.holders) == 1
-
-
-def _choose(layout: BufferLayout, blocks: Sequence[_Block]) -> list[int]:
-    """The matrix owner of each block, in their order."""
-    costs = [each.cost for each in blocks]
-    bound = max(sum(costs) / layout.num_shards, max(costs, default=0)) * _TOLERANCE
-    loads = _Loads(layout.num_shards)
-    ranks: dict[int, int] = {}
-    costliest_first = sorted(range(len(blocks)), key=lambda number: -costs[number])
+def _choose_ranks(pieces: Sequence[tuple[EqualPieces, ...]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each block."""
+    bound = max(sum(costs) / num_ranks, max(costs, default=0)) * _TOLERANCE
+    loads, ranks = [0] * num_ranks, dict[int, int]()
+    costliest_first = sorted(range(len(costs)), key=lambda number: -costs[number])
     for number in costliest_first:
-        home = blocks[number].holders[0]
-        if blocks[number].is_whole and loads.of(home) + costs[number] <= bound:
-            ranks[number] = home
-            loads.add(home, costs[number])
+        holders = _holders(pieces[number])
+        if len(holders) == 1 and loads[holders[0]] + costs[number] <= bound:
+            ranks[number] = holders[0]
+            loads[holders[0]] += costs[number]
+    # A heap of ranks by cost. A rank stays in it with its old cost until it comes to the top.
+    by_load = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(by_load)
     for number in costliest_first:
-        if number not in ranks:
-            ranks[number] = _cheapest(blocks[number], loads, bound)
-            loads.add(ranks[number], costs[number])
-    return [ranks[number] for number in range(len(blocks))]
-
-
-def _cheapest(block: _Block, loads: _Loads, bound: float) -> int:
-    longest = max(piece.numel for piece in block.pieces)
-    with_longest = [loads.lowest(piece.ranks) for piece in block.pieces if piece.numel == longest]
-    for rank in (min(with_longest, key=loads.of), loads.lowest(block.holders)):
-        if loads.of(rank) + block.cost <= bound:
-            return rank
-    return loads.lowest(loads.ranks)
-
-
-class _Loads:
-    """The cost of each rank so far, in a binary tree: the lowest of some neighbours is found in O(log ranks)."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.ranks = range(num_ranks)
-        self._first = 1 << (num_ranks - 1).bit_length()
-        # Node i has children 2 i and 2 i + 1, and holds the lowest (cost, rank) below it; leaves begin at `_first`.
-        self._nodes = [(0, 0)] * self._first + [(0, rank) for rank in range(self._first)]
-        for node in reversed(range(1, self._first)):
-            self._nodes[node] = min(self._nodes[2 * node : 2 * node + 2])
-
-    def of(self, rank: int) -> int:
-        """The cost of a rank."""
-        return self._nodes[self._first + rank][0]
-
-    def add(self, rank: int, cost: int) -> None:
-        """Adds to the cost of a rank."""
-        node = self._first + rank
-        self._nodes[node] = (self.of(rank) + cost, rank)
-        while node > 1:
-            node //= 2
-            self._nodes[node] = min(self._nodes[2 * node : 2 * node + 2])
-
-    def lowest(self, ranks: range) -> int:
-        """The rank with the lowest cost; of equal ones the first."""
-        left, right = self._first + ranks.start, self._first + ranks.stop
-        found = []
-        while left < right:
-            if left % 2:
-                found.append(self._nodes[left])
-                left += 1
-            if right % 2:
-                right -= 1
-                found.append(self._nodes[right])
-            left, right = left // 2, right // 2
-        return min(found)[1]
+        if number in ranks:
+            continue
+        longest = max(piece.numel for piece in pieces[number])
+        with_longest = [rank for piece in pieces[number] if piece.numel == longest for rank in piece.ranks]
+        for candidates in (with_longest, _holders(pieces[number])):
+            rank = min(candidates, key=loads.__getitem__)
+            if loads[rank] + costs[number] <= bound:
+                break
+        else:
+            while by_load[0][0] != loads[by_load[0][1]]:
+                _, rank = heappop(by_load)
+                heappush(by_load, (loads[rank], rank))
+            rank = by_load[0][1]
+        ranks[number] = rank
+        loads[rank] += costs[number]
+    return [ranks[number] for number in range(len(costs))]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,9 +29,9 @@ from megatron_distopt.optimizer.adam import (
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.state_precision import Precision
-from megatron_distopt.optimizer.owners.elementwise import check_elementwise
 from megatron_distopt.optimizer.owners.given import build_alike, check_new
-from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams, choose_whole
+from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, find_updates
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
@@ -42,25 +42,6 @@ _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
     torch.optim.Adam: ("torch_fused", blocked_adam.Adam),
     torch.optim.SGD: ("torch_sgd", torch.optim.SGD),
 }
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A class of the user that is to be tried, see elementwise.py and whole_trial.py.
-
-    Args:
-        build: makes a new one from param groups.
-        name: of the class.
-        is_known: torch's own that updates each element by itself, which needs no trial.
-        groups: options of its param groups.
-        device: of the main params; None for the CPU.
-    """
-
-    build: Build
-    name: str
-    is_known: bool
-    groups: Sequence[Mapping[str, Any]] = ({},)
-    device: torch.device | None = None
 
 
 def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams | None = None) -> InnerChoice:
@@ -74,6 +55,11 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
     Raises:
         ConfigError: what was asked for by name is not there, or updates neither elements nor params by themselves.
     """
+    if config.updates != "auto" and ":" not in config.optimizer:
+        raise ConfigError(
+            f"updates is {config.updates!r}, which says something of a class of your own, and the optimizer is "
+            f"{config.optimizer!r}. Leave updates out."
+        )
     if config.optimizer == "muon":
         rule = "be set in a Megatron alone, or be given as an object in plain torch"
         remedy = f"Write {WITH_MUON}, or use adam"
@@ -108,32 +94,40 @@ def adopt_instance(
     """
     check_new(instance)
     name, rebuild = type(instance).__name__, partial(type(instance), **_accepted(type(instance), instance.defaults))
+    _check_not_distributed_itself(type(instance))
     build = build_alike(instance, rebuild)
-    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
-    device = next((param.device for group in instance.param_groups for param in group["params"]), None)
-    trial = _Candidate(rebuild, name, type(instance) in _FUSED, instance.param_groups, device)
-    chosen = _by_trial(trial, config or DistOptConfig(), params)
-    if params is not None and chosen.updates_whole_params:
-        whole = partial(WholeParams, build=build, params=params, needs_all_grads=chosen.needs_all_grads)
-        return replace(chosen, build=whole, defaults=defaults, why=("an instance was given", *chosen.why))
+    device = next((param.device for group in instance.param_groups for param in group["params"]), torch.device(CPU))
+    candidate = Candidate(type(instance), build, name, instance.param_groups, device)
+    chosen = _by_updates(candidate, config or DistOptConfig(), params)
     # torch's own keep nothing in their param groups, so that two of them can share a state.
-    on_host = build if type(instance).__module__.startswith("torch.optim.") else None
-    return InnerChoice(name, build, ("an instance was given",), defaults, on_host)
+    has_plain_groups = type(instance).__module__.startswith("torch.optim.") and not chosen.updates_whole_params
+    return replace(
+        chosen,
+        why=("an instance was given", *chosen.why),
+        defaults=tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items())),
+        on_host=build if has_plain_groups else None,
+    )
 
 
-def _by_trial(trial: _Candidate, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
-    """Of each element where the class updates each by itself, or else of whole params."""
-    not_flat = _check_build(trial)
-    try:
-        if not_flat is not None:
-            raise not_flat
-        if not trial.is_known:
-            check_elementwise(trial.build, trial.name, trial.groups, trial.device)
-    except ConfigError:
-        if params is None:
-            raise
-        return choose_whole(trial.build, trial.name, params, config, trial.groups, trial.device)
-    return InnerChoice(trial.name, trial.build)
+def _by_updates(candidate: Candidate, config: DistOptConfig, params: TrainedParams | None) -> InnerChoice:
+    """Of flat params where the class updates each element by itself, or else of whole params."""
+    dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
+    updates = find_updates(candidate, dims, config.updates)
+    if params is None or updates is Updates.ELEMENTS:
+        return InnerChoice(candidate.name, candidate.build)
+    check_compatible(config, {Feature.WHOLE_PARAMS: candidate.name})
+    build = partial(WholeParams, build=candidate.build, params=params)
+    return InnerChoice(candidate.name, build, ("it updates whole params, each on one rank",), updates_whole_params=True)
+
+
+def _check_not_distributed_itself(kind: type[Optimizer]) -> None:
+    if kind.__name__ == "DistributedShampoo":
+        raise ConfigError(
+            "DistributedShampoo keeps its state in objects of its own and distributes it itself. Do not give it to "
+            "this package: train with torch's DistributedDataParallel and give it "
+            "distributed_config=DDPDistributedConfig(...) (DDPShampooConfig in its older releases), or use "
+            "pytorch_optimizer's SOAP or Shampoo."
+        )
 
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
@@ -150,6 +144,7 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     if not Precision.of(config).is_full:
         return _low_precision_instance(instance, config, device_type)
     known = _FUSED.get(type(instance))
+    check_updates(type(instance), config.updates)
     others = [option for option in IMPLEMENTATION if option != "fused"]
     has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
     has_refused = any(group.get(option) is False for group in instance.param_groups for option in ("fused", "foreach"))
@@ -196,26 +191,6 @@ def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Group
     return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
 
 
-def _check_build(trial: _Candidate) -> ConfigError | None:
-    """Builds one of nothing much first, so that a constructor that refuses does so before anything is moved.
-
-    Returns:
-        why the class takes no flat params; None where it does.
-
-    Raises:
-        ConfigError: the constructor needs more than param groups.
-    """
-    try:
-        trial.build([{"params": [torch.zeros(1)]}])
-    except TypeError as error:
-        rule, remedy = "be buildable from param groups alone", "Give the class defaults for its other arguments"
-        raise ConfigError(refusal("optimizer", f"{trial.name} ({error})", rule, remedy)) from error
-    except Exception as error:  # noqa: BLE001 - of any kind; it is said, or another shape suits the class
-        remedy = "Use an element-wise one, such as torch.optim:Adagrad"
-        return ConfigError(refusal("optimizer", f"{trial.name} ({error})", "take flat params", remedy))
-    return None
-
-
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
     if has_torch_fused(device_type):
@@ -226,9 +201,9 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
 def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams | None) -> InnerChoice:
     chosen = _import_optimizer(config.optimizer)
     options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
+    _check_not_distributed_itself(chosen)
     build, device = partial(chosen, **_with_own_pairs(chosen, options)), usable_device(device_type)
-    trial = _Candidate(build, repr(config.optimizer), chosen in _FUSED, device=device)
-    return replace(_by_trial(trial, config, params), name=config.optimizer)
+    return _by_updates(Candidate(chosen, build, config.optimizer, device=device or torch.device(CPU)), config, params)
 
 
 def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,11 +96,6 @@ class InParts(Optimizer):
         """
         raise NotImplementedError
 
-    @property
-    def travel_width(self) -> int:
-        """Bytes of an element on its way to an owner or back, on average of both ways."""
-        raise NotImplementedError
-
     def leave_out(self, names: Collection[str]) -> None:
         """Excludes params from the next step.
 
@@ -130,8 +125,6 @@ class InnerChoice:
         defaults: of an optimizer that brings its own, for comparison between ranks.
         on_host: builds the same for params on the host, with the same form of state; None where there is no such.
         updates_whole_params: whether each param is updated whole, by one rank.
-        needs_all_grads: whether in a step all params of a group must have a gradient, or none; see [Note: counts of a
-            group] in whole_trial.py.
     """
 
     name: str
@@ -140,7 +133,6 @@ class InnerChoice:
     defaults: tuple[str, ...] = ()
     on_host: Build | None = None
     updates_whole_params: bool = False
-    needs_all_grads: bool = False
 
     @property
     def is_adam(self) -> bool:

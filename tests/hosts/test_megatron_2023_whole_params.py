@@ -19,7 +19,7 @@ import torch
 from megatron_distopt.checkpoint import load_checkpoint
 from tests.support.fork_worlds import ForkInWorlds, distance, mains, raised
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Preconditioned, Soap, tried_once
+from tests.support.whole_classes import Adafactor, Soap, tried_once
 
 RANKS = 4
 OURS = "--use-distributed-optimizer"
@@ -59,8 +59,6 @@ CASES = {
     ),
     "bf16, fp32 norms": Case(2, "--bf16 --fp32-norms", NAME, optimizer=Adafactor),
     "fp16": Case(2, "--fp16 --initial-loss-scale 4096"),
-    # In bf16 the fork puts main params into the groups of an optimizer that was built on model params.
-    "fp32, state from the constructor": Case(2, "--lr-decay-style linear", optimizer=Preconditioned),
     "pp2": Case(2, f"--bf16 {PP2} --global-batch-size 4"),
     "tp2": Case(2, f"--bf16 {TP2}"),
     "tp2, dp2": Case(4, f"--bf16 {TP2} --sequence-parallel"),
@@ -89,9 +87,8 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
             found |= {name: _compared(fork, case) for name, case in here.items()}
     fork.leaves()
     found["learns"] = [each.loss for each in fork.train(*LEARNS, *NAMED).iterations]
-    for optimizer, name in ((Soap, "resumed"), (Preconditioned, "resumed from the constructor")):
-        with _with(optimizer):
-            found[name] = fork.resumed(f"{folder}/{name}", *EXACT, "--bf16", OURS)
+    with _with(Soap):
+        found["resumed"] = fork.resumed(f"{folder}/resumed", *EXACT, "--bf16", OURS)
     found["crossed"] = _crossed(fork, folder)
     found["tensor-parallel"] = _tensor_parallel(fork, folder)
     found["refused"] = {name: raised(lambda w=w: fork.train(*EXACT, *NAMED, *w.split())) for name, w in REFUSED.items()}
@@ -196,13 +193,12 @@ def test_whole_params_in_a_fork_when_trained_for_longer_then_the_loss_falls(foun
     assert losses[-1] < losses[0] - 0.2
 
 
-@pytest.mark.parametrize("name", ["resumed", "resumed from the constructor"])
 def test_whole_params_in_a_fork_when_resumed_at_another_size_then_equal_to_the_uninterrupted_training(
-    name: str, found: list[dict[str, Any]]
+    found: list[dict[str, Any]],
 ) -> None:
-    wanted, _ = found[0][name]["whole"]
+    wanted, _ = found[0]["resumed"]["whole"]
     for ranks in ("1", "2", "3"):
-        of_ranks = [of_rank[name][ranks] for of_rank in found[: int(ranks)]]
+        of_ranks = [of_rank["resumed"][ranks] for of_rank in found[: int(ranks)]]
         assert max(num_logged for _, num_logged in of_ranks) == 2  # of five
         for params, _ in of_ranks:
             assert all(torch.equal(params[name], wanted[name]) for name in wanted)

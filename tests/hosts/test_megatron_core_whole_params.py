@@ -30,7 +30,7 @@ from tests.support.exact_core import (
     train_exactly,
 )
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Preconditioned, Soap, tried_once
+from tests.support.whole_classes import Adafactor, Soap, tried_once
 
 NAMED = {"OPTIMIZER": "torch.optim:Adafactor"}
 
@@ -54,8 +54,6 @@ CASES = {
     "fp32 dp2": Both(EXACT.of(dp=2)),
     "bf16 dp2, named": Both(BF16.of(dp=2), NAMED, Adafactor),
     "bf16 dp2, overlapped": Both(BF16.of(dp=2, **OVERLAPPED)),
-    # In bf16 the host puts main params into the groups of an optimizer that was built on model params.
-    "fp32 dp2, state from the constructor": Both(EXACT.of(dp=2), optimizer=Preconditioned),
     "fp16 dp2": Both(EXACT.of(dp=2, precision="fp16")),
     "bf16 pp2": Both(BF16.of(pp=2, tied=TIED)),
     "tp2, gates": Both(EXACT.of(tp=2, gated=True)),

@@ -367,7 +367,7 @@ def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
 
 IN_ITS_PAIR = ("param shapes", "rank 3 has bias[3]", "rank 2 has bias[2]", "Start rank(s) 3 with the code and options")
 GROUPS = ("list of dicts with 'params'", "Write [{'params': [...], 'weight_decay': 0.0}, ...]")
-BY_PARAM = ("Use one that does, such as torch.optim.Adafactor, or torch.optim.AdamW",)
+BY_PARAM = ("Use one that does, such as torch.optim.AdamW or torch.optim.Adafactor",)
 
 BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "bare list": (_bare_list, everyone(LayoutError, "a list with a Parameter", *GROUPS)),
@@ -377,7 +377,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
         _second_time,
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
     ),
-    "LBFGS instance": (_lbfgs, everyone(ConfigError, "optimizer: LBFGS", *BY_PARAM)),
+    "LBFGS instance": (_lbfgs, everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM)),
     "SparseAdam by name": (_sparse_adam, everyone(ConfigError, "torch.optim:SparseAdam", *BY_PARAM)),
     "class of optimizer": (
         _class_of_optimizer,

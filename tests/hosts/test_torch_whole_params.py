@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Preconditioned, tried_once
+from tests.support.whole_classes import tried_once
 
 SIZES, STEPS = (1, 2, 3), 5
 SHAPES = {
@@ -40,29 +39,14 @@ BF16, FP16 = torch.bfloat16, torch.float16
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
 
 Params = Any
-#: By name; each as published, and one of ours.
+#: By name; each as published.
 CLASSES: dict[str, Callable[[Params], Optimizer]] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.125),
     "Lamb": lambda params: pytorch_optimizer.Lamb(params, lr=0.125, weight_decay=0.1),
     "SOAP": lambda params: pytorch_optimizer.SOAP(params, lr=0.125, precondition_frequency=2),
     "Shampoo": lambda params: pytorch_optimizer.Shampoo(params, lr=0.125, preconditioning_compute_steps=2),
     "AdamP": lambda params: pytorch_optimizer.AdamP(params, lr=0.125),
-    "Preconditioned": Preconditioned,
 }
-if importlib.util.find_spec("distributed_shampoo"):  # Meta's, which is on no package index
-    shampoo = importlib.import_module("distributed_shampoo")
-    adam = getattr(shampoo, "AdamGraftingConfig", None) or shampoo.AdamPreconditionerConfig
-    CLASSES["Distributed Shampoo"] = lambda params: shampoo.DistributedShampoo(
-        params,
-        lr=0.0625,
-        betas=(0.9, 0.99),
-        epsilon=1e-8,
-        weight_decay=0.1,
-        max_preconditioner_dim=16,
-        precondition_frequency=2,
-        start_preconditioning_step=2,
-        grafting_config=adam(beta2=0.99, epsilon=1e-8),
-    )
 
 
 @dataclass(frozen=True)
@@ -107,8 +91,6 @@ CASES = {
     "inf skipped": Case("Lamb", {"nonfinite": "skip"}, bad=2),
     "one begins to train": Case("Adafactor", OVERLAP, BF16, frozen="tall"),
     "scheduled": Case("Lamb", scheduled=True),
-    "from the constructor, scheduled": Case("Preconditioned", scheduled=True),
-    "from the constructor, none with a gradient": Case("Preconditioned", OVERLAP, BF16, absent={2: tuple(SHAPES)}),
 }
 
 
@@ -226,8 +208,8 @@ def _raised(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-#: Rows and columns; lists of matrices, and a count in the param group; objects that the constructor makes.
-RESUMED = ("Adafactor", "SOAP", "Preconditioned", *CLASSES.keys() & {"Distributed Shampoo"})
+#: Rows and columns; lists of matrices, and a count in the param group.
+RESUMED = ("Adafactor", "SOAP")
 
 
 @tried_once()
@@ -252,20 +234,8 @@ def resume_all(rank: int, size: int) -> dict[str, Any]:
     converted = {
         to: _raised(lambda t=to: convert(folder / "SOAP", folder / f"{t}{rank}", t)) for to in ("torch", "distopt")
     }  # type: ignore[misc]
-    others, absent = _others(folder, groups[3]), _without_some(groups[3])
-    return {"found": found, "verified": verified, "converted": converted, "others": others, "absent": absent}
-
-
-def _without_some(group: Any) -> tuple[str, bool]:
-    """What a class says that counts once for a group, and whether the params are as before."""
-    run = Run(Case("Preconditioned", absent={1: ("tall", "norm")}), group)
-    run.step(0)
-    before = run.params()
-    said = _raised(lambda: run.step(1))
-    after = run.params()
-    run.step(2)
-    run.optimizer.release()
-    return said, all(torch.equal(after[name], before[name]) for name in before)
+    others = _others(folder, groups[3])
+    return {"found": found, "verified": verified, "converted": converted, "others": others}
 
 
 def _continued(run: Run) -> dict[str, Tensor]:
@@ -350,94 +320,51 @@ def test_whole_params_when_the_state_is_of_another_class_then_it_begins_anew(res
     assert set(found) == {"SOAP to AdamW", "SOAP to Adafactor", "AdamW to Adafactor", "AdamW to SOAP"}
 
 
-def test_whole_params_when_some_of_a_counted_group_lack_a_gradient_then_refused_on_all_ranks(
-    resumed: list[dict[str, Any]],
-) -> None:
-    for each in resumed:
-        said, is_unchanged = each["absent"]
-        assert "no gradient for 'norm'" in said
-        assert is_unchanged
-
-
 # --- what is refused, and what it says
 
 
-class Shared(Optimizer):
-    """Divides by the norm of all gradients together, whatever the values are."""
+class Clipping(Optimizer):
+    """Clips the norm of all gradients together."""
 
     def __init__(self, params: Params, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
-        if not params:
-            return
-        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        params = self.param_groups[0]["params"]
+        nn.utils.clip_grad_norm_(params, 1.0)
         for param in params:
-            param.sub_(param.grad / norm.clamp(min=1e9))
-
-
-class Counting(Optimizer):
-    """Counts in an attribute."""
-
-    def __init__(self, params: Params, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for param in self.param_groups[0]["params"]:
             if param.grad is not None:
-                param.sub_(param.grad / param.grad.norm() / self.count)
+                param.sub_(param.grad)
 
 
-REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
-    "norm of all": (Shared, "params meet"),
-    "counts in an attribute": (Counting, "changes its attribute 'count'"),
-    "closure": (torch.optim.LBFGS, "without a closure"),
-    "estimate over all": (pytorch_optimizer.Prodigy, "Prodigy"),
-    "state without a form": (
-        pytorch_optimizer.ScalableShampoo,
-        "consist of tensors, numbers and texts",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_whole_params_when_a_class_looks_beyond_a_param_then_refused(name: str, one_rank: None) -> None:
-    build, said = REFUSED[name]
+def test_whole_params_when_a_class_looks_beyond_a_param_then_refused(one_rank: None) -> None:
     model = Held(torch.float32)
-    with pytest.raises(ConfigError, match=said):
-        distribute(model, build(model.parameters()), accelerator="torch")
+    with pytest.raises(ConfigError, match="Clipping cannot be distributed"):
+        distribute(model, Clipping(model.parameters()), accelerator="torch")
 
 
-class Helper:
-    """An argument of a constructor that the options do not tell."""
-
-
-def test_whole_params_when_the_constructor_fills_the_state_then_only_a_new_one_that_is_all_in_its_options(
-    one_rank: None,
-) -> None:
+def test_updates_when_it_is_said_then_the_trial_has_to_agree(one_rank: None) -> None:
     model = Held(torch.float32)
-    stepped = Preconditioned(model.parameters())
-    model({"wide": torch.ones(SHAPES["wide"])}).backward()
-    stepped.step()
-    with pytest.raises(ConfigError, match="count of zero steps"):
-        distribute(model, stepped, accelerator="torch")
-    with pytest.raises(ConfigError, match="a Helper in '_lists'"):
-        distribute(model, Preconditioned(model.parameters(), helper=Helper()), accelerator="torch")
-    model.tall.requires_grad_(False)
-    with pytest.raises(ConfigError, match="some that are frozen"):
-        distribute(model, Preconditioned(model.parameters()), accelerator="torch")
+    refused: dict[str, Callable[[], object]] = {
+        "not elements": lambda: CLASSES["Lamb"](model.parameters()),
+        "AdamW updates elements": lambda: AdamW(model.parameters()),
+    }
+    for said, build in refused.items():
+        updates = "params" if "AdamW" in said else "elements"
+        with pytest.raises(ConfigError, match=said):
+            distribute(model, build(), accelerator="torch", updates=updates)
+    with pytest.raises(ConfigError, match="Leave updates out"):
+        distribute(model, accelerator="torch", updates="params")
+    lion = distribute(model, pytorch_optimizer.Lion(model.parameters()), accelerator="torch", updates="params")
+    assert isinstance(lion.sharded.inner, WholeParams)
+    lion.release()
 
 
 def test_whole_params_when_an_object_was_given_then_it_keeps_no_state_of_its_own(one_rank: None) -> None:
     model = Held(torch.float32)
-    given = Preconditioned(model.parameters())
+    given = CLASSES["SOAP"](model.parameters())
     optimizer = distribute(model, given, accelerator="torch")
-    assert not hasattr(given, "_lists")
     with pytest.raises(AccessError, match="after it was given to distribute"):
         given.state[model.tall]
     optimizer.release()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, newton_schulz_flops
+from megatron_distopt.layout import MatrixSpec, ParamSpec, Span
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -88,16 +88,6 @@ def test_matrices_when_of_a_param_then_one_for_each_index_before_the_last_two() 
     assert len(experts.blocks) == 4
     with pytest.raises(LayoutError, match="'bias'"):
         MatrixSpec.of(ParamSpec("bias", 6, (6,)))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (3, 3), (3, 7), (7, 3)])
-def test_newton_schulz_flops_when_counted_product_by_product_then_the_same(shape: tuple[int, int]) -> None:
-    def product(rows: int, inner: int, cols: int) -> int:
-        return 2 * rows * inner * cols  # a multiplication and an addition for each term
-
-    short, long = min(shape), max(shape)
-    gram, square, applied = product(short, long, short), product(short, short, short), product(short, short, long)
-    assert newton_schulz_flops(shape, steps=5) == 5 * (gram + square + applied)
 
 
 @given(spec=specs(), data=st.data())

@@ -17,7 +17,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice, step_divided
-from tests.support.refusals import assert_says
+from tests.support.refusals import assert_mentions, assert_says
 
 #: amp_C is where apex has its CUDA kernels.
 PACKAGES = ("transformer_engine", "apex", "amp_C", "deepspeed")
@@ -624,8 +624,8 @@ def test_choose_inner_when_the_class_is_not_elementwise_then_refused(name: str) 
     with pytest.raises(ConfigError) as error:
         adopt_instance(getattr(torch.optim, name)([torch.zeros(2, 2, requires_grad=True)]))
     assert name in str(error.value)
-    assert str(error.value).endswith("Use an element-wise one, such as torch.optim:Adagrad.")
-    assert refused("cpu", optimizer=f"torch.optim:{name}").startswith("Invalid optimizer: ")
+    assert "not elements" in str(error.value) and "such as torch.optim.AdamW" in str(error.value)
+    assert name in refused("cpu", optimizer=f"torch.optim:{name}")
 
 
 class TakesAnything(SGD):
@@ -653,18 +653,10 @@ def test_choose_inner_when_the_class_takes_any_keyword_then_it_gets_all_options(
 def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_before_anything_is_moved() -> None:
     name = f"{__name__}:TakesNoMore"
     missing = "TakesNoMore.__init__() missing 1 required positional argument: 'rank'"
-    assert_says(
-        refused("cpu", optimizer=name),
-        f"Invalid optimizer: {name!r} ({missing}). Must be buildable from param groups alone. "
-        "Give the class defaults for its other arguments.",
-    )
+    assert_mentions(refused("cpu", optimizer=name), name, missing)
     with pytest.raises(ConfigError) as error:
         adopt_instance(TakesNoMore([param_with([1.0])], rank=1))
-    assert_says(
-        str(error.value),
-        f"Invalid optimizer: TakesNoMore ({missing}). Must be buildable from param groups alone. "
-        "Give the class defaults for its other arguments.",
-    )
+    assert_mentions(error.value, "TakesNoMore", missing)
 
 
 def test_adopt_instance_when_it_was_loaded_into_then_refused_as_one_that_was_stepped() -> None:

@@ -18,8 +18,8 @@ from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
 from megatron_distopt.optimizer.owners import exchange
-from megatron_distopt.optimizer.owners.exchange import Lane
-from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
+from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues
+from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon, Matrices
 from tests.optimizer.test_muon import matrices_in, trained, values
 from tests.support.spawn import run_ranks
 
@@ -101,8 +101,8 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
         mains[flat.plan.key.group].append(flat.main)
     optimizer = FlatMuon([{"params": each, **OPTIONS[number]} for number, each in enumerate(mains)])
     plan = plan_owners(layout, SPECS)
-    pairs = [(flat.main, flat.plan) for flat in flats]
-    optimizer.bind([MatrixBuffer(plan, SPECS, group, torch.device("cpu"), pairs)], GROUPS)
+    owned = OwnedBuffer.of(buffer, plan, lambda name: group, flats)
+    optimizer.bind([owned], GROUPS, Matrices(SPECS, lambda name: group))
     sent = 0
     begin = exchange.begin_travel
 
@@ -171,10 +171,10 @@ def test_flat_muon_when_it_has_trained_then_each_rank_sent_what_the_plan_says(
 
 
 def test_updates_when_a_piece_is_asked_for_that_is_not_updated_then_refused() -> None:
-    updates = Lane([(Span(8, 12), torch.arange(4)), (Span(0, 3), torch.arange(3))])
+    updates = ShardValues([(Span(8, 12), torch.arange(4)), (Span(0, 3), torch.arange(3))])
     assert updates.of(Span(9, 11)).tolist() == [1, 2]
     for missing in (Span(3, 5), Span(2, 4), Span(11, 13), Span(20, 21)):
         with pytest.raises(InvariantError):
             updates.of(missing)
     with pytest.raises(InvariantError):
-        Lane([]).of(Span(0, 1))
+        ShardValues([]).of(Span(0, 1))

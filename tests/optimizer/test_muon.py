@@ -283,7 +283,7 @@ def test_muon_when_a_param_is_not_its_matrices_then_refused() -> None:
         Muon([vector])
     with pytest.raises(LayoutError, match="contiguous"):
         Muon([Parameter(torch.ones(2, 3).T)])
-    with pytest.raises(LayoutError, match="6 of its matrices"):
+    with pytest.raises(LayoutError, match="its matrices have 6"):
         Muon([param], {param: MatrixSpec(2, 3)})
     param.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(LayoutError, match="dense"):

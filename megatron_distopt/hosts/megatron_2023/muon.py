@@ -20,23 +20,18 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import Inner, choose_fo
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan
 from megatron_distopt.hosts.muon import (
+    FusedWeights,
+    MuonRequest,
     check_is_adam,
     config_for_adam,
-    cut_of,
     is_matrix_of_layer,
     matrices_of,
     muon_and_adam,
     muon_params,
-    options_from,
     with_muon_groups,
 )
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
-from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, shape_of_matrix
-
-_QKV, _KV, _GATED = "query_key_value.weight", "key_value.weight", "dense_h_to_4h.weight"
-#: Names of the flags in the arguments of a fork.
-_KV_HEADS = ("num_key_value_heads", "num_query_groups")
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 
 
 def choose_muon_for(
@@ -65,39 +60,36 @@ def choose_muon_for(
     check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     name_of = {param: name for name, param in named.items()}
-    options = options_from(config)
-    groups = with_muon_groups(groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), options)
-    members = muon_params(groups)
-    of_muon = {name: param for plan in buffers for name, param in plan.params.items() if param in members}
-    specs = {name: _matrices_of(name, param, config, args) for name, param in of_muon.items()}
+    request, fused = MuonRequest.of(config), _fused_weights(args)
+    groups = with_muon_groups(
+        groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), request.options
+    )
+    members, specs = muon_params(groups), {}
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
+    for plan in buffers:
+        for name, param in plan.params.items():
+            if param in members:
+                place = placement_of(name, param, ranks, is_expert=False)
+                specs[name] = matrices_of(name, param, place, request, fused)
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     matrices = Matrices(specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group()))
     rest = choose_for(base, config_for_adam(config), args, device_type)
-    return Inner(muon_and_adam(rest.choice, matrices, config, options), groups, groups)
+    return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
 
 
-def _matrices_of(name: str, param: Parameter, config: DistOptConfig, args: object) -> MatrixSpec:
-    spec = shape_of_matrix(name, param)
-    sizes = _sizes_of_parts(name, spec.rows, config, args)
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    place = placement_of(name, param, ModelRanks(tensor, tensor, is_gated=has_gates(args)), is_expert=False)
-    return matrices_of(name, spec, sizes, cut_of(place, config.muon_tp_mode, is_split=bool(sizes)))
-
-
-def _sizes_of_parts(name: str, rows: int, config: DistOptConfig, args: Any) -> tuple[int, ...]:
-    """Rows of the parts of a fused weight, of one group of heads; none where it is one matrix."""
+def _fused_weights(args: Any) -> FusedWeights:
     width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads  # of a head
-    if config.muon_split != "none" and name.endswith(_QKV):
-        return (args.num_attention_heads // _num_kv_heads(args) * width, width, width)
-    if config.muon_split != "none" and name.endswith(_KV):
-        return (width, width)
-    if config.muon_split == "all" and name.endswith(_GATED) and has_gates(args):
-        return (rows // 2, rows // 2)
-    return ()
-
-
-def _num_kv_heads(args: Any) -> int:
-    if not getattr(args, "group_query_attention", True):
-        return int(args.num_attention_heads)
-    given = (getattr(args, name, None) for name in _KV_HEADS)
-    return int(next((each for each in given if each), args.num_attention_heads))
+    num_kv_heads = args.num_attention_heads
+    if getattr(args, "group_query_attention", True):
+        # The flag has another name in each fork.
+        given = (getattr(args, name, None) for name in ("num_key_value_heads", "num_query_groups"))
+        num_kv_heads = int(next((each for each in given if each), num_kv_heads))
+    return FusedWeights(
+        qkv="query_key_value.weight",
+        qkv_rows=(args.num_attention_heads // num_kv_heads * width, width, width),
+        kv="key_value.weight",
+        kv_rows=(width, width),
+        gated="dense_h_to_4h.weight",
+        is_gated=has_gates(args),
+    )

@@ -19,14 +19,13 @@ from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
 from megatron_distopt.hosts.megatron_core.fields import judged
 from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.hosts.megatron_core.muon import (
-    MuonRequest,
     check_layer_wise,
     check_matrices,
     is_hosts_muon,
     request_from,
 )
 from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.hosts.muon import MUON, config_for_adam
+from megatron_distopt.hosts.muon import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator

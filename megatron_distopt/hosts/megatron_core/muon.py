@@ -15,9 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from string import digits
 from typing import Any
 
 from torch.nn import Parameter
@@ -26,7 +23,7 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
@@ -34,14 +31,14 @@ from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
 from megatron_distopt.hosts.muon import (
     MUON,
+    FusedWeights,
+    MuonRequest,
     check_is_adam,
     config_for_adam,
-    cut_of,
     is_matrix_of_layer,
     matrices_of,
     muon_and_adam,
     muon_params,
-    options_from,
     unsupported_base,
     with_muon_groups,
 )
@@ -49,31 +46,13 @@ from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions, MuonOptions
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, shape_of_matrix
+from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, matrix_of
 
 #: Names of the host for its own.
 _HOSTS = (MUON, f"dist_{MUON}")
-_QKV, _KV, _GATED = "linear_qkv.weight", "linear_kv.weight", "linear_fc1.weight"
 #: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
 _GROUPED = ("experts.weight1", "experts.weight2")
-
-
-@dataclass(frozen=True)
-class MuonRequest:
-    """What a run wants of Muon.
-
-    Args:
-        options: with the formula; learning rate and decay come from param groups.
-        split: "none", "qkv" or "all", see the option `muon_split`.
-        tp_mode: see the option `muon_tp_mode`.
-        is_hosts: whether the host's own flags ask for it.
-    """
-
-    options: MuonOptions
-    split: str
-    tp_mode: str
-    is_hosts: bool
 
 
 def is_hosts_muon(config: Any) -> bool:
@@ -88,8 +67,10 @@ def check_layer_wise(config: Any) -> None:
         ConfigError
     """
     if getattr(config, LAYER_WISE, False) and not is_hosts_muon(config):
-        rule, remedy = "be off with this distributed optimizer", "Drop --use-layer-wise-distributed-optimizer"
-        raise ConfigError(refusal(LAYER_WISE, "set", rule, remedy))
+        raise ConfigError(
+            f"Invalid {LAYER_WISE}: set without Muon, and this distributed optimizer takes its place. Drop "
+            "--use-layer-wise-distributed-optimizer."
+        )
 
 
 def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
@@ -120,7 +101,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     if not is_hosts_muon(host):
         if host.optimizer != "adam":
             raise unsupported_base(host.optimizer)
-        return MuonRequest(options_from(config), config.muon_split, config.muon_tp_mode, is_hosts=False)
+        return MuonRequest.of(config)
     _check_hosts(config, host)
     options = MegatronMuonOptions(
         momentum=host.muon_momentum,
@@ -142,7 +123,7 @@ def _check_hosts(config: DistOptConfig, host: Any) -> None:
     ):
         value = getattr(host, name, served)
         if value != served:
-            raise ConfigError(refusal(name, repr(value), f"be {served!r} with this Muon", remedy))
+            raise ConfigError(f"Invalid {name}: {value!r}. It must be {served!r} with this Muon. {remedy}.")
 
 
 def as_adam(host: Any, request: MuonRequest | None) -> AbstractContextManager[None]:
@@ -183,7 +164,7 @@ def muon_for(
 
     Args:
         optimizer: which the host built; None where the rank has no params.
-        request: see `MuonRequest`.
+        request: what is wanted of Muon.
         config: merged.
         named: params that are updated, by name.
         buffers: of the host, with those params.
@@ -200,17 +181,16 @@ def muon_for(
     if optimizer is not None:
         check_is_adam(optimizer)
         groups = with_muon_groups(
-            groups_of(optimizer), lambda each: _is_for_muon(name_of[each], each, request), request.options
+            groups_of(optimizer), lambda param: _is_for_muon(name_of[param], param, request), request.options
         )
     specs = {name_of[param]: _matrices_of(name_of[param], param, request, chunks) for param in muon_params(groups)}
-    tensor_of = partial(_tensor_group, named, chunks)
-    matrices = Matrices(specs, groups_by_name(named, buffers), tensor_of)
+    matrices = Matrices(
+        specs,
+        groups_by_name(named, buffers),
+        lambda name: Group.of(tensor_group_of(name, named[name], chunks)),
+    )
     rest = choose_inner(config_for_adam(config), device_type)
-    return muon_and_adam(rest, matrices, config, request.options), groups
-
-
-def _tensor_group(named: Mapping[str, Parameter], chunks: Sequence[Any], name: str) -> Group:
-    return Group.of(tensor_group_of(name, named[name], chunks))
+    return muon_and_adam(rest, matrices, config, request), groups
 
 
 def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
@@ -220,33 +200,26 @@ def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
 
 
 def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
-    spec = shape_of_matrix(name, param)
     place = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
     if name.endswith(_GROUPED) and not request.is_hosts:
-        return _experts_of(name, spec, place.size, request, chunks)
+        return _experts_of(name, matrix_of(name, param), place.size, request, chunks)
     if place.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
         raise _cannot_join(name)
-    sizes = _sizes_of_parts(name, spec.rows, request, chunks[0].config)
-    return matrices_of(name, spec, sizes, cut_of(place, request.tp_mode, is_split=bool(sizes)))
+    return matrices_of(name, param, place, request, _fused_weights(chunks[0].config))
 
 
-def _sizes_of_parts(name: str, rows: int, request: MuonRequest, model: Any) -> tuple[int, ...]:
-    """Rows of the parts of a fused weight, of one group of heads; none where it is one matrix."""
+def _fused_weights(model: Any) -> FusedWeights:
     width = getattr(model, "kv_channels", None) or model.hidden_size // model.num_attention_heads  # of a head
-    if request.split != "none" and name.endswith(_QKV):
-        return _sizes_of_qkv(rows, width, request, model)
-    if request.split != "none" and name.endswith(_KV) and not request.is_hosts:
-        return (width, width)
-    if request.split == "all" and name.rstrip(digits).endswith(_GATED) and model.gated_linear_unit:
-        return (rows // 2, rows // 2)
-    return ()
-
-
-def _sizes_of_qkv(rows: int, width: int, request: MuonRequest, model: Any) -> tuple[int, ...]:
     queries = model.num_attention_heads // (model.num_query_groups or model.num_attention_heads) * width
     gate = (queries,) if getattr(model, "attention_output_gate", False) else ()
-    sizes = (queries, *gate, width, width)
-    return () if request.is_hosts and rows % sum(sizes) else sizes  # the host takes another shape for one matrix
+    return FusedWeights(
+        qkv="linear_qkv.weight",
+        qkv_rows=(queries, *gate, width, width),
+        kv="linear_kv.weight",
+        kv_rows=(width, width),
+        gated="linear_fc1.weight",
+        is_gated=model.gated_linear_unit,
+    )
 
 
 def _experts_of(name: str, spec: MatrixSpec, num_cut: int, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
@@ -255,13 +228,16 @@ def _experts_of(name: str, spec: MatrixSpec, num_cut: int, request: MuonRequest,
     if num_cut > 1 and request.tp_mode != "blockwise":
         raise _cannot_join(name)
     if request.split == "all" and model.gated_linear_unit:
-        rule = "be none or qkv where experts are grouped in one weight"
-        raise ConfigError(refusal("muon_split", "all", rule, "Write muon_split=qkv"))
+        raise ConfigError(
+            f"Invalid muon_split: 'all' where experts are grouped in one weight, as in {name!r}, whose gates cannot be "
+            f"taken apart. Write muon_split=qkv."
+        )
     rows = model.hidden_size if name.endswith(_GROUPED[0]) else spec.rows // count
     return MatrixSpec(rows * count, spec.numel // (rows * count), 0, (rows,) * count)
 
 
 def _cannot_join(name: str) -> ConfigError:
-    got, rule = "several matrices in one that tensor-parallel ranks share", "be one matrix, or be taken by its parts"
-    remedy = "Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's Muon)"
-    return ConfigError(refusal(f"weight {name!r}", got, rule, remedy))
+    return ConfigError(
+        f"Invalid weight {name!r}: it is several matrices in one that tensor-parallel ranks share, and they cannot put "
+        "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's Muon)."
+    )

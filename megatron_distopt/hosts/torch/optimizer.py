@@ -26,7 +26,6 @@ from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import announce_drop, step_model
 from megatron_distopt.optimizer.inner import InParts
-from megatron_distopt.optimizer.owners.given import let_go
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
 
@@ -75,7 +74,7 @@ class TorchDistributedOptimizer(StateCalls):
         self._own()
         finalize(self, model.release).atexit = False  # peers may be gone by then
         for each in given:
-            let_go(each)
+            each.state.clear()
             each.state = _StateElsewhere()  # type: ignore[assignment]
             _lead_here(each, self) if len(given) == 1 else _refuse_calls(each)
 

@@ -95,8 +95,6 @@ def decide(
     check_deterministic(config, device, data)
     check_bucket_size(config, data.size, "bucket_size=40_000_000")
     choice = _choose(optimizers, config, device, named, data)
-    if choice.needs_all_grads:
-        _check_all_train(torch_groups, choice)
     sets = plan_sets(trained, config, data.size)
     check_offload([(each.layout, _dtype_of(each.named)) for each in sets], config, device, choice)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
@@ -117,14 +115,6 @@ def _choose(
         specs = {key: spec for each in given if is_muon(each) for key, spec in matrices_in(each, named).items()}
         return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
     return fused_instance(given[0], config, device.type) or adopt_instance(given[0], params, config)
-
-
-def _check_all_train(groups: Sequence[Mapping[str, Any]], choice: InnerChoice) -> None:
-    """Refuses a param that may begin to train after the class has counted steps of its group."""
-    if not all(param.requires_grad for group in groups for param in group["params"]):
-        rule = "have only params that train, because the class counts updates once for a group"
-        remedy = "Write [param for param in model.parameters() if param.requires_grad]"
-        raise ConfigError(refusal(f"params of {choice.name}", "some that are frozen", rule, remedy))
 
 
 def _check_model(named: Mapping[str, Parameter]) -> None:

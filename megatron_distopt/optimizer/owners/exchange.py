@@ -17,32 +17,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.comm.pairwise import Parcel, UnderWay, begin_travel
-from megatron_distopt.errors import InvariantError, refusal
+from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixOwner, OwnerPlan, Span, Travel
+from megatron_distopt.optimizer.main_params import FlatParam
 
-#: Updates a block; called with its owner and one tensor for each lane, 1-D, in the dtype of the lane. What it leaves in
-#: the first one goes back.
+#: Updates a block; called with its owner and one 1-D tensor for each of the values that travel. What it leaves in the
+#: first one goes back.
 Update = Callable[[MatrixOwner, Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Whose blocks these are, and where.
-
-    Args:
-        plan: their owners.
-        group: that shards the buffer.
-        device: of the buffer.
-    """
+class OwnedBuffer:
+    """The params of one buffer that are updated whole."""
 
     plan: OwnerPlan
-    group: Group
+    group: Group  # that shards the buffer
     device: torch.device
+    flat_params: Sequence[FlatParam]  # of those params, on this rank
+
+    @classmethod
+    def of(
+        cls,
+        buffer: ShardedBuffer,
+        plan: OwnerPlan,
+        group_of: Callable[[str], Group],
+        flat_params: Sequence[FlatParam],
+    ) -> OwnedBuffer:
+        """Of a buffer whose plan is not empty; `group_of` finds the group by the name of a param."""
+        names = plan.owners_of
+        members = [flat for flat in flat_params if flat.plan.shards[0].name in names]
+        return cls(plan, group_of(next(iter(names))), buffer.param.device, members)
 
 
-class Lane:
+class ShardValues:
     """One number for each element that this rank has of some params, by their place in the buffer.
 
     Args:
@@ -64,57 +74,54 @@ class Lane:
         number = bisect_right(self._starts, in_buffer.start) - 1
         span, tensor = self._pieces[number] if number >= 0 else (Span(0, 0), torch.empty(0))
         if in_buffer.intersect(span) != in_buffer:
-            rule = "lie in a flat param that is updated"
-            raise InvariantError(refusal("piece of a whole param", in_buffer, rule, "Report this"))
+            raise InvariantError(f"{in_buffer} of a whole param lies in no flat param that is updated. Report this.")
         return tensor[in_buffer.relative_to(span.start).as_slice()]
 
 
 @torch.no_grad()
-def exchange(place: Place, lanes: Sequence[Lane], update: Update, left_out: Collection[str] = ()) -> None:
+def exchange(
+    buffer: OwnedBuffer, values: Sequence[ShardValues], update: Update, left_out: Collection[str] = ()
+) -> None:
     """Collective: updates all blocks of a buffer, each on its owner.
 
     Args:
-        place: see `Place`.
-        lanes: of this rank; all of them travel to the owner, and the first one travels back.
+        buffer: the params and their owners.
+        values: of this rank; all of them travel to the owner, and the first one travels back.
         update: see `Update`.
         left_out: names of params that are not updated in this step; the same on all ranks.
     """
-    _Exchange(place, lanes, update, left_out).run()
+    _Exchange(buffer, values, update, left_out).run()
 
 
 @dataclass(frozen=True, eq=False)
 class _Arriving:
-    """A block that this rank owns and lacks pieces of; None for the block where it owns none in a round.
+    """A block that this rank owns and lacks pieces of."""
 
-    Args:
-        owner: of the block.
-        blocks: one for each lane.
-        under_way: what is coming.
-    """
-
-    owner: MatrixOwner | None
-    blocks: Sequence[Tensor]
+    owner: MatrixOwner | None  # None where this rank owns no block of the round
+    blocks: Sequence[Tensor]  # one for each of the values
     under_way: Sequence[UnderWay]
 
 
 class _Exchange:
     """One run through the rounds."""
 
-    def __init__(self, place: Place, lanes: Sequence[Lane], update: Update, left_out: Collection[str]) -> None:
-        self._place, self._lanes, self._update = place, lanes, update
-        rank, plan = place.group.rank, place.plan
-        owned = [each for each in plan.owned_by(rank) if each.name not in left_out]
-        self._staying = [each for each in owned if each.round is None]
-        self._owned = {each.round: each for each in owned}
-        self._leaving = _by_round(each for each in plan.leaving(rank) if each.name not in left_out)
-        self._arriving = _by_round(each for each in plan.arriving(rank) if each.name not in left_out)
+    def __init__(
+        self, buffer: OwnedBuffer, values: Sequence[ShardValues], update: Update, left_out: Collection[str]
+    ) -> None:
+        self._buffer, self._values, self._update = buffer, values, update
+        rank, plan = buffer.group.rank, buffer.plan
+        owned = [owner for owner in plan.owned_by(rank) if owner.name not in left_out]
+        self._staying = [owner for owner in owned if owner.round is None]
+        self._owned = {owner.round: owner for owner in owned}
+        self._leaving = _by_round(plan.leaving(rank), left_out)
+        self._arriving = _by_round(plan.arriving(rank), left_out)
 
     def run(self) -> None:
         coming = self._begin(0)
         for owner in self._staying:
-            self._update(owner, [lane.of(owner.in_buffer) for lane in self._lanes])
+            self._update(owner, [each.of(owner.in_buffer) for each in self._values])
         returning: list[tuple[UnderWay, Tensor]] = []  # with the memory that is being sent
-        for number in range(self._place.plan.num_rounds):
+        for number in range(self._buffer.plan.num_rounds):
             arrived, coming = coming, self._begin(number + 1)
             for under_way in arrived.under_way:
                 under_way.wait()
@@ -129,51 +136,52 @@ class _Exchange:
     def _begin(self, number: int) -> _Arriving:
         """Sends this rank's pieces of the round, and receives those of the block that it owns."""
         owner = self._owned.get(number)
-        blocks, under_way = [self._block_of(owner, lane) for lane in self._lanes], []
-        for index, (block, lane) in enumerate(zip(blocks, self._lanes, strict=True)):
-            for in_block, in_lane in self._own_pieces(owner, block, lane):
-                in_block.copy_(in_lane)
-            pieces, places = self._pieces(number, lane), self._places(number, block)
-            under_way.append(begin_travel(pieces, places, self._tag(number, index), self._place.group))
+        blocks, under_way = list[Tensor](), list[UnderWay]()
+        for index, values in enumerate(self._values):
+            numel, dtype = (0, None) if owner is None else (owner.in_buffer.numel, values.dtype_of(owner.name))
+            block = torch.empty(numel, dtype=dtype, device=self._buffer.device)
+            own = self._own_piece(owner, block, values)
+            if own is not None:
+                own[0].copy_(own[1])
+            pieces, places = self._pieces(number, values), self._places(number, block)
+            under_way.append(begin_travel(pieces, places, self._tag(number, index), self._buffer.group))
+            blocks.append(block)
         return _Arriving(owner, blocks, under_way)
 
-    def _block_of(self, owner: MatrixOwner | None, lane: Lane) -> Tensor:
-        if owner is None:
-            return torch.empty(0, device=self._place.device)
-        return torch.empty(owner.block.in_param.numel, dtype=lane.dtype_of(owner.name), device=self._place.device)
-
     def _send_back(self, number: int, arrived: _Arriving) -> UnderWay:
-        """The way of `_begin`, backwards, on the first lane."""
-        block, lane = arrived.blocks[0], self._lanes[0]
-        for in_block, in_lane in self._own_pieces(arrived.owner, block, lane):
-            in_lane.copy_(in_block)
-        places, pieces = self._places(number, block), self._pieces(number, lane)
-        return begin_travel(places, pieces, self._tag(number, len(self._lanes)), self._place.group)
+        """The way of `_begin`, backwards, for the first of the values."""
+        block, values = arrived.blocks[0], self._values[0]
+        own = self._own_piece(arrived.owner, block, values)
+        if own is not None:
+            own[1].copy_(own[0])
+        places, pieces = self._places(number, block), self._pieces(number, values)
+        return begin_travel(places, pieces, self._tag(number, len(self._values)), self._buffer.group)
 
     def _tag(self, number: int, index: int) -> int:
-        return (len(self._lanes) + 1) * number + index
+        return (len(self._values) + 1) * number + index
 
-    def _pieces(self, number: int, lane: Lane) -> list[Parcel]:
+    def _pieces(self, number: int, values: ShardValues) -> list[Parcel]:
         """This rank's pieces of blocks of other ranks, with their owners."""
-        return [Parcel(each.owner, lane.of(each.in_buffer)) for each in self._leaving.get(number, [])]
+        return [Parcel(travel.owner, values.of(travel.in_buffer)) for travel in self._leaving.get(number, [])]
 
     def _places(self, number: int, block: Tensor) -> list[Parcel]:
         """The places of other ranks' pieces in the block of this rank, with their holders."""
-        return [Parcel(each.holder, block[each.in_block.as_slice()]) for each in self._arriving.get(number, [])]
+        return [Parcel(travel.holder, block[travel.in_block.as_slice()]) for travel in self._arriving.get(number, [])]
 
-    def _own_pieces(self, owner: MatrixOwner | None, block: Tensor, lane: Lane) -> list[tuple[Tensor, Tensor]]:
-        """What this rank has itself of a block that it owns, in the block and in the lane: one stretch, or none."""
+    def _own_piece(self, owner: MatrixOwner | None, block: Tensor, values: ShardValues) -> tuple[Tensor, Tensor] | None:
+        """What this rank has itself of a block that it owns, in the block and in the values: one stretch, or none."""
+        layout, rank = self._buffer.plan.layout, self._buffer.group.rank
         if owner is None:
-            return []
-        layout, rank = self._place.plan.layout, self._place.group.rank
+            return None
         own = owner.in_buffer.intersect(layout.buckets[owner.bucket].shard(rank, layout.num_shards))
         if own is None:
-            return []
-        return [(block[own.relative_to(owner.in_buffer.start).as_slice()], lane.of(own))]
+            return None
+        return block[own.relative_to(owner.in_buffer.start).as_slice()], values.of(own)
 
 
-def _by_round(travels: Iterable[Travel]) -> dict[int, list[Travel]]:
-    found: dict[int, list[Travel]] = {}
-    for each in travels:
-        found.setdefault(each.round, []).append(each)
-    return found
+def _by_round(travels: Iterable[Travel], left_out: Collection[str]) -> dict[int, list[Travel]]:
+    by_round: dict[int, list[Travel]] = {}
+    for travel in travels:
+        if travel.name not in left_out:
+            by_round.setdefault(travel.round, []).append(travel)
+    return by_round

@@ -1,26 +1,29 @@
-"""An optimizer object that a user gave: what of it a new one over main params gets, and what it keeps itself.
+"""An optimizer object that a user gave: a new one over main params takes its place.
 
-[Note: alike] The object is not used. A new one is built from its defaults, with param groups of main params, and gets
-its attributes. Those that refer to the object or to params of the model stay behind: the class has made others for the
-new one. If these are of other classes, because the constructor had an argument that the defaults do not name, the
-object is refused.
+The new one is built from its defaults and gets its attributes, as far as they are numbers, texts, functions or lists of
+them. What else the class keeps in attributes, such as lists of its params, it has made anew in the constructor. If that
+is of other kinds than in the object, the constructor had an argument that the defaults do not name, and the object is
+refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build, Groups
-from megatron_distopt.optimizer.owners.reachable import attributes_of, foreign_kinds, refers_to
 
-#: Methods that a scheduler or we have replaced.
-_REPLACED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+#: What torch keeps in an optimizer itself, and methods that a scheduler or we have replaced.
+_NOT_OF_CLASS = ("state", "param_groups", "defaults", "step", "zero_grad", "add_param_group", "load_state_dict")
+_NUMBERS_AND_TEXTS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+_COPIED = {*_NUMBERS_AND_TEXTS, FunctionType, BuiltinFunctionType}
 
 
 def check_new(instance: Optimizer) -> None:
@@ -32,13 +35,14 @@ def check_new(instance: Optimizer) -> None:
     # A class that fills its state in the constructor has counts there that are zero, if only one for a group.
     steps = [state["step"] for state in instance.state.values() if "step" in state]
     if instance.state and (not steps or any(float(step) != 0 for step in steps)):
-        remedy = "Build the distributed optimizer before the first step or load_state_dict"
-        rule = "be new: without state, or with a count of zero steps"
-        raise ConfigError(refusal("optimizer", "one that has state", rule, remedy))
+        raise ConfigError(
+            "The optimizer has state already, which would be lost: it was stepped or loaded before. Build the "
+            "distributed optimizer before the first step or load_state_dict."
+        )
 
 
 def build_alike(instance: Optimizer, rebuild: Build) -> Build:
-    """Builds what is like an object, see [Note: alike].
+    """Builds what is like an object, see the file.
 
     Args:
         instance: stays as it is, and is not referred to.
@@ -47,42 +51,48 @@ def build_alike(instance: Optimizer, rebuild: Build) -> Build:
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.
     """
-    own, bound = _own(instance), _bound(instance)
-    _check_rebuilt(instance, bound, rebuild)
-    return partial(_build, rebuild, {key: own[key] for key in own if key not in bound}, instance.defaults)
+    own = _attributes_of(instance)
+    copied = {name: value for name, value in own.items() if _leaf_types(value) <= _COPIED}
+    if len(copied) < len(own):
+        again = _attributes_of(rebuild([_small_group(group) for group in instance.param_groups]))
+        for name in own.keys() - copied.keys():
+            kinds = _leaf_types(own[name]) ^ _leaf_types(again.get(name))
+            if kinds - _COPIED - {Tensor} or type(own[name]) is not type(again.get(name)):
+                raise ConfigError(
+                    f"Attribute {name!r} of {type(instance).__name__} is another one after it was built from its "
+                    f"defaults: {_names(own[name])} became {_names(again.get(name))}. Leave that argument of its "
+                    "constructor out."
+                )
+    return partial(_build, rebuild, copied, instance.defaults)
 
 
 def _build(rebuild: Build, attributes: Mapping[str, Any], defaults: dict[str, Any], groups: Groups) -> Optimizer:
-    """A new one. Some classes fill their state only in the constructor."""
     built = rebuild(groups)
     vars(built).update(attributes)
     built.defaults = defaults
     return built
 
 
-def _own(instance: Optimizer) -> dict[str, Any]:
-    """Attributes that the class has given it."""
-    return {key: value for key, value in attributes_of(instance).items() if key not in _REPLACED}
+def _attributes_of(instance: Optimizer) -> dict[str, Any]:
+    """What the class has put into an optimizer."""
+    return {
+        name: value
+        for name, value in vars(instance).items()
+        if name not in (*_NOT_OF_CLASS, "state_dict") and not name.startswith("_optimizer_")
+    }
 
 
-def _bound(instance: Optimizer) -> dict[str, Any]:
-    """Those that lead to it or to one of its params."""
-    targets = [instance, *(param for group in instance.param_groups for param in group["params"])]
-    return {key: value for key, value in _own(instance).items() if refers_to(value, targets)}
+def _leaf_types(value: Any) -> set[type]:
+    """The types of all values in lists and dicts; of a tensor of any class, `Tensor`."""
+    if isinstance(value, Mapping):
+        return {kind for pair in value.items() for part in pair for kind in _leaf_types(part)}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return {kind for part in value for kind in _leaf_types(part)}
+    return {Tensor} if isinstance(value, Tensor) else {type(value)}
 
 
-def _check_rebuilt(instance: Optimizer, bound: Mapping[str, Any], rebuild: Build) -> None:
-    if not any(foreign_kinds(value, instance) for value in bound.values()):
-        return
-    again = rebuild([_small_group(group) for group in instance.param_groups])
-    for key, value in bound.items():
-        other = attributes_of(again).get(key)
-        kinds = {type(value)} - {type(other)} or foreign_kinds(value, instance) - foreign_kinds(other, again)
-        if kinds:
-            kind = min(kind.__name__ for kind in kinds)
-            got, rule = f"{type(instance).__name__} with a {kind} in {key!r}", "be the same if built from its defaults"
-            remedy = "Leave that argument of its constructor out"
-            raise ConfigError(refusal("optimizer", got, rule, remedy))
+def _names(value: Any) -> str:
+    return " and ".join(sorted(kind.__name__ for kind in _leaf_types(value))) or "nothing"
 
 
 def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,10 +100,3 @@ def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
     shapes = sorted({(2,) * param.dim() for param in group["params"]})
     options = {key: value for key, value in group.items() if key != "param_names"}
     return {**options, "params": [torch.zeros(shape) for shape in shapes]}
-
-
-def let_go(instance: Optimizer) -> None:
-    """Drops the state of an object, and what else it has of params, once another one is built like it."""
-    instance.state.clear()
-    for key in _bound(instance):
-        delattr(instance, key)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import MatrixBlock, MatrixSpec, ParamSpec, Span
 from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, options_of
 
@@ -189,7 +189,7 @@ class Muon(Optimizer):
     def _update(self, param: Tensor, options: MuonOptions) -> None:
         grad, spec, state = param.grad, self._matrices[param], self.state[param]
         if grad is None or grad.is_sparse or torch.is_complex(grad):
-            raise LayoutError(refusal("gradient", grad, "be dense and real", "Use AdamW for this param"))
+            raise LayoutError("A gradient for Muon is not dense and real. Use AdamW for this param.")
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         update = direction_of(grad, state["momentum_buffer"], options).view(-1)
@@ -201,11 +201,14 @@ class Muon(Optimizer):
 
 def _spec_of(param: Tensor, known: MatrixSpec | None) -> MatrixSpec:
     if param.dim() < 2 or not param.is_contiguous():
-        got = f"shape {tuple(param.shape)}, strides {param.stride()}"
-        remedy = "Use AdamW for it, or call contiguous() on its data"
-        raise LayoutError(refusal("param of Muon", got, "be contiguous with at least two dimensions", remedy))
+        raise LayoutError(
+            f"A param of Muon has shape {tuple(param.shape)} and strides {param.stride()}. It must be contiguous with "
+            "at least two dimensions. Use AdamW for it, or call contiguous() on its data."
+        )
     known = known or MatrixSpec.of(ParamSpec("param", param.numel(), tuple(param.shape)))
     if known.numel != param.numel():
-        got, rule = f"{param.numel()} elements", f"have the {known.numel} of its matrices"
-        raise LayoutError(refusal("param of Muon", got, rule, "Give its own rows and columns"))
+        raise LayoutError(
+            f"A param of Muon has {param.numel()} elements and its matrices have {known.numel}. Give its own rows and "
+            "columns."
+        )
     return known

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 
 #: a, b and c of the polynomial a X + b X X'X + c X X'X X'X.
 Coefficients = tuple[float, float, float]
@@ -40,24 +40,17 @@ _MARK, _MEGATRONS_MARK = "ns_steps", "coefficient_type"
 class MuonOptions(ABC):
     """The options of a param group but its params, of both formulas.
 
-    Args:
-        lr: learning rate; a tensor of one element is used as it is.
-        weight_decay: decoupled.
-        momentum: see muon.py.
-        nesterov: see muon.py.
-        ns_steps: of the iteration.
-
     Raises:
         ConfigError: an option has a value that cannot work.
     """
 
-    lr: float | Tensor = 1e-3
-    weight_decay: float = 0.1
+    lr: float | Tensor = 1e-3  # a tensor of one element is used as it is
+    weight_decay: float = 0.1  # decoupled
     momentum: float = 0.95
     nesterov: bool = True
-    ns_steps: int = 5
+    ns_steps: int = 5  # of the iteration
 
-    #: Of the formula, for people.
+    #: The formula's name, for people.
     source: ClassVar[str]
     #: In which a direction is divided by its norm, and travels between ranks.
     travel_dtype: ClassVar[torch.dtype]
@@ -137,7 +130,7 @@ def is_muons_group(group: Mapping[str, Any]) -> bool:
 
 
 def _refused(name: str, got: object, rule: str) -> ConfigError:
-    return ConfigError(refusal(f"option {name} of Muon", got, rule, f"Give the param group another {name}"))
+    return ConfigError(f"Option {name} of Muon is {got}. It must {rule}.")
 
 
 def _check_one_of(name: str, value: str, known: Collection[str]) -> None:
@@ -149,18 +142,18 @@ def _check_one_of(name: str, value: str, known: Collection[str]) -> None:
 class TorchMuonOptions(MuonOptions):
     """Names and defaults of `torch.optim.Muon`.
 
-    Args:
-        lr, weight_decay, momentum, nesterov, ns_steps: see `MuonOptions`.
-        ns_coefficients: a, b and c of the iteration.
-        eps: the least norm that a matrix is divided by.
-        adjust_lr_fn: how the learning rate depends on the shape, see `lr_ratio`.
-
     Raises:
         ConfigError: an option has a value that cannot work.
+
+    >>> TorchMuonOptions().factor((8, 2)), TorchMuonOptions(adjust_lr_fn="match_rms_adamw").factor((25, 4))
+    (2.0, 1.0)
     """
 
-    ns_coefficients: Coefficients = _COEFFICIENTS
-    eps: float = 1e-7
+    ns_coefficients: Coefficients = _COEFFICIENTS  # a, b and c of the iteration
+    eps: float = 1e-7  # the least norm that a matrix is divided by
+    #: How the learning rate depends on the shape; "original", also where None: sqrt(max(1, rows / columns)), or
+    #: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al.,
+    #: "Muon is Scalable for LLM Training", 2025, section 2.2).
     adjust_lr_fn: str | None = None
 
     source: ClassVar[str] = "torch_muon"
@@ -175,7 +168,7 @@ class TorchMuonOptions(MuonOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
-        """See `MuonOptions`."""
+        """The same in every step."""
         return (self.ns_coefficients,) * self.ns_steps
 
     def norm_of(self, matrix: Tensor) -> Tensor:
@@ -188,31 +181,16 @@ class TorchMuonOptions(MuonOptions):
         return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """See `lr_ratio`."""
-        return lr_ratio(self.adjust_lr_fn, shape)
+        """What the learning rate is multiplied by."""
+        return _LR_RATIOS[self.adjust_lr_fn or "original"](*shape)
 
     def decay(self, main: Tensor) -> None:
-        """See `MuonOptions`."""
+        """In place."""
         main.mul_(1 - self._lr * self.weight_decay)
 
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """See `MuonOptions`."""
+        """In one operation."""
         target.add_(update, alpha=-(self._lr * self.factor(shape)))
-
-
-def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
-    """What torch's learning rate is multiplied by for a matrix.
-
-    Args:
-        adjust_lr_fn: "original", also where None: sqrt(max(1, rows / columns)); or "match_rms_adamw":
-            0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al., "Muon is
-            Scalable for LLM Training", 2025, section 2.2).
-        shape: rows and columns.
-
-    >>> lr_ratio(None, (8, 2)), lr_ratio("original", (2, 8)), lr_ratio("match_rms_adamw", (25, 4))
-    (2.0, 1.0, 1.0)
-    """
-    return _LR_RATIOS[adjust_lr_fn or "original"](*shape)
 
 
 #: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic"); Amsel et al.,
@@ -278,14 +256,6 @@ _LEAST_NORM = 1e-15
 class MegatronMuonOptions(MuonOptions):
     """megatron-core's formula.
 
-    Args:
-        lr, weight_decay, momentum, nesterov, ns_steps: see `MuonOptions`.
-        coefficient_type: names the coefficients of each step of the iteration.
-        scale_mode: how an update depends on the shape: "spectral" sqrt(max(rows, columns)), "shape_scaling"
-            sqrt(max(1, rows / columns)), "unit_rms_norm" sqrt(rows / columns).
-        extra_scale_factor: an update is multiplied by it as well.
-        matmul_precision: "medium" computes products in bfloat16, "high" and "highest" in fp32.
-
     Raises:
         ConfigError: an option has a value that cannot work.
 
@@ -293,10 +263,10 @@ class MegatronMuonOptions(MuonOptions):
     1.5
     """
 
-    coefficient_type: str = "quintic"
-    scale_mode: str = "spectral"
-    extra_scale_factor: float = 1.0
-    matmul_precision: str = _PRECISIONS[0]
+    coefficient_type: str = "quintic"  # names the coefficients of each step of the iteration
+    scale_mode: str = "spectral"  # how an update depends on the shape, see `_SCALES`
+    extra_scale_factor: float = 1.0  # an update is multiplied by it as well
+    matmul_precision: str = _PRECISIONS[0]  # of the products
 
     source: ClassVar[str] = "megatron_muon"
     travel_dtype: ClassVar[torch.dtype] = torch.float32
@@ -312,7 +282,7 @@ class MegatronMuonOptions(MuonOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
-        """See `MuonOptions`.
+        """Other ones in every step.
 
         >>> MegatronMuonOptions(coefficient_type="aol", ns_steps=5).coefficients[4]
         (4.0098, -7.0585, 2.4635)
@@ -342,11 +312,11 @@ class MegatronMuonOptions(MuonOptions):
             torch.set_float32_matmul_precision(before)
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """See `scale_mode`; with the extra one."""
+        """Both scales together."""
         return _SCALES[self.scale_mode](*shape) * self.extra_scale_factor
 
     def decay(self, main: Tensor) -> None:
-        """See `MuonOptions`."""
+        """In place."""
         if self.weight_decay:
             main.add_(main, alpha=-self.weight_decay * self._lr)
 

@@ -1,12 +1,20 @@
-"""Muon as the inner optimizer: for matrices, with an Adam for all other params, or alone.
+"""Muon as the inner optimizer: for matrices that ranks have pieces of, with an Adam for all other params, or alone.
 
 Both are one inner optimizer, so that a step has one gradient norm and one decision, and a checkpoint holds all state.
-Which of the two updates a param group is seen from its options.
+Which of the two updates a param group is seen from its options. A rank does the two element-wise parts of Muon on its
+shards, and between them orthogonalizes the matrices that it owns: see [Note: three parts of Muon] in muon.py and
+[Note: rounds of travel] in exchange.py.
+
+[Note: matrices over tensor-parallel ranks] Of such a matrix every rank of a group has a part, and owns it in its own
+data-parallel group. Either every rank gathers the whole matrix, orthogonalizes it and keeps its part: the result is
+that of one rank with the whole matrix, to the bit. Or every rank multiplies its part, and the products of the cut
+dimension are added up over the ranks, in fp32: no rank does work twice, and sums have another order. megatron-core
+calls the two "duplicated" and "distributed"; its "blockwise" takes the part of a rank for a matrix of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,19 +24,40 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group
+from megatron_distopt.comm import Group, sum_over
+from megatron_distopt.comm.collectives import all_gather
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
-from megatron_distopt.layout import MatrixSpec, OwnerPlan, ParamSpec, plan_owners
+from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.layout import MatrixCut, MatrixOwner, MatrixSpec, OwnerPlan, ParamSpec, plan_owners
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.flat_muon import FlatMuon, MatrixBuffer
-from megatron_distopt.optimizer.owners.muon import Muon
-from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions, formula_of, is_muons_group, options_of
+from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, exchange
+from megatron_distopt.optimizer.owners.muon import (
+    Muon,
+    apply_update,
+    direction_of,
+    newton_schulz,
+    orthogonalize,
+    orthogonalize_block,
+)
+from megatron_distopt.optimizer.owners.muon_options import (
+    MuonOptions,
+    TorchMuonOptions,
+    formula_of,
+    is_muons_group,
+    options_of,
+)
 
-_WITH_MUON = (torch.optim.AdamW, torch.optim.Adam)
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model, and the ranks that have pieces of them."""
+
+    specs: Mapping[str, MatrixSpec]  # of all params that Muon may update, by name
+    group_of: Callable[[str], Group]  # from that name to the data-parallel ranks over which the param is sharded
+    cut_over: Callable[[str], Group | None] = lambda name: None  # to the tensor-parallel ranks that share it
 
 
 def is_muon(optimizer: object) -> bool:
@@ -39,47 +68,29 @@ def is_muon(optimizer: object) -> bool:
 def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, MatrixSpec]:
     """The matrices of the params of a Muon, by name; those without an element are none.
 
-    Args:
-        muon: see `is_muon`.
-        named: params of the model.
-
     Raises:
         LayoutError: a param has not two dimensions, and nobody says of what matrices it consists.
     """
     members = {param for group in muon.param_groups for param in group["params"] if param.numel()}
-    spec_of = muon.matrices_of if isinstance(muon, Muon) else None
     return {
-        name: shape_of_matrix(name, param) if spec_of is None else spec_of(param)
+        name: muon.matrices_of(param) if isinstance(muon, Muon) else matrix_of(name, param)
         for name, param in named.items()
         if param in members
     }
 
 
-def shape_of_matrix(name: str, param: Tensor) -> MatrixSpec:
-    """The matrix that a param of Muon is.
+def matrix_of(name: str, param: Tensor) -> MatrixSpec:
+    """The matrix that a param is.
 
     Raises:
         LayoutError: it has not two dimensions.
     """
     if param.dim() != 2:
-        rule, remedy = "have two dimensions where Muon updates it", f"Give it to an AdamW beside Muon: {WITH_MUON}"
-        raise LayoutError(refusal(f"param {name!r}", f"shape {list(param.shape)}", rule, remedy))
+        raise LayoutError(
+            f"Muon updates params of two dimensions, and {name!r} has shape {list(param.shape)}. Give it to an AdamW "
+            f"beside Muon: {WITH_MUON}."
+        )
     return MatrixSpec.of(ParamSpec(name, param.numel(), tuple(param.shape)))
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """The matrices of a model, and the ranks that have pieces of them.
-
-    Args:
-        specs: of all params that Muon may update, by name.
-        group_of: from the name of a param to the data-parallel ranks over which it is sharded.
-        cut_over: from that name to the tensor-parallel ranks that share it, where its spec has a cut.
-    """
-
-    specs: Mapping[str, MatrixSpec]
-    group_of: Callable[[str], Group]
-    cut_over: Callable[[str], Group | None] = lambda name: None
 
 
 def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -87,18 +98,27 @@ def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptCo
 
     Args:
         given: Muon and at most one Adam, in either order; new.
-        matrices: see `Matrices`.
+        matrices: of the model.
         config: merged.
         device_type: of the main params.
 
     Raises:
         ConfigError: other optimizers, or options of the config that Muon does not serve.
     """
-    muon, others = _sorted(given)
-    for group in muon.param_groups:
+    muons = [each for each in given if is_muon(each)]
+    others = [each for each in given if not is_muon(each)]
+    is_other_adam = all(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in others)
+    if len(muons) != 1 or len(others) > 1 or not is_other_adam:
+        raise ConfigError(
+            f"The optimizers are {' and '.join(type(each).__name__ for each in given) or 'none'}. Give one optimizer, "
+            f"or Muon with an AdamW or Adam of torch's for params that are no matrices: write {WITH_MUON}."
+        )
+    if config.updates != "auto":
+        raise ConfigError(f"updates is {config.updates!r}, and Muon updates matrices. Leave it out.")
+    for group in muons[0].param_groups:
         options_of(group)
     rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
-    defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muon.defaults.items()))
+    defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muons[0].defaults.items()))
     return choose_muon(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
 
 
@@ -114,33 +134,19 @@ def choose_muon(
 
     Args:
         rest: None where there are no others.
-        matrices: see `Matrices`.
+        matrices: of the model.
         config: merged.
-        why, defaults: see `InnerChoice`.
+        why, defaults: of the choice.
         source: of Muon's formula.
 
     Raises:
         ConfigError: options of the config that Muon does not serve.
     """
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
-    others = [] if rest is None else [rest]
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
-    return InnerChoice(
-        " and ".join((source, *(each.name for each in others))),
-        build,
-        (*why, *(each for other in others for each in other.why)),
-        (*defaults, *(each for other in others for each in other.defaults)),
-    )
-
-
-def _sorted(given: Sequence[Optimizer]) -> tuple[Optimizer, list[Optimizer]]:
-    muons = [each for each in given if is_muon(each)]
-    others = [each for each in given if not is_muon(each)]
-    if len(muons) != 1 or len(others) > 1 or any(type(each) not in _WITH_MUON for each in others):
-        got = " and ".join(type(each).__name__ for each in given) or "none"
-        rule = "be one optimizer, or torch.optim.Muon with an AdamW or Adam of torch's for params that are no matrices"
-        raise ConfigError(refusal("optimizers", got, rule, f"Write {WITH_MUON}, or param groups in one optimizer"))
-    return muons[0], others
+    if rest is None:
+        return InnerChoice(source, build, why, defaults)
+    return InnerChoice(f"{source} and {rest.name}", build, (*why, *rest.why), (*defaults, *rest.defaults))
 
 
 class MuonAndAdam(InParts):
@@ -149,7 +155,7 @@ class MuonAndAdam(InParts):
     Args:
         groups: of main params.
         rest: builds what updates the groups that are not Muon's; None where there are none.
-        matrices: see `Matrices`.
+        matrices: of the model.
     """
 
     def __init__(self, groups: Groups, *, rest: Build | None, matrices: Matrices) -> None:
@@ -159,50 +165,34 @@ class MuonAndAdam(InParts):
         # A rank may have no params for one of them, and torch refuses an empty list of groups.
         self._muon = FlatMuon([group for group in groups if is_muons_group(group)] or [{"params": []}])
         self._rest = rest(others or [{"params": []}]) if rest is not None else None
-        self._parts = [self._muon] if self._rest is None else [self._muon, self._rest]
-        of_part = {part: iter(part.param_groups) for part in self._parts}
-        self.param_groups = [next(of_part[self.part_for(group)]) for group in groups]
-        for part in self._parts:
+        parts = [self._muon] if self._rest is None else [self._muon, self._rest]
+        groups_of = {part: iter(part.param_groups) for part in parts}
+        self.param_groups = [next(groups_of[self.part_for(group)]) for group in groups]
+        for part in parts:
             part.state = self.state
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
-        """See `InParts`."""
+        """Muon for its own groups."""
         return self._muon if is_muons_group(group) or self._rest is None else self._rest
 
     def hold(
         self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
     ) -> None:
-        """See `InParts`."""
-        members = [group.names for group in groups if is_muons_group(group.options)]
-        group_of = {name: number for number, names in enumerate(members) for name in names}
+        """Chooses the owners of new buffers, and tells Muon what its flat params are pieces of."""
+        of_muon = [group.names for group in groups if is_muons_group(group.options)]
+        group_of = {name: number for number, names in enumerate(of_muon) for name in names}
         for buffer in buffers[len(self.owners) :]:
-            self.owners.append(plan_owners(buffer.layout, self._specs_in(buffer, group_of)))
-        of_muon = [flat for flat in flat_params if flat.plan.shards[0].name in group_of]
-        pairs = [(buffer, plan) for buffer, plan in zip(buffers, self.owners, strict=True) if plan.owners]
-        self._muon.bind([self._matrices_of(buffer, plan, of_muon) for buffer, plan in pairs], group_of)
-
-    @property
-    def travel_width(self) -> int:
-        """See `InParts`."""
-        groups = filter(is_muons_group, self._muon.param_groups)
-        return max((formula_of(group).travel_dtype.itemsize for group in groups), default=0)
-
-    def _specs_in(self, buffer: ShardedBuffer, names: Collection[str]) -> dict[str, MatrixSpec]:
-        held = (slot.name for slot in buffer.layout.slots if slot.name in names and buffer.holds(slot.name))
-        return {name: self._matrices.specs[name] for name in held}
-
-    def _matrices_of(self, buffer: ShardedBuffer, plan: OwnerPlan, flat_params: Sequence[FlatParam]) -> MatrixBuffer:
-        specs = self._specs_in(buffer, plan.owners_of)
-        pairs = [(flat.main, flat.plan) for flat in flat_params if flat.plan.shards[0].name in specs]
-        group = self._matrices.group_of(next(iter(specs)))
-        return MatrixBuffer(plan, specs, group, buffer.param.device, pairs, self._cut_over(specs))
-
-    def _cut_over(self, specs: Mapping[str, MatrixSpec]) -> Group | None:
-        cut = (name for name, spec in specs.items() if spec.cut is not None)
-        return next((self._matrices.cut_over(name) for name in cut), None)
+            names = [slot.name for slot in buffer.layout.slots if slot.name in group_of and buffer.holds(slot.name)]
+            self.owners.append(plan_owners(buffer.layout, {name: self._matrices.specs[name] for name in names}))
+        owned = [
+            OwnedBuffer.of(buffer, plan, self._matrices.group_of, flat_params)
+            for buffer, plan in zip(buffers, self.owners, strict=True)
+            if plan.owners
+        ]
+        self._muon.bind(owned, group_of, self._matrices)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """See `InParts`."""
+        """These params have no gradient in the next step."""
         self._muon.left_out = frozenset(names)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,3 +205,132 @@ class MuonAndAdam(InParts):
         if self._rest is not None:
             self._rest.step()
         return loss
+
+
+class FlatMuon(Optimizer):
+    """Muon whose params are flat: pieces of matrices that other ranks have the rest of.
+
+    `step` is collective over the groups of the buffers, also on a rank without params.
+
+    Args:
+        params: param groups of main params, fp32 1-D; the same number of groups on every rank. Options that a group
+            lacks are the defaults of its formula.
+    """
+
+    #: Names of params that are not updated in the next step, and are in those after it; the same on all ranks.
+    left_out: frozenset[str] = frozenset()
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self._buffers: tuple[OwnedBuffer, ...] = ()
+        self._group_of: Mapping[str, int] = {}
+        self._specs: Mapping[str, MatrixSpec] = {}
+        self._cut_over: Mapping[str, Group | None] = {}
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group; see the class."""
+        super().add_param_group({**vars(formula_of(param_group)()), **param_group})
+
+    def bind(self, buffers: Sequence[OwnedBuffer], group_of: Mapping[str, int], matrices: Matrices) -> None:
+        """Says what the params are pieces of.
+
+        Args:
+            buffers: in the same order on all ranks.
+            group_of: the number of the param group of every matrix param, whether this rank has a piece or not.
+            matrices: of all of them.
+        """
+        self._buffers, self._group_of, self._specs = tuple(buffers), dict(group_of), matrices.specs
+        cut = [name for each in buffers for name in each.plan.owners_of if matrices.specs[name].cut is not None]
+        self._cut_over = {name: matrices.cut_over(name) for name in cut}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective: updates every main param that has a gradient.
+
+        Args:
+            closure: computes the loss; its value is returned.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        of_group = [options_of(group) for group in self.param_groups]
+        options = {name: of_group[number] for name, number in self._group_of.items()}
+        for buffer in self._buffers:
+            self._step(buffer, options)
+        self.left_out = frozenset()
+        return loss
+
+    def _step(self, buffer: OwnedBuffer, options: Mapping[str, MuonOptions]) -> None:
+        directions = []
+        for flat in buffer.flat_params:
+            if flat.main.grad is not None:
+                state = self.state[flat.main]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(flat.main)
+                of_flat = options[flat.plan.shards[0].name]
+                directions.append((flat, direction_of(flat.main.grad, state["momentum_buffer"], of_flat)))
+        updates = ShardValues(
+            [(flat.plan.in_buffer, direction) for flat, direction in directions],
+            lambda name: options[name].travel_dtype,
+        )
+
+        def orthogonalize_on_owner(owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
+            spec, of_param = self._specs[owner.name], options[owner.name]
+            # Ranks with the other parts own them in their own groups and come here in the same order.
+            group = self._cut_over.get(owner.name)
+            one = partial(orthogonalize, options=of_param)
+            if spec.cut is not None and group is not None:
+                one = partial(orthogonalize_cut, cut=spec.cut, options=of_param, group=group)
+            orthogonalize_block(blocks[0], spec, owner.block, one)
+
+        exchange(buffer, [updates], orthogonalize_on_owner, self.left_out)
+        for flat, _ in directions:
+            for shard in flat.plan.shards:
+                part, spec = flat.main[flat.plan.in_flat_param(shard).as_slice()], self._specs[shard.name]
+                apply_update(part, updates.of(shard.in_buffer), spec, shard.in_param, options[shard.name])
+
+
+def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
+    """Collective over `group`: `orthogonalize` for a matrix, see [Note: matrices over tensor-parallel ranks].
+
+    Args:
+        part: 2-D, contiguous, in the dtype in which it travels; may be changed.
+        cut: how the ranks share the matrix, each with an equal part.
+        options: with the formula.
+        group: tensor-parallel ranks.
+
+    Returns:
+        this rank's part of the result.
+    """
+    if not cut.is_gathered:
+        return _distributed(part, cut, options, group)
+    bucket = part.new_empty(cut.size * part.numel())
+    own = bucket[group.rank * part.numel() : (group.rank + 1) * part.numel()]
+    own.copy_(part.view(-1))
+    all_gather(bucket, own, group)
+    parts = [_in_pieces(each.view(part.shape), cut, 1) for each in bucket.chunk(cut.size)]
+    joined = torch.cat(parts, dim=cut.dim + 1).reshape(cut.whole((part.shape[0], part.shape[1]))).contiguous()
+    whole = orthogonalize(joined, options)
+    return _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank).reshape(part.shape)
+
+
+def _in_pieces(matrix: Tensor, cut: MatrixCut, num_ranks: int) -> Tensor:
+    """A view with the cut dimension as three: pieces of the stride, ranks, and the rest."""
+    sizes = list(matrix.shape)
+    sizes[cut.dim : cut.dim + 1] = [cut.stride, num_ranks, -1]
+    return matrix.reshape(sizes)  # splits one dimension, which needs no copy
+
+
+def _distributed(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
+    """Products contract the dimension that is cut, whichever side is shorter."""
+    own = part.T if cut.dim == 0 else part
+    square = own.float().square().sum()
+    sum_over(square, group)
+    own = options.normalized(own, square.sqrt())
+
+    def gram_of(matrix: Tensor) -> Tensor:
+        gram = (matrix @ matrix.T).float()
+        sum_over(gram, group)
+        return gram.to(matrix.dtype)
+
+    own = newton_schulz(own, options, gram_of)
+    return own.T if cut.dim == 0 else own

@@ -1,7 +1,8 @@
-"""What the trial at start-up accepts and refuses, and that nothing outside of it notices."""
+"""What the trial at start-up finds out of a class, and that nothing outside of it notices."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 import pytorch_optimizer
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_distopt.errors import ConfigError
+from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.optimizer.choice import adopt_instance
-from megatron_distopt.optimizer.owners import elementwise
-from megatron_distopt.optimizer.owners.elementwise import check_elementwise
+from megatron_distopt.optimizer.owners.given import build_alike
+from megatron_distopt.optimizer.owners.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.trial import OF_TORCH, Candidate, Updates, find_updates
 
 Params = Iterable[Tensor]
 
@@ -89,7 +90,8 @@ class Prodigy(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             denominator = 0.0
-            for param in group["params"]:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
                 state = self.state[param]
                 if not state:
                     state.update(start=param.clone(), sum=torch.zeros_like(param), square=torch.zeros_like(param))
@@ -97,7 +99,7 @@ class Prodigy(Optimizer):
                 state["sum"].add_(param.grad, alpha=group["d"])
                 denominator += float(state["sum"].abs().sum())
             group["d"] = max(group["d"], group["numerator"] / denominator)
-            for param in group["params"]:
+            for param in params:
                 self.state[param]["square"].add_(param.grad.square())
                 param.sub_(group["lr"] * group["d"] * param.grad / (self.state[param]["square"].sqrt() + 1e-12))
 
@@ -134,76 +136,178 @@ class Noisy(Lion):
         return grad + torch.randn_like(grad) + random.random() + float(np.random.rand())
 
 
-ACCEPTED: dict[str, Callable[[Params], Optimizer]] = {
-    "Adam": torch.optim.Adam,
+class Counting(_Own):
+    """It counts in an attribute, which no checkpoint holds."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad / self.count
+
+
+class Still(_Own):
+    """It does not begin before its hundredth step."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        state["count"] = state.get("count", 0) + 1
+        return grad if state["count"] > 100 else torch.zeros_like(grad)
+
+
+def found(make: Callable[[Params], Optimizer], asked: str = "auto", dims: Iterable[int] = (1, 2)) -> Updates:
+    """What is found out of a class, though its name be in torch's table."""
+
+    class Unknown(Optimizer):
+        pass
+
+    return find_updates(Candidate(Unknown, make, "it"), tuple(dims), asked)
+
+
+po = pytorch_optimizer
+ELEMENTS: dict[str, Callable[[Params], Optimizer]] = {
+    **{name: getattr(torch.optim, name) for name, updates in OF_TORCH.items() if updates is Updates.ELEMENTS},
     "Adam, amsgrad, maximize": lambda params: torch.optim.Adam(params, amsgrad=True, maximize=True),
     "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
     "AdamW, one by one": lambda params: torch.optim.AdamW(params, foreach=False),
     "SGD, nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "a warm-up that begins at 0": lambda params: torch.optim.NAdam(params, lr=0.0),
     "Lion": Lion,
-    **{
-        name: getattr(torch.optim, name)
-        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-    },
+    "ADOPT": po.ADOPT,
+    "ScheduleFreeAdamW": po.ScheduleFreeAdamW,
 }
-
+PARAMS: dict[str, Callable[[Params], Optimizer]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "a norm": Lars,
+    "a norm while it warms up": lambda params: Lars(params, lr=0.0),
+    "a trust ratio": Lamb,
+    "one number for a param": NovoGrad,
+    "means of rows": Centralized,
+    "rows that are nearly orthogonal to their gradients": lambda params: po.AdamP(params, lr=0.01),
+    "the same, a small rate": lambda params: po.AdamP(params, lr=1e-5),
+    "projections of SGD": lambda params: po.SGDP(params, lr=0.01),
+    "a norm that falls": po.AdaNorm,
+    "a norm that rises": po.StableAdamW,
+    "products that only later matter": po.SWATS,
+    "sums that only later matter": po.ApolloDQN,
+    "lists of matrices": lambda params: po.SOAP(params, precondition_frequency=2),
+}
 #: And what the error says of it.
 REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
-    **{each.__name__: (each, "differently") for each in (Lars, Lamb, NovoGrad, Prodigy, Centralized, Clipping, Noisy)},
-    "Lars while it warms up": (lambda params: Lars(params, lr=0.0), "differently"),
-    "LBFGS": (torch.optim.LBFGS, "'closure'"),
-    "SparseAdam": (torch.optim.SparseAdam, "dense gradients"),
-    "Adafactor": (torch.optim.Adafactor, "'row_var' of [90, 1] for a param of [90, 110]"),
+    "an estimate over all params": (Prodigy, "changes its option 'd'"),
+    "the same, published": (po.Prodigy, "changes its option"),
+    "the same, a small rate": (lambda params: po.Prodigy(params, lr=0.01), "changes its option"),
+    "the same of signs": (po.DAdaptLion, "changes its option"),
+    "the norm of all gradients": (Clipping, "others beside it"),
+    "noise": (Noisy, "differently"),
+    "a count in an attribute": (Counting, "saved and loaded"),
+    "a closure": (torch.optim.LBFGS, "'closure'"),
+    "sparse gradients": (torch.optim.SparseAdam, "dense gradients"),
+    "objects in the state": (po.ScalableShampoo, "fits into no checkpoint"),
+    "state that is of no param": (po.MADGRAD, "'k' in its state"),
+    "an argument without a default": (po.BSAM, "num_data"),
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_trial_when_every_element_goes_by_itself_then_accepted(name: str) -> None:
-    check_elementwise(ACCEPTED[name], name)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_trial_when_every_element_goes_by_itself_then_elements(name: str) -> None:
+    assert found(ELEMENTS[name]) is Updates.ELEMENTS
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_trial_when_elements_depend_on_each_other_then_params(name: str) -> None:
+    assert found(PARAMS[name]) is Updates.PARAMS
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_trial_when_elements_depend_on_each_other_then_values_show_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_when_a_class_looks_beyond_a_param_or_cannot_be_saved_then_refused(name: str) -> None:
     make, why = REFUSED[name]
-    monkeypatch.setattr(elementwise, "watched_steps", lambda *about: None)
-    with pytest.raises(ConfigError) as error:
-        check_elementwise(make, name)
-    assert str(error.value).startswith(f"Invalid optimizer: {name}")
-    assert why in str(error.value)
-    assert str(error.value).endswith("Use an element-wise one, such as torch.optim:Adagrad.")
+    with pytest.raises(ConfigError, match=why) as error:
+        found(make)
+    assert "torch.optim.AdamW" in str(error.value)
 
 
-#: By name, an operator of its step in which elements meet.
-MEET = {
-    "Lars": (Lars, "linalg_vector_norm"),
-    "Prodigy": (Prodigy, "sum"),
-    "Centralized": (Centralized, "mean"),
-    "Noisy": (Noisy, "randn_like"),
-    # Both come to the same values as an element-wise one here: rows are not orthogonal, and the rate is too small.
-    "AdamP": (lambda params: pytorch_optimizer.AdamP(params, lr=0.01), "linalg_vector_norm"),
-    "Prodigy with a small rate": (lambda params: pytorch_optimizer.Prodigy(params, lr=0.01), "dot"),
-}
+def test_trial_when_nothing_changes_then_the_user_has_to_say_it() -> None:
+    with pytest.raises(ConfigError, match='updates="params"'):
+        found(Still)
+    assert found(Still, "elements") is Updates.ELEMENTS
+    assert found(Still, "params") is Updates.PARAMS
 
 
-@pytest.mark.parametrize("name", MEET)
-def test_trial_when_elements_meet_in_an_operator_then_refused_by_its_name(name: str) -> None:
-    make, operator = MEET[name]
-    with pytest.raises(ConfigError, match=f"{name}, which calls {operator}") as error:
-        check_elementwise(make, name)
-    assert str(error.value).endswith("Use an element-wise one, such as torch.optim:Adagrad.")
+def test_updates_when_the_trial_does_not_agree_then_refused() -> None:
+    with pytest.raises(ConfigError, match="not elements"):
+        found(Lamb, "elements")
+    assert found(Lion, "params") is Updates.PARAMS
+    with pytest.raises(ConfigError, match="not params"):
+        found(Clipping, "params")
 
 
-def test_trial_when_a_step_cannot_be_watched_then_values_decide() -> None:
-    class Unwatched(Lion):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if _len_torch_dispatch_stack():
-                raise RuntimeError("compiled code takes no other dispatcher")
-            super().step()
+def test_updates_when_only_elements_are_served_then_a_class_of_params_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not elements"):
+        found(Lamb, dims=())
 
-    check_elementwise(Unwatched, "Unwatched")
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_table_when_a_class_is_torchs_then_it_counts_and_the_user_may_not_say_otherwise(name: str) -> None:
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        pytest.skip("this torch has no such class")
+    candidate = Candidate(kind, kind, name)
+    assert find_updates(candidate, (2,)) is OF_TORCH[name]
+    other = next(updates for updates in Updates if updates is not OF_TORCH[name])
+    with pytest.raises(ConfigError, match="Leave it out"):
+        find_updates(candidate, (2,), other.value)
+
+
+def test_owned_param_when_its_state_is_split_and_joined_then_the_same() -> None:
+    class Keeping(_Own):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+            state.update(GG=[grad @ grad.T, []], pair=(1, "text"), step=torch.tensor(3), none=None, by={0: grad + 1})
+            group["count"] = 5
+            return grad
+
+    one, other = (OwnedParam((2, 3), torch.device("cpu"), Keeping, {"lr": 0.1}) for _ in range(2))
+    one.step(torch.ones(6), torch.arange(6.0), {"lr": 0.1})
+    description, tensors = one.split()
+    other.join(json.loads(json.dumps(description)), tensors, {"lr": 0.1})
+    assert other.split()[0] == description
+    assert all(torch.equal(tensor, other.split()[1][name]) for name, tensor in tensors.items())
+    assert other.has_state and other.state_nbytes == one.state_nbytes > 0
+    before = other.split()
+    with pytest.raises(KeyError):
+        other.join(description, {}, {"lr": 0.1})
+    assert other.split()[0] == before[0]
+    one.optimizer.state[one.optimizer.param_groups[0]["params"][0]]["a"] = [object()]
+    with pytest.raises(CheckpointError, match=r"a object in 'state\.a\.0'"):
+        one.split()
+
+
+class Helper:
+    """An argument of a constructor that the options do not tell."""
+
+
+def test_instance_when_an_argument_is_not_in_its_defaults_then_refused() -> None:
+    class Helped(Lion):
+        def __init__(self, params: Params, lr: float = 0.5, helper: object = None, scale: float = 1.0) -> None:
+            super().__init__(params, lr=lr)
+            self.lists = [{"params": self.param_groups[0]["params"], "helper": helper}]
+            self.scale = scale
+
+    params = [torch.ones(3, requires_grad=True)]
+    built = build_alike(Helped(params, scale=2.0), Helped)([{"params": [torch.zeros(3)]}])
+    assert built.scale == 2.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Attribute 'lists'.*Helper"):
+        build_alike(Helped(params, helper=Helper()), Helped)
+
+
+def test_instance_when_it_is_distributed_shampoo_then_refused_by_name_with_its_own_way() -> None:
+    class DistributedShampoo(Lion):
+        """Meta's is called so."""
+
+    with pytest.raises(ConfigError, match="DDPDistributedConfig"):
+        adopt_instance(DistributedShampoo([torch.ones(3, requires_grad=True)]))
 
 
 def test_instance_when_an_attribute_holds_params_of_the_model_then_the_copy_holds_main_params() -> None:
@@ -253,12 +357,12 @@ def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_h
     wanted = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     try:
         with pytest.raises(ConfigError):
-            check_elementwise(Noisy, "Noisy")
+            found(Noisy)
         adopt_instance(instance)
         assert not called
-        found = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-        assert torch.equal(found[0], wanted[0])
-        assert found[1:] == wanted[1:]
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+        assert torch.equal(after[0], wanted[0])
+        assert after[1:] == wanted[1:]
         assert (param.tolist(), dict(instance.state), instance.param_groups[0]["params"]) == ([1.0] * 3, {}, [param])
         check = torch.optim.SGD([param], lr=0.0)
         param.grad = torch.zeros(3)
