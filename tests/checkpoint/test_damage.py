@@ -30,14 +30,14 @@ from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
-from tests.support.stored import TINY, Numbered, is_same, leftovers, number_in, savings, snapshot
+from tests.support.stored import TINY, Numbered, edit_manifest, is_same, leftovers, number_in, savings, snapshot
 
 ONE_RANK = Group(None, 0, 1)
 DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written."
 FILE_DAMAGED = "Load an earlier checkpoint; this file is damaged."
 OF_ANOTHER_MODEL = "Load a checkpoint of this model, or start from its weights with a new optimizer."
 Break = Callable[[Path], object]
-Change = Callable[[dict[str, Any]], None]
+Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture
@@ -94,16 +94,7 @@ def manifest_says(**head: object) -> Break:
 
 
 def edited(change: Change) -> Break:
-    """Somebody writes another manifest, with the checksum that belongs to it."""
-
-    def edit(folder: Path) -> None:
-        path = folder / "manifest.json"
-        document = json.loads(path.read_text())
-        change(document["body"])
-        canonical = json.dumps(document["body"], separators=(",", ":"), sort_keys=True)
-        path.write_text(json.dumps({**document, "crc32": zlib.crc32(canonical.encode())}))
-
-    return edit
+    return lambda folder: edit_manifest(folder, change)
 
 
 def file_renamed(name: str) -> Break:

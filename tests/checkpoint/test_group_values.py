@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
 from megatron_distopt.formats.load_any import load_any
 from tests.support.simulated import World, small_model
-from tests.support.stored import is_same, snapshot
+from tests.support.stored import edit_manifest, is_same, snapshot
 
 MODEL = small_model(layers=1)
 ALONE = Group(None, 0, 1)
@@ -43,15 +41,6 @@ FAULTS: dict[str, tuple[tuple[Any, ...], Any, tuple[str, ...]]] = {
 }
 
 
-def rewrite(folder: Path, change: Any) -> None:
-    """Changes the body of a manifest and gives it the checksum that belongs to it."""
-    path = folder / "manifest.json"
-    document = json.loads(path.read_text())
-    change(document["body"])
-    canonical = json.dumps(document["body"], separators=(",", ":"), sort_keys=True)
-    path.write_text(json.dumps({**document, "crc32": zlib.crc32(canonical.encode())}))
-
-
 def _set(body: Any, keys: tuple[Any, ...], value: Any) -> None:
     for key in keys[:-1]:
         body = body[key]
@@ -72,7 +61,7 @@ def _refused(folder: Path) -> str:
 def test_load_when_a_value_is_wrong_then_refused_with_its_place(fault: str, tmp_path: Path) -> None:
     World.of(MODEL, dp=2).save(tmp_path)
     keys, value, named = FAULTS[fault]
-    rewrite(tmp_path, lambda body: _set(body, keys, value))
+    edit_manifest(tmp_path, lambda body: _set(body, keys, value))
     text = _refused(tmp_path)
     assert str(tmp_path) in text and all(each in text for each in named), text
 
@@ -80,7 +69,7 @@ def test_load_when_a_value_is_wrong_then_refused_with_its_place(fault: str, tmp_
 def test_load_when_a_param_is_in_two_groups_then_refused_with_both(tmp_path: Path) -> None:
     World.of(MODEL, dp=2).save(tmp_path)
     name = "decoder.layers.0.self_attention.linear_proj.weight"
-    rewrite(tmp_path, lambda body: body["groups"][1]["names"].append(name))
+    edit_manifest(tmp_path, lambda body: body["groups"][1]["names"].append(name))
     text = _refused(tmp_path)
     assert repr(name) in text and "param groups 0 and 1" in text and "wd_mult" in text
 
@@ -171,7 +160,7 @@ def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(tmp_path:
 
 def test_load_when_a_manifest_is_of_the_first_version_then_it_lacks_what_came_later(tmp_path: Path) -> None:
     World.of(MODEL, dp=2).save(tmp_path)
-    rewrite(tmp_path, lambda body: [body.pop(key) for key in ("earlier", "metadata")])
+    edit_manifest(tmp_path, lambda body: [body.pop(key) for key in ("earlier", "metadata")])
     world = World.of(MODEL, filled=False)
     world.load(tmp_path)
     assert {float(state["step"]) for state in world.ranks[0].optimizer.inner.state.values()} == {10.0}

@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.spawn import RankError, run_ranks
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
 MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
+LOW = replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -317,6 +319,11 @@ def _write(rank: int, size: int, root: Path) -> dict[str, str]:
         torch.save(full, root / "full.pt")
     else:
         assert full == {}
+    _, low = _made(LOW, steps=2)
+    dcp.save({"optim": low.state_dict()}, checkpoint_id=root / "low precision")
+    full_low = low.full_state_dict()
+    if rank == 0:
+        torch.save(full_low, root / "low.pt")
     whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     value = next(each["exp_avg"] for each in state["state"].values() if isinstance(each["exp_avg"], ShardedValue))
     assert copy.deepcopy(value).boxes == value.boxes and str(list(value.shape)) in repr(value)
@@ -349,6 +356,11 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
             dcp.load(state, checkpoint_id=root / name)
             set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
             found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
+    _, low = _made(LOW)
+    low_state = {"optim": low.state_dict()}
+    dcp.load(low_state, checkpoint_id=root / "low precision")
+    low.load_state_dict(low_state["optim"])
+    found["low precision"] = _is_as(low, torch.load(root / "low.pt", weights_only=True))
     model, optimizer = _made(steps=1)
     optimizer.load_state_dict(wanted)
     found["full"] = _is_as(optimizer, wanted)

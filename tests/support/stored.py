@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,15 @@ def number_in(folder: Path, reader: World) -> int:
     steps = {int(each["step"]) for rank in reader.ranks for each in rank.optimizer.inner.state.values()}
     assert steps == {number}, f"steps {steps} in save {number}"
     return number
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Somebody changes the body of a manifest, and writes the checksum that belongs to it."""
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document["body"])
+    canonical = json.dumps(document["body"], separators=(",", ":"), sort_keys=True)
+    path.write_text(json.dumps({**document, "crc32": zlib.crc32(canonical.encode())}))
 
 
 def leftovers(folder: Path) -> set[str]:
