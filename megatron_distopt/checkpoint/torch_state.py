@@ -376,7 +376,10 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
 def _gather(own: Any, by_rank: Sequence[_LocalValue | None], params: TorchParams) -> Any:
     """Collective: gathers one value, of which `by_rank` says what each rank holds, on the first rank."""
     group = params.data
-    first = next(local for local in by_rank if local is not None)
+    known = [local for local in by_rank if local is not None]
+    first = next(
+        (local for local in known if local.boxes != ()), known[0]
+    )  # one that owns none does not know the dtype
     if first.boxes is None:
         return first.kept
     if own is not None and not isinstance(own, ShardedValue):
