@@ -177,6 +177,7 @@ def _add_patch(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "convert", "write a checkpoint in another format", _CONVERT)
+    command.set_defaults(run=_answered_by("convert_command"))
     command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     command.add_argument("--to", choices=FORMATS, required=True, help="the format to write")

@@ -50,7 +50,7 @@ class Problem:
 
 
 @dataclass
-class _Values:
+class _NonFiniteValues:
     """The values that are not finite: the first place in every tensor, and their number."""
 
     first: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return {}, [Problem("manifest", "manifest.json", f"cannot be used: {error}")]
-    values, problems = _Values(), list[Problem]()
+    values, problems = _NonFiniteValues(), list[Problem]()
     with progress_of("verifying", manifest.nbytes) as progress:
         for file, stored in zip(manifest.files, stored_in(manifest), strict=True):
             problems += _check_file(folder / file.name, file, stored, values, progress)
@@ -113,7 +113,7 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
 
 def _verify_other(source: Source) -> tuple[dict[str, str], list[Problem]]:
     """The same of a checkpoint in another format."""
-    values, problems = _Values(), list[Problem]()
+    values, problems = _NonFiniteValues(), list[Problem]()
     with progress_of("verifying", sum(map(nbytes_of, source.tensors.values()))) as progress:
         for key, info in source.tensors.items():
             try:
@@ -149,7 +149,7 @@ def stored_in(manifest: Manifest) -> list[list[StoredChunk]]:
 
 
 def _check_file(
-    path: Path, record: FileRecord, stored: Sequence[StoredChunk], values: _Values, progress: _Progress
+    path: Path, record: FileRecord, stored: Sequence[StoredChunk], values: _NonFiniteValues, progress: _Progress
 ) -> Iterator[Problem]:
     """Checks one file against the manifest; reads it once, with one chunk in memory at a time."""
     try:
@@ -171,7 +171,7 @@ def _check_file(
 
 
 def _read(
-    path: Path, stored: Sequence[StoredChunk], values: _Values, progress: _Progress
+    path: Path, stored: Sequence[StoredChunk], values: _NonFiniteValues, progress: _Progress
 ) -> tuple[int, dict[StoredChunk, str]]:
     """Returns the checksum of all bytes, and the chunks that cannot be read.
 
@@ -271,7 +271,7 @@ def check_chunks(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_content(
-    tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord], values: _Values
+    tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord], values: _NonFiniteValues
 ) -> tuple[dict[str, str], list[Problem]]:
     params = {name_of(key) for key in tensors}
     numel = sum(math.prod(info.shape) for info in tensors.values())
