@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
-from megatron_distopt.cli import convert as convert_command
+from megatron_distopt.cli import convert_command, show
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli import show
 from megatron_distopt.cli.main import FORMATS
 from megatron_distopt.cli.show import progress_of
 from megatron_distopt.formats import TARGETS
