@@ -34,15 +34,10 @@ _TAG = "megatron_distopt"
 
 @dataclass(frozen=True)
 class Field:
-    """One thing that must be equal on all ranks.
+    """One thing that must be equal on all ranks."""
 
-    Args:
-        what: its name in the error, e.g. "param names".
-        items: in an order that matters.
-    """
-
-    what: str
-    items: tuple[str, ...]
+    what: str  # its name in the error, e.g. "param names".
+    items: tuple[str, ...]  # in an order that matters
 
     @property
     def digest(self) -> str:

@@ -41,17 +41,12 @@ _FAKE = "fake"
 
 @dataclass(frozen=True)
 class Reduction:
-    """How grads are added up.
+    """How grads are added up."""
 
-    Args:
-        divide_by: number by which grads are divided before they are added up: a pass over the buffer, or see [Note:
-            average in the collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their
-            average.
-        reduce_dtype: in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for
-            their own dtype.
-    """
-
+    # number by which grads are divided before they are added up: a pass over the buffer, or see [Note: average in the
+    # collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their average.
     divide_by: int = 1
+    # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for their own dtype
     reduce_dtype: torch.dtype | None = None
 
 

@@ -48,17 +48,11 @@ def default_backend(device_type: str) -> str | None:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group with this process's place in it.
+    """A process group with this process's place in it."""
 
-    Args:
-        handle: torch's group; None for all ranks.
-        rank: of this process in the group.
-        size: number of ranks in the group.
-    """
-
-    handle: ProcessGroup | None
-    rank: int
-    size: int
+    handle: ProcessGroup | None  # torch's group; None for all ranks
+    rank: int  # of this process in the group
+    size: int  # number of ranks in the group
 
     @classmethod
     def of(cls, handle: ProcessGroup | None = None) -> Group:
@@ -136,15 +130,10 @@ def others(group: Group) -> list[int]:
 
 @dataclass(frozen=True)
 class Message:
-    """A message under way.
+    """A message under way."""
 
-    Args:
-        work: torch's.
-        rank: at its other end, of all ranks.
-    """
-
-    work: dist.Work
-    rank: int
+    work: dist.Work  # torch's
+    rank: int  # at its other end, of all ranks
 
 
 def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:

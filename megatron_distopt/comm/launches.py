@@ -27,19 +27,12 @@ from megatron_distopt.comm.pending import CommTime, Pending, profiled, waited
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What one collective communicates: a bucket of grads or params, or the packed params of a minority dtype.
+    """What one collective communicates: a bucket of grads or params, or the packed params of a minority dtype."""
 
-    Args:
-        buffer: that it belongs to.
-        whole: 1-D.
-        shard: 1-D, this rank's part of `whole`.
-        names: of the params in it.
-    """
-
-    buffer: ShardedBuffer
-    whole: Tensor
-    shard: Tensor
-    names: frozenset[str]
+    buffer: ShardedBuffer  # that it belongs to
+    whole: Tensor  # 1-D
+    shard: Tensor  # 1-D, this rank's part of `whole`
+    names: frozenset[str]  # of the params in it
 
 
 def transfers_of_grads(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[Transfer]:

@@ -86,17 +86,11 @@ def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """A part of this rank's shard, under way from all other ranks.
+    """A part of this rank's shard, under way from all other ranks."""
 
-    Args:
-        own: 1-D, the part in place.
-        parts: [ranks - 1, elements], from the other ranks, in the order of the sum.
-        received: one a row of `parts`.
-    """
-
-    own: Tensor
-    parts: Tensor
-    received: Sequence[Message]
+    own: Tensor  # 1-D, the part in place
+    parts: Tensor  # [ranks - 1, elements], from the other ranks, in the order of the sum
+    received: Sequence[Message]  # one a row of `parts`
 
     def add_up(self) -> None:
         wait(self.received)
@@ -219,15 +213,10 @@ _TRAVEL_TAG = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A tensor and the rank of the group at its other end.
+    """A tensor and the rank of the group at its other end."""
 
-    Args:
-        rank: that it goes to, or comes from.
-        tensor: 1-D, contiguous, with at least one element.
-    """
-
-    rank: int
-    tensor: Tensor
+    rank: int  # that it goes to, or comes from
+    tensor: Tensor  # 1-D, contiguous, with at least one element
 
 
 class UnderWay:

@@ -173,15 +173,10 @@ _PREFIX = "megatron_distopt::"
 
 @dataclass(frozen=True)
 class Marker:
-    """Ranges of a device's own profiler, for example NVTX.
+    """Ranges of a device's own profiler, for example NVTX."""
 
-    Args:
-        push: begins a range of a name.
-        pop: ends the range that began last.
-    """
-
-    push: Callable[[str], object]
-    pop: Callable[[], object]
+    push: Callable[[str], object]  # begins a range of a name
+    pop: Callable[[], object]  # ends the range that began last
 
 
 _markers: list[Marker] = []
@@ -217,15 +212,10 @@ def profiled(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CommTime:
-    """Seconds that some collectives of this rank took.
+    """Seconds that some collectives of this rank took."""
 
-    Args:
-        total: from the beginning of each to its end, added up; None where the backend does not report it.
-        exposed: during which the step waited for them.
-    """
-
-    total: float | None
-    exposed: float
+    total: float | None  # from the beginning of each to its end, added up; None where the backend does not report it
+    exposed: float  # during which the step waited for them
 
     @property
     def hidden(self) -> float | None:

@@ -73,17 +73,11 @@ def may_share_memory() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """The memory that one rank shares, as it is mapped in this process.
+    """The memory that one rank shares, as it is mapped in this process."""
 
-    Args:
-        memory: all of it.
-        words: its beginning, in words of 8 bytes.
-        process: a file descriptor of the process that shares it, readable once that process has ended.
-    """
-
-    memory: mmap.mmap
-    words: memoryview
-    process: int
+    memory: mmap.mmap  # all of it
+    words: memoryview  # its beginning, in words of 8 bytes
+    process: int  # a file descriptor of the process that shares it, readable once that process has ended
 
     @classmethod
     def mapped(cls, descriptor: int, process: int) -> _Segment:
@@ -190,14 +184,10 @@ def _timeout_of(group: Group) -> float:
 
 @dataclass(eq=False)
 class _Meeting:
-    """Whether the ranks of a group share memory, found out once.
+    """Whether the ranks of a group share memory, found out once."""
 
-    Args:
-        lock: held by the thread that finds it out.
-        lanes: by collective; empty where they cannot share memory, None before that is known.
-    """
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that finds it out
+    # by collective; empty where they cannot share memory, None before that is known
     lanes: Sequence[Lane] | None = None
 
 

@@ -26,15 +26,10 @@ _WITHOUT_FLOAT64 = ("mps", "hpu", "npu")
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The device that training runs on.
+    """The device that training runs on."""
 
-    Args:
-        device_type: as in `torch.device(...).type`.
-        named_by: "deepspeed" or "torch".
-    """
-
-    device_type: str
-    named_by: str
+    device_type: str  # as in `torch.device(...).type`
+    named_by: str  # "deepspeed" or "torch"
 
 
 def find_accelerator(choice: str = "auto") -> Accelerator:
@@ -124,19 +119,12 @@ def has_dtype(device_type: str, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the device's libraries that decides whether they repeat their results to the bit.
+    """A setting of the device's libraries that decides whether they repeat their results to the bit."""
 
-    Args:
-        name: as it is written.
-        found: its value now; "not set" where it has none.
-        allowed: values with which results are repeated.
-        remedy: what to type.
-    """
-
-    name: str
-    found: str
-    allowed: tuple[str, ...]
-    remedy: str
+    name: str  # as it is written
+    found: str  # its value now; "not set" where it has none
+    allowed: tuple[str, ...]  # values with which results are repeated
+    remedy: str  # what to type
 
 
 def repeatable_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:

@@ -39,16 +39,11 @@ _LOW_PRECISION_FROM = ("auto", "torch_fused", "torch_foreach")
 
 @dataclass(frozen=True)
 class _AdamSource:
-    """One implementation of Adam.
+    """One implementation of Adam."""
 
-    Args:
-        missing: why it cannot be used on a device type, or None where it can.
-        build: from param groups and config.
-        must_compile: why it would first have to be compiled, which is done only for one that is asked for by name.
-    """
-
-    missing: Callable[[str], str | None]
-    build: Callable[..., Optimizer]
+    missing: Callable[[str], str | None]  # why it cannot be used on a device type, or None where it can
+    build: Callable[..., Optimizer]  # from param groups and config
+    # why it would first have to be compiled, which is done only for one that is asked for by name
     must_compile: Callable[[], str | None] = lambda: None
 
 

@@ -39,16 +39,11 @@ _log = logging.getLogger("megatron_distopt")
 
 @dataclass(frozen=True, eq=False)
 class Notice:
-    """What the ranks of a host tell each other in the all-reduce of the statistics, and what they do about it.
+    """What the ranks of a host tell each other in the all-reduce of the statistics, and what they do about it."""
 
-    Args:
-        numbers: 1-D, of the dtype and device of the statistics; replaced by their sums over all ranks.
-        head: those that the CPU reads, in the same memory.
-        act: Collective: is given the sums of `head`, the same on all ranks. It raises what one rank has found.
-    """
-
-    numbers: Tensor
-    head: Tensor
+    numbers: Tensor  # 1-D, of the dtype and device of the statistics; replaced by their sums over all ranks
+    head: Tensor  # those that the CPU reads, in the same memory
+    # Collective: is given the sums of `head`, the same on all ranks. It raises what one rank has found.
     act: Callable[[Sequence[float]], None]
 
 

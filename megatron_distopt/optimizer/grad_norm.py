@@ -42,17 +42,11 @@ _HAS_WIDE_NORM = "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
 
 @dataclass(frozen=True)
 class GradStats:
-    """Of the gradient as it stands in the grad buffers (not yet divided by loss scale and data-parallel size).
+    """Of the gradient as it stands in the grad buffers (not yet divided by loss scale and data-parallel size)."""
 
-    Args:
-        sum_of_squares: over the elements that this rank does not exclude.
-        num_zeros: of those elements, how many are exactly zero; None where they were not asked for.
-        num_nonfinite_ranks: ranks on which something was inf or nan.
-    """
-
-    sum_of_squares: float
-    num_zeros: int | None
-    num_nonfinite_ranks: int
+    sum_of_squares: float  # over the elements that this rank does not exclude
+    num_zeros: int | None  # of those elements, how many are exactly zero; None where they were not asked for
+    num_nonfinite_ranks: int  # ranks on which something was inf or nan
 
     @property
     def is_finite(self) -> bool:

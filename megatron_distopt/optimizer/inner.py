@@ -116,23 +116,15 @@ def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
 
 @dataclass(frozen=True)
 class InnerChoice:
-    """The inner optimizer that was chosen.
+    """The inner optimizer that was chosen."""
 
-    Args:
-        name: of the source, e.g. "torch_fused".
-        build: from param groups of main params.
-        why: how it came to that; one line for each better source that was passed over.
-        defaults: of an optimizer that brings its own, for comparison between ranks.
-        on_host: builds the same for params on the host, with the same form of state; None where there is no such.
-        updates_whole_params: whether each param is updated whole, by one rank.
-    """
-
-    name: str
-    build: Build
-    why: tuple[str, ...] = ()
-    defaults: tuple[str, ...] = ()
+    name: str  # of the source, e.g. "torch_fused".
+    build: Build  # from param groups of main params
+    why: tuple[str, ...] = ()  # how it came to that; one line for each better source that was passed over
+    defaults: tuple[str, ...] = ()  # of an optimizer that brings its own, for comparison between ranks
+    # builds the same for params on the host, with the same form of state; None where there is no such
     on_host: Build | None = None
-    updates_whole_params: bool = False
+    updates_whole_params: bool = False  # whether each param is updated whole, by one rank
 
     @property
     def is_adam(self) -> bool:

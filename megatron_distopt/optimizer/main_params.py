@@ -32,41 +32,26 @@ MainGrads = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """A param group of `torch.optim` with names in place of tensors.
+    """A param group of `torch.optim` with names in place of tensors."""
 
-    Args:
-        options: everything but "params": lr, weight_decay, and whatever else the host put in.
-        names: of its params on this rank; may be empty.
-    """
-
-    options: Mapping[str, Any]
-    names: tuple[str, ...]
+    options: Mapping[str, Any]  # everything but "params": lr, weight_decay, and whatever else the host put in
+    names: tuple[str, ...]  # of its params on this rank; may be empty
 
 
 @dataclass(frozen=True)
 class FlatParamKey:
-    """What the params of one flat param have in common.
+    """What the params of one flat param have in common."""
 
-    Args:
-        group: index of the param group.
-        excluded_from_norm: whether another rank has them, too, and adds them to the gradient statistics.
-    """
-
-    group: int
-    excluded_from_norm: bool
+    group: int  # index of the param group
+    excluded_from_norm: bool  # whether another rank has them, too, and adds them to the gradient statistics
 
 
 @dataclass(eq=False)
 class OnHost:
-    """What a flat param has beside its main param where that is kept on the host; see offload.py.
+    """What a flat param has beside its main param where that is kept on the host; see offload.py."""
 
-    Args:
-        model: pinned, 1-D; what the main param is rounded into before it is copied to the model param.
-        arrived: pinned, fp32 1-D; where the gradient is copied to.
-    """
-
-    model: Tensor
-    arrived: Tensor
+    model: Tensor  # pinned, 1-D; what the main param is rounded into before it is copied to the model param
+    arrived: Tensor  # pinned, fp32 1-D; where the gradient is copied to
 
     def part(self, span: Span) -> OnHost:
         """The same for some of the elements, in the same memory."""
@@ -75,20 +60,13 @@ class OnHost:
 
 @dataclass(frozen=True, eq=False)
 class FlatParam:
-    """One flat main param with the model params and grads of the same elements.
+    """One flat main param with the model params and grads of the same elements."""
 
-    Args:
-        plan: which elements, and what they have in common.
-        main: fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param.
-        model: 1-D, the same elements of the param buffer.
-        grad: 1-D, the same elements of the grad buffer.
-        on_host: of one whose main param is on the host while the model param is on a device; None for all others.
-    """
-
-    plan: FlatParamPlan[FlatParamKey]
-    main: Tensor
-    model: Tensor
-    grad: Tensor
+    plan: FlatParamPlan[FlatParamKey]  # which elements, and what they have in common
+    main: Tensor  # fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param
+    model: Tensor  # 1-D, the same elements of the param buffer
+    grad: Tensor  # 1-D, the same elements of the grad buffer
+    # of one whose main param is on the host while the model param is on a device; None for all others
     on_host: OnHost | None = None
 
     @property

@@ -66,29 +66,22 @@ from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a host decided about the step.
+    """What a host decided about the step."""
 
-    Args:
-        groups: the same number, in the same order, on every rank; a group may have no param here. A param that is in no
-            group is not updated.
-        choice: the inner optimizer, see `choose_inner`.
-        config: clipping, zero count and non-finite policy.
-        loss_scale: what the loss is multiplied by.
-        stats_group: returns the ranks over which the gradient statistics are added up: all that hold a part of the
-            model. Called at every step, because a host may know it only after the optimizer is built.
-        average_over: how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages.
-        excluded_from_norm: by param name, see [Note: excluded from the norm] in grad_norm.py.
-        deferred_check: whether the CPU reads the non-finite check one step later, where possible, see
-            [Note: deferred check] in deferred.py. None: yes, if the device is not the CPU.
-    """
-
+    # the same number, in the same order, on every rank; a group may have no param here. A param that is in no group
+    # is not updated.
     groups: Sequence[ParamGroup]
-    choice: InnerChoice
-    config: DistOptConfig
-    loss_scale: LossScale
+    choice: InnerChoice  # the inner optimizer, see `choose_inner`
+    config: DistOptConfig  # clipping, zero count and non-finite policy
+    loss_scale: LossScale  # what the loss is multiplied by
+    # returns the ranks over which the gradient statistics are added up: all that hold a part of the model. Called at
+    # every step, because a host may know it only after the optimizer is built.
     stats_group: Callable[[], Group]
-    average_over: int = 1
+    average_over: int = 1  # how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages
+    # by param name, see [Note: excluded from the norm] in grad_norm.py
     excluded_from_norm: Callable[[str], bool] = lambda name: False
+    # whether the CPU reads the non-finite check one step later, where possible, see [Note: deferred check] in
+    # deferred.py. None: yes, if the device is not the CPU.
     deferred_check: bool | None = None
 
 
@@ -288,25 +281,15 @@ def _host_updates(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the optimizer and its buffers on this rank.
+    """Bytes of the optimizer and its buffers on this rank."""
 
-    Args:
-        param_nbytes: param buffers, padding included.
-        grad_nbytes: grad buffers, padding included.
-        main_nbytes: main params that are not the model params themselves.
-        moment_nbytes: what the inner optimizer keeps; 0 before the first step.
-        host_nbytes: of main params and moments, those on the host while the params are on a device.
-        staging_nbytes: pinned memory of the host for gradients on their way there and params on their way back.
-        undistributed_state_nbytes: what `state_nbytes` would be if this rank held the state of all params.
-    """
-
-    param_nbytes: int
-    grad_nbytes: int
-    main_nbytes: int
-    moment_nbytes: int
-    host_nbytes: int
-    staging_nbytes: int
-    undistributed_state_nbytes: int
+    param_nbytes: int  # param buffers, padding included
+    grad_nbytes: int  # grad buffers, padding included
+    main_nbytes: int  # main params that are not the model params themselves
+    moment_nbytes: int  # what the inner optimizer keeps; 0 before the first step
+    host_nbytes: int  # of main params and moments, those on the host while the params are on a device
+    staging_nbytes: int  # pinned memory of the host for gradients on their way there and params on their way back
+    undistributed_state_nbytes: int  # what `state_nbytes` would be if this rank held the state of all params
 
     @property
     def state_nbytes(self) -> int:

@@ -49,19 +49,13 @@ class StepDecision:
     """What all ranks decided about a step of one optimizer, and so what the step did.
 
     Where the check is deferred, reading whether it updated, norm or zeros waits for the device.
-
-    Args:
-        action: UPDATE also where the kernel has to skip by itself, see `found_inf`.
-        measured: statistics of the gradient, or the deferred check that has them.
-        unclipped: what the gradient had to be divided by when it was measured.
-        divisor: the same with clipping; a tensor is 0-D, fp32 and on the device.
-        found_inf: fp32 0-D, given to the kernel: where it is 1 it changes nothing. None where that is known already.
     """
 
-    action: StepAction
-    measured: GradStats | DeferredCheck
-    unclipped: float
-    divisor: float | Tensor
+    action: StepAction  # UPDATE also where the kernel has to skip by itself, see `found_inf`
+    measured: GradStats | DeferredCheck  # statistics of the gradient, or the deferred check that has them
+    unclipped: float  # what the gradient had to be divided by when it was measured
+    divisor: float | Tensor  # the same with clipping; a tensor is 0-D, fp32 and on the device
+    # fp32 0-D, given to the kernel: where it is 1 it changes nothing. None where that is known already.
     found_inf: Tensor | None = None
 
     @property

@@ -42,15 +42,10 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 @dataclass(frozen=True)
 class Ranks:
-    """The groups of ranks that take part.
+    """The groups of ranks that take part."""
 
-    Args:
-        data: ranks that hold the same params.
-        stats: all ranks that hold a part of the model; gradient statistics are added up over them.
-    """
-
-    data: Group
-    stats: Group
+    data: Group  # ranks that hold the same params
+    stats: Group  # all ranks that hold a part of the model; gradient statistics are added up over them
 
 
 def compare_models(named: Mapping[str, Parameter], chunks: Sequence[Module], data: Group) -> None:
