@@ -86,11 +86,12 @@ def distribute(
     data = Group.of(process_group)
     ranks = Ranks(data, Group.of(stats_process_group or process_group))
 
-    def planned() -> Plan:
+    def planned() -> tuple[Plan, tuple[Optimizer, ...]]:
         chunks, optimizers, merged = _checked(model, optimizer, config, param_groups, options)
-        return _planned(chunks, optimizers, merged, param_groups, data, placement)
+        return _planned(chunks, optimizers, merged, param_groups, data, placement), optimizers
 
-    plan = raise_together(planned, ranks.stats)
+    # The plan lives as long as the model, which must not keep the user's optimizers: they lead to ours.
+    plan, given = raise_together(planned, ranks.stats)
     step_plan = StepPlan(
         plan.groups,
         plan.choice,
@@ -106,7 +107,7 @@ def distribute(
     sharded = ShardedModel(plan, step_plan, ranks, placement=placement, broadcast_buffers=broadcast_buffers)
     if ranks.stats.rank == 0:
         announce(_described(sharded, plan, data))
-    return TorchDistributedOptimizer(sharded, plan.torch_groups, plan.optimizers)
+    return TorchDistributedOptimizer(sharded, plan.torch_groups, given)
 
 
 def _planned(

@@ -54,7 +54,6 @@ class Plan:
     """All that is decided before the first byte is allocated."""
 
     chunks: Sequence[Module]  # of the model
-    optimizers: tuple[Optimizer, ...]  # that the user gave: none, one, or Muon and another one
     config: DistOptConfig  # merged
     named: Mapping[str, Parameter]  # every param of the model
     torch_groups: list[dict[str, Any]]  # param groups with model params; the given optimizers' own dicts
@@ -99,7 +98,7 @@ def decide(
     check_offload([(each.layout, _dtype_of(each.named)) for each in sets], config, device, choice)
     how = Reduction(reduce_dtype=reduce_dtype_of(config, [each.grad_dtype for each in sets]))
     groups = tuple(group_names(group, trained) for group in torch_groups)
-    return Plan(chunks, optimizers, config, named, torch_groups, groups, sets, choice, device, how)
+    return Plan(chunks, config, named, torch_groups, groups, sets, choice, device, how)
 
 
 def _choose(
