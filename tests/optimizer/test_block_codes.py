@@ -18,7 +18,7 @@ from megatron_distopt.optimizer.low_precision.block_codes import (
 )
 
 #: Largest relative error of a value near the largest of its block: half a step to nearest, a step at random.
-STEP = {name: 2.0**-code.mantissa for name, code in CODES.items()}
+STEP = {name: 2.0 ** (code.shift - 10) for name, code in CODES.items()}
 SCALES = {"ordinary": 1.0, "tiny": 1e-25, "huge": 1e30}
 
 

@@ -16,9 +16,8 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     memory_of,
     part_of,
 )
-from megatron_distopt.optimizer.low_precision.stored_values import PlainValues, RemainderValues, zeros_stored
+from megatron_distopt.optimizer.low_precision.stored_values import PlainValues, RemainderValues, stored_zeros
 
-CPU = torch.device("cpu")
 MOMENTS = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "int8")
 NUMEL = 1000
 #: Halfway between two bf16 numbers: above and below an even and an odd one, of either sign.
@@ -27,7 +26,7 @@ CUTS = ((0, 77), (77, 500), (500, NUMEL))
 
 
 def _moment(dtype: str, *, has_ties: bool = False) -> LowPrecisionTensor:
-    return LowPrecisionTensor(zeros_stored(NUMEL, CPU, dtype, is_second=True, has_ties=has_ties))
+    return LowPrecisionTensor(stored_zeros(PlainValues(torch.zeros(NUMEL)), dtype, is_second=True, has_ties=has_ties))
 
 
 def _values() -> Tensor:
@@ -103,7 +102,7 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
 
 
 def _remainder(dtype: str) -> tuple[LowPrecisionTensor, LowPrecisionTensor, Tensor]:
-    second = zeros_stored(NUMEL, CPU, dtype, is_second=True, has_ties=True)
+    second = stored_zeros(PlainValues(torch.zeros(NUMEL)), dtype, is_second=True, has_ties=True)
     model = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).bfloat16()
     return (
         LowPrecisionTensor(RemainderValues(model, torch.zeros(NUMEL, dtype=torch.int16), second)),

@@ -57,11 +57,6 @@ class BlockCode:
         """The largest exponent of a scale, so that it and its inverse are normal; blocks with larger values are NaN."""
         return 2 * _BIAS - 16 + self.top
 
-    @property
-    def mantissa(self) -> int:
-        """Bits of the mantissa."""
-        return 10 - self.shift
-
 
 #: By the name of the option: 5 + 10, 5 + 2, 4 + 3 and 3 + 4 bits of exponent and mantissa.
 CODES = {
@@ -76,19 +71,13 @@ CODES = {
 
 
 def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds blocks of values to codes.
+    """Rounds fp32 values [blocks, 128], which are overwritten, to codes of that shape and exponents uint8 [blocks].
 
-    Args:
-        values: fp32 [blocks, 128]; overwritten.
-        code: see `BlockCode`.
-        noise: int16 of the same shape with random bits, to round at random; None to round to nearest.
-
-    Returns:
-        Codes [blocks, 128] of `code.storage`, and exponents of scales uint8 [blocks].
+    `noise` is int16 of the same shape with random bits, to round at random; None to round to nearest.
     """
     largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
     # What lies above the largest code of an octave counts as the next octave, so that nothing is rounded out of range.
-    exponents = (largest + ((1 << (_MANTISSA - code.mantissa)) - 1)) >> _MANTISSA
+    exponents = (largest + ((1 << (_MANTISSA - 10 + code.shift)) - 1)) >> _MANTISSA
     exponents = exponents.clamp_(_LEAST, _NAN)
     exponents = exponents.masked_fill_(exponents > code.largest, _NAN)
     values.mul_(_power(code.top - 15 + _BIAS + _BIAS - exponents.clamp(max=_NAN - 1)).unsqueeze(1))
@@ -111,16 +100,7 @@ def root_of(values: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, exponents: Tensor, code: BlockCode) -> Tensor:
-    """Reads what `encode` returned.
-
-    Args:
-        codes: [blocks, 128] of `code.storage`.
-        exponents: uint8 [blocks].
-        code: that they were encoded with.
-
-    Returns:
-        fp32 [blocks, 128].
-    """
+    """The fp32 values [blocks, 128] of what `encode` returned."""
     bits = codes.to(torch.int16)
     if code.has_short_exponent:
         bits = (bits << 8).bitwise_and_(_SIGN16).bitwise_or_((bits & _MAGNITUDE8).bitwise_left_shift_(code.shift))
@@ -137,32 +117,16 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds up or down at random; inf and NaN stay.
-
-    Args:
-        values: fp32.
-        noise: int32 of the same shape, at least 0 and below 2**16.
-
-    Returns:
-        bf16 of the same shape.
-    """
+    """Rounds fp32 up or down at random, by int32 noise from 0 to 2**16 - 1; inf and NaN stay."""
     bits = values.view(torch.int32)
     rounded = ((bits + noise) >> _HALF).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
 def random_bits(start: int, numel: int, count: Tensor, salt: int) -> Tensor:
-    """31 random bits for each of some neighbouring elements, the same whenever it is called with the same arguments.
+    """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with the same arguments.
 
-    Args:
-        start: number of the first element.
-        numel: how many.
-        count: 0-D, of updates; on the device of the result.
-        salt: which of several sequences.
-
-    Returns:
-        int32 [numel], at least 0.
-
+    `count` is of updates, 0-D on the device of the result; `salt` says which of several sequences.
     Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
     """
     bits = torch.arange(start, start + numel, dtype=torch.int32, device=count.device)

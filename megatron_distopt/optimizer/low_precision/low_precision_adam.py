@@ -26,41 +26,35 @@ from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, 
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
-_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+_MOMENTS = _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True, eq=False)
 class _Stretch:
-    """Some neighbouring elements of a flat param, with fp32 values of its state."""
+    """Some neighbouring elements of a flat param, fp32; the gradient is a view, the others may be copies."""
 
     update: ParamUpdate
     start: int
     stop: int
+    grad: Tensor
     main: Tensor
     first: Tensor
     second: Tensor
 
-    @property
-    def grad(self) -> Tensor:
-        return self.update.grad[self.start : self.stop]
-
 
 class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
-    """Adam over flat params, with state in any precision.
+    """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any precision.
 
     Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
 
     Args:
-        params: param groups of fp32 1-D tensors, in low precision or plain.
-        lr, betas, eps, weight_decay: as torch's.
         decoupled: False for a decay that is added to the gradient.
         precision: of the moments.
         device_type: where state is stored so; elsewhere, as on the host, it is fp32. None for everywhere.
         by_kernel: whether Triton's kernel may update; torch's operators do otherwise.
     """
 
-    #: See `inner.READS_TENSORS`.
-    reads_tensors = True
+    reads_tensors = True  # see `inner.READS_TENSORS`
 
     def __init__(
         self,
@@ -113,9 +107,8 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
     @torch.no_grad()
     def take_moments(self, main: Tensor) -> None:
         state = self.state.get(main, {})
-        for kind in (_FIRST, _SECOND):
-            if kind in state:
-                self._bring_into_form(main, state, kind)
+        for kind in [moment for moment in _MOMENTS if moment in state]:
+            self._bring_into_form(main, state, kind)
 
     def _precision_of(self, main: Tensor) -> Precision:
         return self.precision if self._device_type in (None, main.device.type) else FULL
@@ -126,14 +119,15 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         if "step" not in state:
             # As torch does: where its fused kernel reads it, else on the CPU.
             state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if self._is_fused else CPU)
-        for kind in (_FIRST, _SECOND):
+        for kind in _MOMENTS:
             self._bring_into_form(main, state, kind)
-        stored = stored_of(main)
+        stored, model = stored_of(main), self._models.get(main)
         if isinstance(stored, RemainderValues):
             stored.settle()
-        is_model = isinstance(stored, PlainValues) and stored.tensor is not main
-        model = None if is_model or isinstance(stored, RemainderValues) else self._models.get(main)
-        first, second = (stored_of(state[kind]) for kind in (_FIRST, _SECOND))
+            model = None
+        elif isinstance(stored, PlainValues) and stored.tensor is not main:  # it is the model param itself
+            model = None
+        first, second = (stored_of(state[kind]) for kind in _MOMENTS)
         return ParamUpdate(number, group, stored, first, second, grad, state["step"], model)
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
@@ -184,7 +178,8 @@ def _gathered(updates: Iterable[ParamUpdate]) -> Iterator[list[_Stretch]]:
         start = 0
         while start < update.main.numel:
             stop = update.second.end_of_stretch(start, most)
-            gathered.append(_Stretch(update, start, stop, *(stored.read(start, stop) for stored in update.state)))
+            values = (stored.read(start, stop) for stored in update.state)
+            gathered.append(_Stretch(update, start, stop, update.grad[start:stop], *values))
             numel, start = numel + stop - start, stop
             if numel >= most:
                 yield gathered

@@ -15,28 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
 from megatron_distopt.optimizer.low_precision.stored_values import PlainValues, StoredValues
 
-_aten = torch.ops.aten
+_CLONE = "Its values are stored in another form; call clone() for a plain copy of them."
 #: An operator on a view, with its arguments behind the tensor.
 _Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]
 
 
 class LowPrecisionTensor(Tensor):
-    """fp32 values in another form; see [Note: low-precision tensors]. What is computed from it is a plain tensor.
-
-    Args:
-        stored: the values.
-        span: which of them.
-        views: what leads from those to this view, an operator after the other.
-        shape: of the view.
-    """
+    """fp32 values in another form; see [Note: low-precision tensors]. What is computed from it is a plain tensor."""
 
     stored: StoredValues
-    _span: Span
-    _views: tuple[_Viewing, ...]
+    _span: Span  # which of the values
+    _views: tuple[_Viewing, ...]  # what leads from those to this view, an operator after the other
 
     @staticmethod
     def __new__(
@@ -63,12 +56,10 @@ class LowPrecisionTensor(Tensor):
         return self.values()
 
     def data_ptr(self) -> int:
-        """Refused: the values are at no address."""
-        raise _without_memory("data_ptr()")
+        raise LayoutError(f"A low-precision tensor has no data_ptr(). {_CLONE}")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused, as `data_ptr`."""
-        raise _without_memory("untyped_storage()")
+        raise LayoutError(f"A low-precision tensor has no untyped_storage(). {_CLONE}")
 
     def values(self) -> Tensor:
         """A plain copy, fp32 of the same shape."""
@@ -81,17 +72,17 @@ class LowPrecisionTensor(Tensor):
 
     def _write(self, values: Tensor) -> None:
         start, stop = self._span.start, self._span.stop
-        stretch = self.stored.read(start, stop).clone() if self._views else values
         if self._views:
+            stretch = self.stored.read(start, stop).clone()
             self._through(stretch).copy_(values)
-        self.stored.write(start, stop, stretch)
+            values = stretch
+        self.stored.write(start, stop, values)
 
     def _viewed(self, view: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LowPrecisionTensor:
         shape = view(torch.empty(self.shape, device="meta"), *args, **kwargs)
         if not isinstance(shape, Tensor):
-            rule, remedy = "be viewed one part at a time", "Cut it with an index, or call clone() before"
-            raise LayoutError(refusal("low-precision tensor", str(view), rule, remedy))
-        if not self._views and view is _aten.slice.Tensor and _is_stretch(*args):
+            raise LayoutError(f"A low-precision tensor cannot have several views at once, as of {view}. {_CLONE}")
+        if not self._views and view is torch.ops.aten.slice.Tensor and _is_stretch(*args):
             start, stop, _ = slice(*args[1:]).indices(self._span.numel)
             return LowPrecisionTensor(self.stored, Span(start, max(start, stop)).moved_by(self._span.start))
         return LowPrecisionTensor(self.stored, self._span, [*self._views, (view, args, kwargs)], shape.shape)
@@ -127,11 +118,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [given[name] for name in written if name in given]
 
 
-def _without_memory(call: str) -> LayoutError:
-    rule, remedy = "be read through operators, because its values are stored in another form", "Call clone() before"
-    return LayoutError(refusal("low-precision tensor", call, rule, remedy))
-
-
 def as_plain(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy of the values of a low-precision one."""
     return tensor.values() if isinstance(tensor, LowPrecisionTensor) else tensor
@@ -143,7 +129,7 @@ def stored_of(tensor: Tensor) -> StoredValues:
 
 
 def part_of(tensor: Tensor, span: Span) -> Tensor:
-    """Some elements of what is stored for a flat param, to be stored by themselves; see `StoredValues.part`."""
+    """Some elements of what is stored for a flat param, to be stored by themselves from now on."""
     if isinstance(tensor, LowPrecisionTensor):
         return LowPrecisionTensor(tensor.stored.part(span.start, span.stop))
     return tensor[span.as_slice()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -69,7 +69,6 @@ class Combination(NamedTuple):
 
     @classmethod
     def of(cls, update: ParamUpdate) -> Combination:
-        """That of one flat param."""
         model = MODELS[None if update.model is None else update.model.dtype]
         return cls(_form_of(update.main), model, _form_of(update.first), _form_of(update.second))
 
@@ -139,7 +138,8 @@ class Table:
     launches: tuple[tuple[Combination, int, int], ...]  # forms, first program and number of programs of each
 
     @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device) -> Table:
+    @lru_cache(maxsize=32)
+    def of(cls, rows: tuple[Row, ...], device: torch.device) -> Table:
         """Builds and uploads it from rows in the order of their combinations; the host waits for nothing."""
         cells, launches, start = list[list[int]](), dict[Combination, tuple[int, int]](), 0
         for row in rows:
@@ -159,11 +159,6 @@ def _uploaded(values: Tensor, device: torch.device) -> Tensor:
     return pinned(values.shape, values.dtype, device).copy_(values).to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=32)
-def _table(rows: tuple[Row, ...], device: torch.device) -> Table:
-    return Table.of(rows, device)
-
-
 @lru_cache(maxsize=64)
 def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
     """float64, 1-D."""
@@ -171,22 +166,13 @@ def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class OnePass:
-    """Updates flat params by the kernel.
-
-    Args:
-        decoupled: whether decay is.
-    """
+    """Updates flat params by the kernel."""
 
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
 
     def takes(self, updates: Sequence[ParamUpdate], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the kernel makes all of these updates; never some of them, because it leaves gradients undivided.
-
-        Args:
-            updates: of one step, on one device.
-            groups: their param groups.
-        """
+        """Whether the kernel makes all updates of a step; never some of them, because it leaves gradients undivided."""
         if not updates or not has_kernel(updates[0].grad.device):
             return False
         is_usual = not any(groups[update.group].get(option) for update in updates for option in ("amsgrad", "maximize"))
@@ -200,16 +186,7 @@ class OnePass:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Makes updates that it `takes`.
-
-        Args:
-            updates: of one step.
-            groups: their param groups.
-            grad_scale, found_inf: fp32 0-D, as torch's fused optimizers have them.
-
-        Raises:
-            ConfigError: Triton cannot compile the kernel on this machine.
-        """
+        """Makes updates that it `takes`; `grad_scale` and `found_inf` are as torch's fused optimizers have them."""
         device = updates[0].grad.device
         updates = sorted(updates, key=Combination.of)
         sources, places = grad_addresses([update.grad for update in updates])
@@ -217,14 +194,15 @@ class OnePass:
         divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         with current(device):
-            table = _table(rows, device)
+            table = Table.of(rows, device)
             programs, numbers = -(-len(rows) // _PREPARE_BLOCK), _group_numbers(groups, device)
             arguments = table.cells, *numbers, found_inf, table.scalars, len(rows)
             launch("prepare", programs, *arguments, BLOCK=_PREPARE_BLOCK)
             tensors = table.cells, table.owners, table.scalars, divisor, found_inf
             for combination, first_program, num_programs in table.launches:
-                constants = constants_of(combination, self._decoupled)
-                launch("update", num_programs, *tensors, first_program, *sources, **constants, **_OPTIONS)
+                constants = {name.upper(): form for name, form in combination._asdict().items()}
+                constants |= {"DECOUPLED": self._decoupled, "BLOCKS": BLOCKS, **_OPTIONS}
+                launch("update", num_programs, *tensors, first_program, *sources, **constants)
 
 
 def _group_numbers(groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -235,13 +213,9 @@ def _group_numbers(groups: Sequence[Mapping[str, Any]], device: torch.device) ->
     # The product is made in the dtype of the rate.
     rates = [rate for group in groups for rate in (group["lr"], group["lr"] * group["weight_decay"])]
     if any(isinstance(rate, Tensor) and rate.device == device for rate in rates):
-        wide = [
-            rate.to(device, torch.float64, non_blocking=True)
-            if isinstance(rate, Tensor)
-            else torch.full((), rate, dtype=torch.float64, device=device)
-            for rate in rates
-        ]
-        on_device = torch.stack(wide)
+        full = partial(torch.full, (), dtype=torch.float64, device=device)
+        tensors = [rate if isinstance(rate, Tensor) else full(rate) for rate in rates]
+        on_device = torch.stack([rate.to(device, torch.float64, non_blocking=True) for rate in tensors])
     else:
         on_device = _numbers(tuple(map(float, rates)), device)
     return on_device.view(-1, 2), _numbers(options, device).view(-1, 4)
@@ -260,22 +234,20 @@ def _is_served(update: ParamUpdate) -> bool:
     return is_here and len(_phases(update)) <= 1
 
 
-def constants_of(combination: Combination, decoupled: bool) -> dict[str, Any]:
-    """Of `triton_kernels.update`."""
-    forms = {name.upper(): form for name, form in combination._asdict().items()}
-    return {**forms, "DECOUPLED": decoupled, "BLOCKS": BLOCKS}
-
-
 def launch(kernel: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
     """Launches a kernel of triton_kernels.py, which Triton compiles when it is launched first.
 
     Multiplications and additions are not contracted: a GPU computes what Triton's interpreter does, to the bit. Memory
     bounds the kernels, so it costs nothing.
+
+    Raises:
+        ConfigError: Triton cannot compile the kernel on this machine.
     """
     try:
         kernels = import_module("megatron_distopt.optimizer.low_precision.triton_kernels")
         getattr(kernels, kernel)[(num_programs,)](*arguments, **constants, enable_fp_fusion=False)
     except Exception as error:
-        message = f"Triton cannot compile the update of state in low precision on this machine ({error})"
-        remedy = "Write adam='torch_fused' for torch's operators, or install what Triton needs, such as a C compiler"
-        raise ConfigError(f"{message}. {remedy}.") from error
+        raise ConfigError(
+            f"Triton cannot compile the update of state in low precision on this machine ({error}). Write "
+            "adam='torch_fused' for torch's operators, or install what Triton needs, such as a C compiler."
+        ) from error

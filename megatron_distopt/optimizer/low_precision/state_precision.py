@@ -16,29 +16,25 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
 from megatron_distopt.optimizer.low_precision.stored_values import (
-    BlockValues,
     PlainValues,
     RemainderValues,
     StoredValues,
     phase_of,
+    stored_zeros,
     zeros_in_phase,
-    zeros_stored,
 )
-
-_FP32 = "float32"
 
 
 @dataclass(frozen=True)
 class Precision:
     """The forms of a state, as the options of the same names have them."""
 
-    main_params_dtype: str = _FP32  # of the main params of 16-bit params
-    exp_avg_dtype: str = _FP32
-    exp_avg_sq_dtype: str = _FP32
+    main_params_dtype: str = "float32"  # of the main params of 16-bit params
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
 
     @classmethod
     def of(cls, config: DistOptConfig) -> Precision:
-        """What a config asks for."""
         return cls(*(getattr(config, field.name) for field in fields(cls)))
 
     @property
@@ -57,23 +53,19 @@ class Precision:
         return sum(_with_scales(MOMENT_NBYTES, form) for form in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
     def main(self, model: Tensor) -> Tensor:
-        """A main param that begins as its 16-bit model param.
-
-        Args:
-            model: 1-D; that of the param buffer itself.
-        """
+        """A main param that begins as its 16-bit model param, 1-D, that of the param buffer itself."""
         plain = PlainValues(model)
         if self.main_params_dtype == "remainder":
             low = zeros_in_phase(model.numel(), phase_of(plain), torch.int16, model.device)
-            second = self._zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
+            second = stored_zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
             return LowPrecisionTensor(RemainderValues(model, low, second))
         if self.main_params_dtype == "bfloat16":
             return LowPrecisionTensor(plain)
-        return LowPrecisionTensor(self._zeros(plain, self.main_params_dtype)).copy_(model)
+        return LowPrecisionTensor(stored_zeros(plain, self.main_params_dtype)).copy_(model)
 
     def first(self, main: Tensor) -> Tensor:
         """A first moment of zeros for a main param."""
-        return _shown(self._zeros(stored_of(main), self.exp_avg_dtype))
+        return _shown(stored_zeros(stored_of(main), self.exp_avg_dtype))
 
     def second(self, main: Tensor) -> Tensor:
         """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
@@ -84,14 +76,7 @@ class Precision:
 
     def second_to_fill(self, main: Tensor) -> Tensor:
         """A second moment of zeros in memory of its own, also where the one in use holds bits of the main param."""
-        return _shown(self._zeros(stored_of(main), self.exp_avg_sq_dtype, is_second=True))
-
-    @staticmethod
-    def _zeros(
-        beside: StoredValues, dtype: str, *, is_second: bool = False, has_ties: bool = False
-    ) -> PlainValues | BlockValues:
-        phase = phase_of(beside)
-        return zeros_stored(beside.numel, beside.device, dtype, is_second=is_second, has_ties=has_ties, phase=phase)
+        return _shown(stored_zeros(stored_of(main), self.exp_avg_sq_dtype, is_second=True))
 
 
 #: Where no option says anything.

@@ -37,10 +37,8 @@ _LOWER, _HALF = 1 << 16, 1 << 15
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
-    #: Whether `read` returns a view, so that nothing needs to be written back.
-    is_read_in_place = False
-    #: Whether an update rounds up or down at random; see [Note: stochastic rounding] in block_codes.py.
-    is_rounded_at_random = False
+    is_read_in_place = False  # whether `read` returns a view, so that nothing needs to be written back
+    is_rounded_at_random = False  # by an update; see [Note: stochastic rounding] in block_codes.py
 
     @property
     @abstractmethod
@@ -49,12 +47,10 @@ class StoredValues(ABC):
 
     @property
     def numel(self) -> int:
-        """How many values."""
         return self.parts[0].numel()
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.parts[0].device
 
     @abstractmethod
@@ -63,17 +59,15 @@ class StoredValues(ABC):
 
     @abstractmethod
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Rounds values to the form.
+        """Rounds fp32 values [stop - start], which may be overwritten, to the form.
 
-        Args:
-            start, stop: which.
-            values: fp32 [stop - start]; may be overwritten.
-            noise: int32 of the same shape, random and at least 0, to round at random; to nearest where None.
+        `noise` is int32 of the same shape, random and at least 0, to round at random; None to round to nearest.
         """
 
     def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         """As `write`, at the end of a step, in which the model param may be written as well."""
-        self.write(start, stop, values, noise)
+        if not self.is_read_in_place:
+            self.write(start, stop, values, noise if self.is_rounded_at_random else None)
 
     @abstractmethod
     def part(self, start: int, stop: int) -> StoredValues:
@@ -126,7 +120,6 @@ class PlainValues(StoredValues):
         return self.tensor[start:stop].signbit()
 
     def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        """Sets the sign bits."""
         stored = self.tensor[start:stop].abs_()
         stored.copy_(torch.where(ties, -stored, stored))
 
@@ -144,7 +137,7 @@ class BlockValues(StoredValues):
 
     def __post_init__(self) -> None:
         self.is_rounded_at_random = self.is_root and self.code.shift > 0
-        #: The bit of a code that is its sign, and the others.
+        # The bit of a code that is its sign, and the others.
         self._sign, self._magnitude = (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
 
     @property
@@ -188,11 +181,9 @@ class BlockValues(StoredValues):
         self.codes, self.exponents = move(self.codes), move(self.exponents)
 
     def ties(self, start: int, stop: int) -> Tensor:
-        """bool [stop - start]: the sign bits."""
         return (self.codes[start:stop] & self._sign) != 0
 
     def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        """Sets the sign bits."""
         self.codes[start:stop].bitwise_and_(self._magnitude).bitwise_or_(ties.to(self.codes.dtype) * self._sign)
 
     def end_of_stretch(self, start: int, numel: int) -> int:
@@ -278,7 +269,6 @@ class ParamUpdate:
 
     @property
     def state(self) -> tuple[StoredValues, StoredValues, StoredValues]:
-        """Main param and moments."""
         return self.main, self.first, self.second
 
     @property
@@ -287,22 +277,15 @@ class ParamUpdate:
         return self.main.model if isinstance(self.main, RemainderValues) else self.model
 
     def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
-        """Rounds some values into the stored state, and those of the main param into the model param.
-
-        Args:
-            start, stop: which.
-            main, first, second: fp32 [stop - start]; may be overwritten.
-        """
+        """Rounds fp32 values [stop - start] into the stored state, and those of the main param into the model param."""
         noise = None
         if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
             noise = random_bits(start, stop - start, self.step.to(self.grad.device), self.number)
-        if not self.first.is_read_in_place:
-            self.first.update(start, stop, first)
-        if not self.second.is_read_in_place:
-            self.second.update(start, stop, second, noise if self.second.is_rounded_at_random else None)
-        if not self.main.is_read_in_place:  # the last one, because it may write the sign bits of the second moment
-            bits = noise >> 15 if noise is not None and self.main.is_rounded_at_random else None
-            self.main.update(start, stop, main, bits)
+        self.first.update(start, stop, first)
+        self.second.update(start, stop, second, noise)
+        if noise is not None and self.main.is_rounded_at_random:
+            noise = noise >> 15  # other bits than those of the second moment
+        self.main.update(start, stop, main, noise)  # the last one: it may write the sign bits of the second moment
         if self.model is not None:
             # What is stored is rounded, not what was computed, so that a checkpoint gives the same model param.
             self.model[start:stop].copy_(self.main.read(start, stop))
@@ -339,21 +322,14 @@ def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.dev
     return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
 
 
-def zeros_stored(
-    numel: int, device: torch.device, dtype: str, *, is_second: bool = False, has_ties: bool = False, phase: int = 0
+def stored_zeros(
+    main: StoredValues, form: str, *, is_second: bool = False, has_ties: bool = False
 ) -> PlainValues | BlockValues:
-    """Zeros, one for each element of a flat param.
-
-    Args:
-        numel, device: of the flat param.
-        dtype: "float32", "bfloat16", or a name of `CODES`.
-        is_second: whether it is a second moment.
-        has_ties: see `PlainValues`.
-        phase: see `phase_of`.
-    """
-    if dtype not in CODES:
-        return PlainValues(zeros_in_phase(numel, phase, getattr(torch, dtype), device), has_ties)
-    code, num_blocks = CODES[dtype], -(-(phase + numel) // BLOCK_NUMEL)
+    """Zeros for each value of a main param; `form` is "float32", "bfloat16", or a name of `CODES`."""
+    numel, phase, device = main.numel, phase_of(main), main.device
+    if form not in CODES:
+        return PlainValues(zeros_in_phase(numel, phase, getattr(torch, form), device), has_ties)
+    code, num_blocks = CODES[form], -(-(phase + numel) // BLOCK_NUMEL)
     codes = zeros_in_phase(numel, phase, code.storage, device)
     exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
     return BlockValues(codes, exponents, code, phase, is_root=is_second, has_ties=has_ties)

@@ -116,13 +116,7 @@ def _nearest_bf16(x):
 
 @triton.jit
 def _adam(x, g, m, v, scalars, divisor, DECOUPLED: tl.constexpr):
-    """What becomes of a main param and both moments.
-
-    Args:
-        x, g, m, v: fp32: main param, gradient, moments.
-        scalars: fp32 [8] of the flat param, from `prepare`.
-        divisor: fp32, of the gradient.
-    """
+    """What becomes of main param x and moments m and v with gradient g; `scalars` are those of `prepare`."""
     shrink, step_size, root, eps = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
     beta2, weight1, weight2 = tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6)
     g = tl.div_rn(g, tl.load(divisor))
@@ -163,12 +157,7 @@ def _scale(exponents):
 
 @triton.jit
 def _decoded(codes, exponents, CODE: tl.constexpr):
-    """fp32 values; see `block_codes.decode`.
-
-    Args:
-        codes: int32.
-        exponents: int32.
-    """
+    """fp32 values of int32 codes; see `block_codes.decode`."""
     SHIFT: tl.constexpr = CODE >> 5
     if SHIFT > 0:
         codes = ((codes & 0x80) << 8) | ((codes & 0x7F) << SHIFT)
@@ -189,13 +178,7 @@ def _exponents_of(values, is_here, CODE: tl.constexpr):
 
 @triton.jit
 def _encoded(values, exponents, noise, CODE: tl.constexpr, IS_RANDOM: tl.constexpr):
-    """int32 codes; see `block_codes.encode`.
-
-    Args:
-        values: fp32.
-        exponents: int32.
-        noise: int32, used where IS_RANDOM.
-    """
+    """int32 codes of fp32 values; see `block_codes.encode`."""
     SHIFT: tl.constexpr = CODE >> 5
     scaled = values * _scale((CODE & 31) + 239 - tl.minimum(exponents, _NAN - 1))
     bits = scaled.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -230,18 +213,9 @@ def _random_bf16(x, noise):
 
 @triton.jit
 def _read(
-    address,
-    scales,
-    skipped,
-    at,
-    block,
-    is_here,
-    is_block,
-    FORM: tl.constexpr,
-    HAS_TIES: tl.constexpr,
-    IS_ROOT: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-):
+    address, scales, skipped, at, is_here, is_block,
+    FORM: tl.constexpr, HAS_TIES: tl.constexpr, IS_ROOT: tl.constexpr, IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """fp32 values, and int32 ties: 1 where the sign is set; see stored_values.py."""
     if FORM == _FP32:
         bits = _load(address, skipped, at, is_here, tl.int32, 4, IS_ALIGNED)
@@ -256,7 +230,7 @@ def _read(
             bits = bits & 0x7FFF
         return (bits << 16).to(tl.float32, bitcast=True), ties
     else:
-        exponents = tl.load(scales.to(tl.pointer_type(tl.uint8)) + block, mask=is_block, other=0).to(tl.int32)
+        exponents = tl.load(scales.to(tl.pointer_type(tl.uint8)), mask=is_block, other=0).to(tl.int32)
         if FORM >= 32:
             codes = _load(address, skipped, at, is_here, tl.uint8, 1, IS_ALIGNED).to(tl.int32)
         else:
@@ -272,22 +246,9 @@ def _read(
 
 @triton.jit
 def _write(
-    address,
-    scales,
-    skipped,
-    at,
-    block,
-    is_here,
-    is_block,
-    values,
-    ties,
-    noise,
-    FORM: tl.constexpr,
-    HAS_TIES: tl.constexpr,
-    IS_ROOT: tl.constexpr,
-    IS_RANDOM: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-):
+    address, scales, skipped, at, is_here, is_block, values, ties, noise,
+    FORM: tl.constexpr, HAS_TIES: tl.constexpr, IS_ROOT: tl.constexpr, IS_RANDOM: tl.constexpr, IS_ALIGNED: tl.constexpr
+):  # fmt: skip
     """Rounds to a form, and returns what `_read` would read now."""
     if FORM == _FP32:
         bits = values.to(tl.int32, bitcast=True)
@@ -305,7 +266,7 @@ def _write(
         if IS_ROOT:
             values = tl.sqrt_rn(values)
         exponents = _exponents_of(values, is_here, FORM)
-        tl.store(scales.to(tl.pointer_type(tl.uint8)) + block, exponents.to(tl.uint8), mask=is_block)
+        tl.store(scales.to(tl.pointer_type(tl.uint8)), exponents.to(tl.uint8), mask=is_block)
         codes = _encoded(values, exponents, noise, FORM, IS_RANDOM and FORM >= 32)
         read = _decoded(codes, exponents, FORM)
         if IS_ROOT:
@@ -322,58 +283,37 @@ def _write(
 
 @triton.jit
 def _update(
-    table,
-    scalars,
-    divisor,
-    row,
-    place,
-    start,
-    stop,
-    source,
-    MAIN: tl.constexpr,
-    MODEL: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-):
-    """Some blocks of one flat param.
-
-    Args:
-        place: number of the program among those of the flat param.
-        start, stop: which values of these blocks belong to the flat param.
-        IS_ALIGNED: whether vectors are whole, see [Note: whole blocks].
-    """
+    table, scalars, divisor, row, place, start, stop, source,
+    MAIN: tl.constexpr, MODEL: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    DECOUPLED: tl.constexpr, BLOCKS: tl.constexpr, IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Updates the blocks of program number `place` of a flat param, of whose values `start` to `stop` belong to it."""
     if IS_ALIGNED:
         start, stop = start // _LANE * _LANE, stop // _LANE * _LANE
     block = tl.arange(0, BLOCKS)[:, None]
     at = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     is_here, is_block = (at >= start) & (at < stop), block * _BLOCK < stop
     skipped = place * (BLOCKS * _BLOCK) - _cell(table, _PHASE, row)
-    first_block = place * BLOCKS
+    scales = place * BLOCKS + block
     main, model = _cell(table, _MAIN, row), _cell(table, _MODEL, row)
     first, second = _cell(table, _FIRST, row), _cell(table, _SECOND, row)
-    main_scales = _cell(table, _MAIN_SCALES, row) + first_block
-    first_scales = _cell(table, _FIRST_SCALES, row) + first_block
-    second_scales = _cell(table, _SECOND_SCALES, row) + first_block
+    main_scales = _cell(table, _MAIN_SCALES, row) + scales
+    first_scales = _cell(table, _FIRST_SCALES, row) + scales
+    second_scales = _cell(table, _SECOND_SCALES, row) + scales
     TIES: tl.constexpr = MAIN == _REMAINDER
+    ROOT: tl.constexpr = SECOND > _REMAINDER
     grad = source + _cell(table, _GRAD, row)
     g = _load(grad, skipped, at, is_here, tl.float32, 4, IS_ALIGNED)
-    m, _ = _read(first, first_scales, skipped, at, block, is_here, is_block, FIRST, False, False, IS_ALIGNED)
-    v, ties = _read(
-        second, second_scales, skipped, at, block, is_here, is_block, SECOND, TIES, SECOND > _REMAINDER, IS_ALIGNED
-    )
+    m, _ = _read(first, first_scales, skipped, at, is_here, is_block, FIRST, False, False, IS_ALIGNED)
+    v, ties = _read(second, second_scales, skipped, at, is_here, is_block, SECOND, TIES, ROOT, IS_ALIGNED)
     if MAIN == _REMAINDER:
         upper = _load(model, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32) << 16
         low = _load(main, skipped, at, is_here, tl.int16, 2, IS_ALIGNED).to(tl.int32)
         x = (upper + low + (ties << 16)).to(tl.float32, bitcast=True)
     else:
-        x, _ = _read(main, main_scales, skipped, at, block, is_here, is_block, MAIN, False, False, IS_ALIGNED)
+        x, _ = _read(main, main_scales, skipped, at, is_here, is_block, MAIN, False, False, IS_ALIGNED)
     x, m, v = _adam(x, g, m, v, scalars + row * _SCALARS, divisor, DECOUPLED)
-    _write(
-        first, first_scales, skipped, at, block, is_here, is_block, m, ties, at, FIRST, False, False, False, IS_ALIGNED
-    )
+    _write(first, first_scales, skipped, at, is_here, is_block, m, ties, at, FIRST, False, False, False, IS_ALIGNED)
     noise = at
     if MAIN == _BF16 or (SECOND == _BF16 or SECOND >= 32):
         count = tl.load(_cell(table, _STEP, row).to(tl.pointer_type(tl.float32)))
@@ -390,39 +330,22 @@ def _update(
     else:
         bits = noise >> 15
         x = _write(
-            main, main_scales, skipped, at, block, is_here, is_block,
-            x, ties, bits, MAIN, False, False, True, IS_ALIGNED,
-        )  # fmt: skip
+            main, main_scales, skipped, at, is_here, is_block, x, ties, bits, MAIN, False, False, True, IS_ALIGNED
+        )
         if MODEL == _BF16_MODEL:
             _store(model, skipped, at, is_here, _nearest_bf16(x), tl.int16, 2, IS_ALIGNED)
         elif MODEL != _NO_MODEL:
             _store(model, skipped, at, is_here, x.to(tl.float16).to(tl.int16, bitcast=True), tl.int16, 2, IS_ALIGNED)
-    ROOT: tl.constexpr = SECOND > _REMAINDER
-    _write(
-        second, second_scales, skipped, at, block, is_here, is_block,
-        v, ties, noise, SECOND, TIES, ROOT, True, IS_ALIGNED,
-    )  # fmt: skip
+    _write(second, second_scales, skipped, at, is_here, is_block, v, ties, noise, SECOND, TIES, ROOT, True, IS_ALIGNED)
 
 
 @triton.jit(do_not_specialize=["first_program", "grads0", "grads1", "grads2", "grads3"])
 def update(
-    table,
-    owners,
-    scalars,
-    divisor,
-    found_inf,
-    first_program,
-    grads0: tl.int64,
-    grads1: tl.int64,
-    grads2: tl.int64,
-    grads3: tl.int64,
-    MAIN: tl.constexpr,
-    MODEL: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    table, owners, scalars, divisor, found_inf, first_program,
+    grads0: tl.int64, grads1: tl.int64, grads2: tl.int64, grads3: tl.int64,
+    MAIN: tl.constexpr, MODEL: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    DECOUPLED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Some blocks of one flat param; one launch updates all flat params of the same forms.
 
     Args:
