@@ -39,18 +39,18 @@ class _Piece(NamedTuple):
         if self.main.numel() <= numel:
             yield self
             return
-        parts = [repeat(each) if each is None or each.dim() == 0 else torch.split(each, numel) for each in self]
+        parts = [
+            repeat(tensor) if tensor is None or tensor.dim() == 0 else torch.split(tensor, numel) for tensor in self
+        ]
         yield from map(_Piece._make, zip(*parts, strict=False))
 
 
 class _InBlocks(RoundsItself, Optimizer):
     """Mixed into one of torch's fused optimizers: rounds the main params in the sweep that updates them."""
 
-    #: See `inner.READS_TENSORS`.
-    reads_tensors = True
+    reads_tensors = True  # see `inner.READS_TENSORS`
     _kernel: Callable[..., None]
-    #: What the kernel does; a param group may ask for the other.
-    _is_decoupled: bool
+    _is_decoupled: bool  # what the kernel does; a param group may ask for the other
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -72,16 +72,11 @@ class _InBlocks(RoundsItself, Optimizer):
         divisor: float | Tensor,
         found_inf: Tensor | None,
     ) -> bool:
-        """`step` with gradients as values.
+        """`step` with gradients as values, which `inner.update_mains` describes.
 
         For a small model, what torch does around the kernel (the profiler's range, hooks, grouping of tensors by
-        device) takes longer than the kernel itself.
-
-        Args:
-            mains, grads, divisor, found_inf: as of `inner.update_mains`.
-
-        Returns:
-            False where nothing was done, because torch's own `step` has to make the state, or does more than this.
+        device) takes longer than the kernel itself. False where nothing was done, because torch's own `step` has to
+        make the state, or does more than this.
         """
         pieces = self._pieces({id(main): grad for main, grad in zip(mains, grads, strict=True)})
         if pieces is None:
@@ -148,13 +143,12 @@ class Adam(_InBlocks, torch.optim.Adam):
 
 def _blocks(whole: Iterable[_Piece], numel: int) -> Iterator[list[_Piece]]:
     """Cuts large main params and puts small ones together: at least `numel` elements for one call of the kernel."""
-    block: list[_Piece] = []
-    held = 0
-    for piece in (piece for each in whole for piece in each.cut(numel)):
+    block, block_numel = list[_Piece](), 0
+    for piece in (part for main in whole for part in main.cut(numel)):
         block.append(piece)
-        held += piece.main.numel()
-        if held >= numel:
+        block_numel += piece.main.numel()
+        if block_numel >= numel:
             yield block
-            block, held = [], 0
+            block, block_numel = [], 0
     if block:
         yield block

@@ -87,15 +87,9 @@ def check_offload(
 ) -> None:
     """Checks, before anything is allocated, that the state can be on the host.
 
-    Args:
-        layouts: see `buckets_on_host`.
-        config: merged.
-        device: of the params.
-        choice: the inner optimizer, where it is known already.
-
     Raises:
-        ConfigError: the inner optimizer has no kernel there, all params are fp32, or the machine's memory is too small
-            for the state of its ranks.
+        ConfigError: the inner optimizer has no kernel there (where it is known already), all params are fp32, or the
+            machine's memory is too small for the state of its ranks.
     """
     fraction = config.offload_fraction
     if fraction == 0.0 or device.type == CPU or not layouts:
@@ -110,18 +104,16 @@ def check_offload(
     needed = num_ranks * host_nbytes(layouts, fraction, device)
     if needed > available:
         fitting = greatest_fraction(lambda other: num_ranks * host_nbytes(layouts, other, device) <= available)
-        needs = f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} rank(s)"
-        rest = f"{available:,} bytes are available. Write offload_fraction={fitting}"
-        raise ConfigError(f"{needs}, and {rest}.")
+        raise ConfigError(
+            f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} rank(s), and "
+            f"{available:,} bytes are available. Write offload_fraction={fitting}."
+        )
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
-    """The greatest hundredth with which something fits.
+    """The greatest hundredth with which something fits; whatever fits, fits with every smaller fraction, too.
 
     Buckets are whole, so that the fraction cannot be computed from bytes alone; it is searched for.
-
-    Args:
-        fits: whether it fits with a fraction; if so, it fits with every smaller one as well, and always with 0.
 
     >>> greatest_fraction(lambda fraction: fraction <= 0.3), greatest_fraction(lambda fraction: fraction < 2)
     (0.3, 1.0)
@@ -160,7 +152,7 @@ _Members = Sequence[tuple[FlatParam, OnHost]]
 
 
 @dataclass(frozen=True, eq=False)
-class Descent:
+class GradsToHost:
     """Gradients on their way to the host, and what they are to be divided by."""
 
     buckets: Sequence[tuple[_Members, Callable[[], None]]]  # of a bucket, and a call that waits for their gradients
@@ -184,16 +176,10 @@ class HostUpdates:
         self._down, self._up = new_stream(device), new_stream(device)
         self._on_host: Optimizer | None = None
 
-    def bring_down(
+    def copy_grads(
         self, flat_params: Sequence[FlatParam], grads: MainGrads, divisor: float | Tensor, found_inf: Tensor | None
-    ) -> Descent:
-        """Queues the copies of all gradients; waits for nothing.
-
-        Args:
-            flat_params: of the optimizer; those on the host are meant.
-            grads: of the flat params.
-            divisor, found_inf: of the step's decision.
-        """
+    ) -> GradsToHost:
+        """Queues the copies of the gradients of those flat params that are on the host; waits for nothing."""
         numbers = None
         if isinstance(divisor, Tensor) or found_inf is not None:
             known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
@@ -203,7 +189,7 @@ class HostUpdates:
         measured, buckets = fence(self._device), []
         with on_stream(self._down, self._device):
             measured()
-            for _, members in groupby(chosen, key=lambda member: _bucket_of(member[0])):
+            for _, members in groupby(chosen, key=lambda member: (_address(member[0].model), member[0].plan.bucket)):
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
                 buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
@@ -211,17 +197,17 @@ class HostUpdates:
             {key: _on_cpu(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
             for group in self._inner.param_groups
         ]
-        return Descent(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
+        return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
-    def update(self, descent: Descent) -> None:
+    def update(self, on_the_way: GradsToHost) -> None:
         """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for the new params."""
-        divisor, found_inf = descent.numbers.values if descent.numbers else (float(descent.divisor), 0.0)
-        if found_inf or not descent.buckets:
+        divisor, found_inf = on_the_way.numbers.values if on_the_way.numbers else (float(on_the_way.divisor), 0.0)
+        if found_inf or not on_the_way.buckets:
             return
-        inner = self._prepared(descent)
-        for bucket, arrived in descent.buckets:
+        inner = self._prepared(on_the_way)
+        for bucket, arrived in on_the_way.buckets:
             arrived()
-            for number, (group, options) in enumerate(zip(inner.param_groups, descent.groups, strict=True)):
+            for number, (group, options) in enumerate(zip(inner.param_groups, on_the_way.groups, strict=True)):
                 group.update(options)
                 group["params"] = [flat.main for flat, _ in bucket if flat.plan.key.group == number]
             arrivals = [host.arrived for _, host in bucket]
@@ -234,18 +220,18 @@ class HostUpdates:
             uploaded = fence(self._device)
         uploaded()
         if divides_in_place(self._inner) and divisor != 1.0:  # as the device's own kernel leaves those that it divides
-            torch._foreach_div_(list(descent.grads), self._scalar(divisor))
+            torch._foreach_div_(list(on_the_way.grads), self._scalar(divisor))
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=self._device)
 
-    def _prepared(self, descent: Descent) -> Optimizer:
+    def _prepared(self, on_the_way: GradsToHost) -> Optimizer:
         """The optimizer of the host, built anew where there are more param groups."""
-        members = [pair for bucket, _ in descent.buckets for pair in bucket]
-        if self._on_host is None or len(self._on_host.param_groups) != len(descent.groups):
+        members = [pair for bucket, _ in on_the_way.buckets for pair in bucket]
+        if self._on_host is None or len(self._on_host.param_groups) != len(on_the_way.groups):
             groups: Groups = [
                 {**options, "params": [flat.main for flat, _ in members if flat.plan.key.group == number]}
-                for number, options in enumerate(descent.groups)
+                for number, options in enumerate(on_the_way.groups)
             ]
             self._on_host = self._build(groups)
             self._on_host.state = self._inner.state
@@ -254,20 +240,13 @@ class HostUpdates:
         return self._on_host
 
 
-def _bucket_of(flat: FlatParam) -> tuple[int, int]:
-    return flat.model.untyped_storage().data_ptr(), flat.plan.bucket
-
-
 def _on_cpu(value: Any) -> Any:
     """An option as the host's kernels take it; a tensor of a device is waited for."""
     return value.item() if isinstance(value, Tensor) and value.device.type != CPU else value
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies the second of every pair of 1-D tensors into the first, neighbours in both memories at once.
-
-    It waits for nothing.
-    """
+    """Queues a copy of the second of every pair of 1-D tensors into the first, neighbours in both memories at once."""
     stretches: list[list[tuple[Tensor, Tensor]]] = []
     for pair in pairs:
         if stretches and all(map(_follows, pair, stretches[-1][-1])):
@@ -281,5 +260,9 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:
-    is_same = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    is_same = _address(tensor) == _address(other)
     return is_same and tensor.storage_offset() == other.storage_offset() + other.numel()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

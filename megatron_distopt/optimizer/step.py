@@ -272,12 +272,12 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
     mains = [flat.main for flat in optimizer.flat_params]
     with profiled("update"):
         if on_host is not None:
-            descent = on_host.bring_down(optimizer.flat_params, grads, divisor, found_inf)
+            on_the_way = on_host.copy_grads(optimizer.flat_params, grads, divisor, found_inf)
             grads = [None if flat.on_host else grad for flat, grad in zip(optimizer.flat_params, grads, strict=True)]
         update_mains(optimizer.inner, mains, grads, divisor, found_inf)
     if on_host is not None:
         with profiled("update on the host"):
-            on_host.update(descent)
+            on_host.update(on_the_way)
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
-from megatron_distopt.optimizer.low_precision.stored_values import StoredValues
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -31,18 +30,14 @@ _base_data: Any = Tensor.data
 class MainParams(Tensor):
     """All main params of a grad buffer on this rank: fp32 1-D. See [Note: one allocation]."""
 
-    _views: list[Tensor]
+    _views: list[Tensor]  # 1-D and contiguous
 
     # What is computed with it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, views: Sequence[Tensor]) -> MainParams:
-        """Stands for the allocation in which all of these lie.
-
-        Args:
-            views: 1-D and contiguous; those that follow it.
-        """
+        """Stands for the allocation in which all of these lie, which follow it."""
         numel = views[0].untyped_storage().nbytes() // views[0].element_size()
         made: MainParams = Tensor._make_subclass(cls, views[0].detach().as_strided((numel,), (1,), 0))
         made._views = list(views)
@@ -57,8 +52,10 @@ class MainParams(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if new.shape != self.shape or new.dtype != self.dtype:
-            found = f"Main params are {self.dtype} {list(self.shape)} and cannot become {new.dtype} {list(new.shape)}"
-            raise LayoutError(f"{found}. Assign a copy of them on another device.")
+            raise LayoutError(
+                f"Main params are {self.dtype} {list(self.shape)} and cannot become {new.dtype} {list(new.shape)}. "
+                "Assign a copy of them on another device."
+            )
         spans = [slice(view.storage_offset(), view.storage_offset() + view.numel()) for view in self._views]
         _base_data.__set__(self, new)
         for view, span in zip(self._views, spans, strict=True):
@@ -66,29 +63,18 @@ class MainParams(Tensor):
 
 
 def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> list[MainParams]:
-    """One for each allocation on the device.
-
-    Args:
-        sharded: whose flat params they are.
-        published: views of main params that others hold.
-    """
+    """One for each allocation on the device; `published` are views of main params that others hold."""
     on_host = {_address(flat.main) for flat in sharded.flat_params if flat.on_host is not None}
-    plain = [main for main in published if not isinstance(main, LowPrecisionTensor)]
+    owning = [flat.main for flat in _on_device(sharded) if flat.owns_memory]
     views: dict[int, list[Tensor]] = {}
-    for view in (*(flat.main for flat in _owning(sharded)), *plain):
-        if _address(view) not in on_host:
+    for view in (*owning, *published):
+        if not isinstance(view, LowPrecisionTensor) and _address(view) not in on_host:
             views.setdefault(_address(view), []).append(view)
     return [MainParams.of(members) for members in views.values()]
 
 
-def _owning(sharded: ShardedOptimizer) -> list[FlatParam]:
-    """Flat params whose main params are plain tensors of their own on the device."""
-    on_device = _on_device(sharded)
-    return [flat for flat in on_device if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor)]
-
-
 def _on_device(sharded: ShardedOptimizer) -> list[FlatParam]:
-    """Those whose state belongs on the device; that of the others is on the host in every phase."""
+    """Flat params whose state belongs on the device; that of the others is on the host in every phase."""
     return [flat for flat in sharded.flat_params if flat.on_host is None]
 
 
@@ -96,49 +82,43 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _device_of(tensor: Tensor) -> torch.device:
-    """Where the values are; a low-precision tensor itself names the device on which it was made."""
-    return tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
-
-
 class OffloadedState:
     """Moves the state of one optimizer away and back, in whichever precision it is.
 
     What is stored in another form than fp32 moves in that form: its memory gets another place, and every tensor that
     shows its values follows. What is on the host in every phase (optimizer/offload.py) stays there.
-
-    Args:
-        sharded: whose state it is.
-        main_params: all of them that are plain fp32 tensors on the device.
     """
 
     def __init__(self, sharded: ShardedOptimizer, main_params: Sequence[MainParams]) -> None:
         self._sharded, self._main_params = sharded, main_params
-        #: Where tensors of the state were before they were moved, by main param and name.
+        # Where tensors of the state were before they were moved, by main param and name.
         self._homes: dict[tuple[Tensor, str], torch.device] = {}
 
     def move_to(self, device: torch.device) -> None:
         """Moves main params and everything that the inner optimizer keeps of them; what is there already stays."""
-        for main in self._main_params:
-            main.data = main.data.to(device)
-        for _, stored in self._stored():
-            stored.move(lambda part: part.to(device))
         for flat, state, name in self._plain():
             self._homes.setdefault((flat.main, name), state[name].device)
             state[name] = state[name].to(device)
+        self._move_main_params_and_forms(device)
         empty_cache(self._sharded.device)
 
     def restore(self) -> None:
         """Moves all of it to where it was."""
-        homes = {_address(flat.main): flat.model.device for flat in _owning(self._sharded)}
-        for main in self._main_params:
-            main.data = main.data.to(homes[_address(main.data)])
-        for flat, stored in self._stored():
-            stored.move(lambda part, home=flat.model.device: part.to(home))  # type: ignore[misc]
+        self._move_main_params_and_forms(self._sharded.device)
         for flat, state, name in self._plain():
             usual = flat.model.device if state[name].shape == flat.main.shape else state[name].device
             state[name] = state[name].to(self._homes.get((flat.main, name), usual))
         self._homes.clear()
+
+    def _move_main_params_and_forms(self, device: torch.device) -> None:
+        for main in self._main_params:
+            main.data = main.data.to(device)
+        for flat in _on_device(self._sharded):
+            tensors = (flat.main, *self._sharded.inner.state.get(flat.main, {}).values())
+            for stored in [tensor.stored for tensor in tensors if isinstance(tensor, LowPrecisionTensor)]:
+                # A main param in bf16 is the model param itself, which stays.
+                if all(_address(part) != _address(flat.model) for part in stored.parts):
+                    stored.move(lambda part: part.to(device))
 
     def check_is_there(self) -> None:
         """Checks that the state has its values, wherever they are: what a save and a load need.
@@ -148,8 +128,10 @@ class OffloadedState:
         """
         for flat, state, name in self._entries(self._sharded.flat_params):
             if (state[name].numel() == 0 and flat.main.numel() > 0) or state[name].is_meta:
-                remedy = "Call what your framework has to load it again first"
-                raise LayoutError(f"Optimizer state was emptied: {name} has no values. {remedy}.")
+                raise LayoutError(
+                    f"Optimizer state was emptied: {name} has no values. Call what your framework has to load it "
+                    "again first."
+                )
 
     def check_is_back(self) -> None:
         """Checks that everything is where an update needs it.
@@ -160,17 +142,20 @@ class OffloadedState:
             LayoutError: something was emptied, or is elsewhere.
         """
         self.check_is_there()
+        tensors = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
         for flat, state, name in self._entries(self._sharded.flat_params):
-            if flat.on_host is not None and state[name].device != flat.main.device:
+            if flat.on_host is not None:
                 state[name] = state[name].to(flat.main.device)
-        entries = self._entries(_on_device(self._sharded))
-        moments = [(flat, state[name]) for flat, state, name in entries if state[name].shape == flat.main.shape]
-        mains = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
-        for flat, tensor in [*mains, *moments]:
-            if _device_of(tensor) != flat.model.device:
-                found = f"Optimizer state is on {_device_of(tensor)}, and a step needs it on {flat.model.device}"
-                remedy = "Call optimizer.restore_from_cpu(), or what your framework has for it, before the step"
-                raise LayoutError(f"{found}. {remedy}.")
+            elif state[name].shape == flat.main.shape:
+                tensors.append((flat, state[name]))
+        for flat, tensor in tensors:
+            # A low-precision tensor itself names the device on which it was made.
+            found = tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
+            if found != flat.model.device:
+                raise LayoutError(
+                    f"Optimizer state is on {found}, and a step needs it on {flat.model.device}. Call "
+                    "optimizer.restore_from_cpu(), or what your framework has for it, before the step."
+                )
 
     def _entries(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         """Every tensor that the inner optimizer keeps: of what, in which dict, under which name."""
@@ -182,12 +167,3 @@ class OffloadedState:
         """Those of them that are plain tensors on the device."""
         entries = self._entries(_on_device(self._sharded))
         return (entry for entry in entries if not isinstance(entry[1][entry[2]], LowPrecisionTensor))
-
-    def _stored(self) -> Iterator[tuple[FlatParam, StoredValues]]:
-        """Everything on the device that is stored in another form, with the flat param that it is of."""
-        for flat in _on_device(self._sharded):
-            tensors = (flat.main, *self._sharded.inner.state.get(flat.main, {}).values())
-            for stored in [tensor.stored for tensor in tensors if isinstance(tensor, LowPrecisionTensor)]:
-                # A main param in bf16 is the model param itself, which stays.
-                if all(_address(part) != _address(flat.model) for part in stored.parts):
-                    yield flat, stored
