@@ -126,6 +126,42 @@ _CHANGED_WEIGHTS = {
         # Behind `p.data = ...` torch's alias is of another tensor than ours.
         needs=("not drawn",),
     ),
+    "reload": Idiom(_WEIGHTS, "optimizer.reload_model_params()", needs=("not drawn",)),
+    "model_then_optimizer_back": Idiom(
+        _AFTER,
+        """
+        if kept is not None:
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        """,
+        needs=("not drawn",),
+    ),
+    "optimizer_then_model_back": Idiom(
+        _AFTER,
+        """
+        if kept is not None:
+            optimizer.load_state_dict(kept[1])
+            model.load_state_dict(kept[0])
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        """,
+        needs=("not drawn",),
+    ),
+    "optimizer_back": Idiom(
+        _AFTER,
+        """
+        if kept is not None:
+            optimizer.load_state_dict(kept)
+        kept = copy.deepcopy(optimizer.state_dict())
+        """,
+        needs=("not drawn",),
+    ),
+    "weights_on_one_rank": Idiom(
+        _ANY,
+        "if rank == {n} % size:\n    with torch.no_grad():\n        pick(model, {n}).mul_(0.5)",
+        _FIXED,
+        needs=("not drawn",),
+    ),
     "rewind": Idiom(
         _ANY,
         """

@@ -145,29 +145,42 @@ class Pool:
                 (Path(folder) / side).mkdir()
             for number, phase in enumerate(program.phases):
                 ranks = [Job(text, number, rank, phase.ranks, folder) for rank in range(phase.ranks)]
-                ours, theirs = self._run_phase(ranks, Job(text, number, None, phase.ranks, folder))
+                ours, (theirs,) = self._run_phase(ranks, [Job(text, number, None, phase.ranks, folder)])
+                if theirs is None:
+                    theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * len(ranks)
                 outcome = judge(ours, theirs, program.precision, program.may_refuse)
                 if outcome.kind != "equal":
                     return outcome
                 is_exact &= outcome.is_exact
         return Outcome("equal", is_exact=is_exact)
 
-    def _run_phase(self, ranks: list[Job], reference: Job) -> tuple[list[Any], list[Any]]:
+    def compare(self, program: Program, expected: Program) -> Outcome:
+        """Two programs of one phase, both with us: the first one against what the second one gives."""
+        found = []
+        for compared in (program, expected):
+            with tempfile.TemporaryDirectory(prefix="program_") as folder:
+                (Path(folder) / "ours").mkdir()
+                size = compared.phases[0].ranks
+                ranks = [Job(program_text(compared), 0, rank, size, folder) for rank in range(size)]
+                found.append(self._run_phase(ranks)[0])
+        return judge(*found, program.precision, program.may_refuse)
+
+    def _run_phase(self, ranks: list[Job], reference: Sequence[Job] = ()) -> tuple[list[Any], list[Any]]:
+        """What the ranks and the reference left."""
+        jobs = [*ranks, *reference]
         first, others = self.nurseries
-        first.order("start", ranks[:1])
-        others.order("start", [*ranks[1:], reference])
+        first.order("start", jobs[:1])
+        others.order("start", jobs[1:])
         try:
-            self._wait([*ranks, reference])
+            self._wait(jobs)
         finally:
-            self._end([*ranks, reference])
-        ours, theirs = [_read(job) for job in ranks], _read(reference)
-        if theirs is None:
-            theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * len(ranks)
+            self._end(jobs)
+        ours = [_read(job) for job in ranks]
         for job, result in zip(ranks, ours, strict=True):
             stuck = Path(job.folder) / "ours" / f"stuck{job.rank}"
             if result is None and stuck.exists():
                 ours[ranks.index(job)] = {"seen": [], "end": "stuck", "text": stuck.read_text()}
-        return ours, theirs
+        return ours, [_read(job) for job in reference]
 
     def _wait(self, jobs: list[Job]) -> None:
         """Until all have left a result, or it is clear that the rest will not.

@@ -163,6 +163,7 @@ class Program(_Short):
         return (
             any(_refusable(action, self) for action in self.actions)
             or self.grad_scaler
+            or self.option.get("main_params_dtype") == "remainder"
             or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_drops_without_data(each) for each in self.iterations)

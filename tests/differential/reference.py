@@ -164,6 +164,7 @@ class Options:
     shared_memory: bool = True
     async_save: bool = False
     reduce_dtype: str | None = None
+    main_params_dtype: str = "float32"  # a remainder is exact
 
 
 class LossScale:

@@ -204,6 +204,60 @@ REFUSED = {
     "a pickled optimizer": (program("optimizer_pickle"), ""),
 }
 
+_BACK_AND_FORTH = {
+    "model, then optimizer": "model_then_optimizer_back",
+    "optimizer, then model": "optimizer_then_model_back",
+    "optimizer alone": "optimizer_back",
+}
+#: In bf16; with main params as remainders they come to the same bits as with fp32 ones.
+EXACT = {
+    "weights changed and reloaded": program("all_times", "reload"),
+    "weights changed before the first step": program(ready=(Action("all_times"),)),
+    "weights read": program("see_weights", "see_state_dict", "weight_norm"),
+    "frozen, then unfrozen": program(
+        Iteration(weights=_all(["freeze"])), Iteration(), Iteration(weights=_all(["unfreeze"]))
+    ),
+    "a gradient left out": program(grads=["grad_dropped"]),
+    "a scheduler": program(scheduler="OneCycleLR"),
+    "the state dict that it has": Program(phases=(_each(after=_all(["state_dict_back"])),)),
+    "a state loaded and a gradient left out": program("state_dict_back", grads=["grad_dropped"]),
+    **{
+        f"went back two steps: {words}": program(
+            Iteration(after=_all([name])), Iteration(), Iteration(after=_all([name]))
+        )
+        for words, name in _BACK_AND_FORTH.items()
+    },
+}
+_REMAINDER = (("main_params_dtype", "remainder"),)
+_EIGHT_BITS = (("exp_avg_dtype", "float8_e4m3fn"), ("exp_avg_sq_dtype", "int8"))
+
+
+@pytest.mark.parametrize("moments", [(), pytest.param(_EIGHT_BITS, marks=pytest.mark.long)], ids=["fp32", "8 bits"])
+@pytest.mark.parametrize("words", EXACT)
+def test_idiom_when_main_params_are_remainders_then_every_bit_is_that_of_fp32(
+    running: Pool, words: str, moments: tuple[tuple[str, str], ...]
+) -> None:
+    full = dataclasses.replace(EXACT[words], dtype="bfloat16", options=moments)
+    outcome = running.compare(dataclasses.replace(full, options=_REMAINDER + moments), full)
+    assert outcome.is_exact, f"{outcome.kind} {outcome.text}"
+
+
+#: What is not said by `reload_model_params` cannot be followed.
+UNTOLD = {
+    "changed in place": program("all_times", dtype="bfloat16", options=_REMAINDER),
+    "changed by .data": program("data_clamp", dtype="bfloat16", options=_REMAINDER),
+    "changed on one rank": program("weights_on_one_rank", dtype="bfloat16", options=_REMAINDER),
+}
+
+
+@pytest.mark.parametrize("words", UNTOLD)
+def test_weights_when_changed_silently_beside_remainders_then_all_ranks_say_what_to_call(
+    running: Pool, words: str
+) -> None:
+    outcome = running.run(UNTOLD[words])
+    assert outcome.kind == "refused", outcome.text
+    assert "reload_model_params()" in outcome.text and "main_params_dtype" in outcome.text
+
 
 @pytest.mark.parametrize("words", EQUAL)
 def test_idiom_when_it_is_served_then_equal_to_torch(running: Pool, words: str) -> None:

@@ -1,10 +1,11 @@
-"""What users do between steps, with state in low precision: as with fp32 main params, or refused."""
+"""Weights that are changed beside main params as remainders: what fails and what reads meanwhile; what is refused.
+
+What users do between steps that comes to the same as with fp32 main params is in tests/differential/test_idioms.py.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,87 +33,6 @@ def _halve(model: Sequential) -> None:
         model[0].weight.mul_(0.5)
 
 
-def _change_and_reload(step: int, model: Sequential, optimizer: Any) -> None:
-    if step == 2:
-        _halve(model)
-        optimizer.reload_model_params()
-
-
-def _read_detached(step: int, model: Sequential, optimizer: Any) -> None:
-    model[0].weight.detach().sum()
-
-
-def _change_before_the_first_step(step: int, model: Sequential, optimizer: Any) -> None:
-    if step == -1:
-        _halve(model)
-
-
-def _freeze_for_two_steps(step: int, model: Sequential, optimizer: Any) -> None:
-    if step in (2, 4):
-        model[0].weight.requires_grad_(step == 4)
-
-
-def _leave_out_a_gradient(step: int, model: Sequential, optimizer: Any) -> None:
-    for param in model[0].parameters():
-        param.requires_grad_(step % 2 == 0)
-
-
-def _decay_the_rate(step: int, model: Sequential, optimizer: Any) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def _go_back(first: str) -> Act:
-    """Loads the states of two steps before, the named one first; "optimizer" alone leaves the weights."""
-    kept: dict[str, Any] = {}
-
-    def act(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2:
-            kept.update(model=copy.deepcopy(model.state_dict()), optimizer=copy.deepcopy(optimizer.state_dict()))
-        if step == 4 and first == "model":
-            model.load_state_dict(kept["model"])
-        if step == 4:
-            optimizer.load_state_dict(kept["optimizer"])
-        if step == 4 and first == "optimizer":
-            model.load_state_dict(kept["model"])
-
-    return act
-
-
-def _load_live(step: int, model: Sequential, optimizer: Any) -> None:
-    """As torch.distributed.checkpoint leaves it, which reads into the tensors of `state_dict()`."""
-    if step in (1, 3):
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _load_and_leave_out() -> Act:
-    """What is loaded is cut before the next update, because one param of several has no gradient."""
-    kept: dict[str, Any] = {}
-
-    def act(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 1:
-            kept.update(copy.deepcopy(optimizer.state_dict()))
-        if step == 3:
-            optimizer.load_state_dict(copy.deepcopy(kept))
-        model[0].bias.requires_grad_(step != 3)
-
-    return act
-
-
-EQUAL: dict[str, Act] = {
-    "changes weights and says so": _change_and_reload,
-    "reads weights": _read_detached,
-    "changes weights before the first step": _change_before_the_first_step,
-    "freezes": _freeze_for_two_steps,
-    "leaves out gradients": _leave_out_a_gradient,
-    "schedules the rate": _decay_the_rate,
-    "loads model and optimizer": _go_back("model"),
-    "loads optimizer and model": _go_back("optimizer"),
-    "loads the optimizer alone": _go_back("alone"),
-    "loads the state that it has": _load_live,
-    "loads a state and leaves out a gradient": _load_and_leave_out(),
-}
-
-
 def _train(act: Act, options: dict[str, str], rank: int) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
     model = Sequential(Linear(64, 100), GELU(), Linear(100, 8)).bfloat16()
@@ -129,27 +49,6 @@ def _train(act: Act, options: dict[str, str], rank: int) -> tuple[list[float], l
         losses.append(float(loss))
         act(step, model, optimizer)
     return losses, [param.detach().clone() for param in model.parameters()]
-
-
-def compare_all(rank: int, size: int) -> dict[str, list[bool]]:
-    """By idiom, whether each of `PAIRS` is equal."""
-    found = {}
-    for name, act in EQUAL.items():
-        pairs = [[_train(act, options, rank) for options in pair] for pair in PAIRS]
-        found[name] = [one[0] == two[0] and all(map(torch.equal, one[1], two[1])) for one, two in pairs]
-    return found
-
-
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, list[bool]]]:
-    return run_ranks(compare_all, 2)
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_remainders_when_a_user_acts_between_steps_then_training_is_that_of_fp32(
-    found: list[dict[str, list[bool]]], name: str
-) -> None:
-    assert [of_rank[name] for of_rank in found] == [[True, True]] * 2
 
 
 def _torch_state_without_main_params(optimizer: Any) -> dict[str, Any]:
@@ -212,8 +111,12 @@ def _trained_or_refused(act: Act, options: dict[str, str], rank: int) -> Any:
         return str(error)
 
 
-def fail_to_load(rank: int, folder: Path) -> dict[tuple[str, str], tuple[bool, Any]]:
-    """By load and change: whether one of `PAIRS` is equal with a reload, and what remainders answer without one."""
+#: By load and change: whether one of `PAIRS` is equal with a reload, and what remainders answer without one.
+Failed = dict[tuple[str, str], tuple[bool, Any]]
+
+
+def fail_to_load(rank: int, folder: Path) -> Failed:
+    """Collective."""
     _leave_damaged(rank, folder / "damaged")
     found = {}
     for load, (change, pair) in product(FAILED, zip(CHANGES, PAIRS, strict=True)):
@@ -264,70 +167,34 @@ def read_changed(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def refuse_on_one(rank: int, size: int) -> list[str]:
-    """What each way to change weights of one rank is answered with."""
-
-    def _write_on_the_last(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2 and rank == size - 1:
-            _halve(model)
-
-    def _hold_data(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2:
-            model[0].weight.data.mul_(0.5)
-
-    answers = []
-    for act in (_write_on_the_last, _hold_data):
-        try:
-            _train(act, REMAINDER, rank)
-            answers.append("trained")
-        except DistOptError as error:
-            answers.append(str(error))
-        dist.barrier()
-    return answers
-
-
-@dataclass(frozen=True)
-class Changed:
-    """What one rank found after weights were changed, see the functions that give these."""
-
-    failed: dict[tuple[str, str], tuple[bool, Any]]
-    read: dict[str, Any]
-    on_one: list[str]
-
-
-def change_all(rank: int, size: int, folder: Path) -> Changed:
-    return Changed(fail_to_load(rank, folder), read_changed(rank, folder), refuse_on_one(rank, size))
+def change_all(rank: int, size: int, folder: Path) -> tuple[Failed, dict[str, Any]]:
+    return fail_to_load(rank, folder), read_changed(rank, folder)
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> list[Changed]:
+def changed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Failed, dict[str, Any]]]:
     return run_ranks(change_all, 2, tmp_path_factory.mktemp("changed"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("load", FAILED)
 def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change_is_not_forgotten(
-    changed: list[Changed], load: str, change: str
+    changed: list[tuple[Failed, dict[str, Any]]], load: str, change: str
 ) -> None:
-    for of_rank in (each.failed for each in changed):
-        is_equal, answer = of_rank[load, change]
+    for failed, _ in changed:
+        is_equal, answer = failed[load, change]
         assert is_equal
         assert "0.weight" in answer and "reload_model_params()" in answer
 
 
 def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
-    changed: list[Changed],
+    changed: list[tuple[Failed, dict[str, Any]]],
 ) -> None:
-    for answers in (dict(each.read) for each in changed):
-        one, other = answers.pop("reloaded")
+    for _, answers in changed:
+        one, other = answers["reloaded"]
         assert one == other
-        assert {name for name, answer in answers.items() if "reload_model_params()" not in answer} == set()
-
-
-def test_remainders_when_weights_are_changed_silently_then_all_ranks_say_what_to_call(changed: list[Changed]) -> None:
-    for answers in (each.on_one for each in changed):
-        for answer in answers:
-            assert "0.weight" in answer and "reload_model_params()" in answer and "main_params_dtype" in answer
+        for name in ("loaded", *READS):
+            assert "reload_model_params()" in answers[name], name
 
 
 @pytest.mark.parametrize(
