@@ -42,20 +42,10 @@ def test_buckets_when_the_params_are_on_the_cpu_then_none() -> None:
     assert buckets_on_host(_LAYOUTS, 1.0, _CPU) == [frozenset(), frozenset()]
 
 
-@pytest.mark.parametrize(
-    ("value", "remedy"), [(50.0, "0.5"), (-0.25, "0.0"), (1.5, "0.015"), (1e6, "1.0"), (float("nan"), "0.0")]
-)
-def test_fraction_when_it_is_none_then_refused_with_the_nearest_that_was_meant(value: float, remedy: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        DistOptConfig(offload_fraction=value)
-    assert f"Write offload_fraction={remedy}" in str(error.value)
-
-
-@pytest.mark.parametrize(("word", "remedy"), [("half", "0.0"), ("2", "0.02")])
-def test_fraction_when_a_variable_has_another_word_then_refused(word: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": word})
-    assert f"Write MEGATRON_DISTOPT_OFFLOAD_FRACTION={remedy}" in str(error.value)
+@pytest.mark.parametrize("value", ["50.0", "-0.25", "1e6", "nan", "half"])
+def test_fraction_when_it_is_none_then_refused_with_the_range(value: str) -> None:
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": value})
 
 
 def test_fraction_when_a_variable_has_it_then_it_counts() -> None:

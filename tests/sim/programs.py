@@ -27,25 +27,15 @@ options: dict[str, Any] = {"accelerator": "torch"}
 
 @dataclass(frozen=True)
 class Program:
-    """What a user's script does.
+    """What a user's script does."""
 
-    Args:
-        options: of `distribute`.
-        dtype: of the params.
-        dtypes: of some of them.
-        steps: how many.
-        bad: the step in which a gradient is not finite.
-        variant: what is done beside plain training.
-        muon: whether Muon updates the params of two dimensions.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    steps: int = 4
-    bad: int | None = None
-    variant: str = "plain"
-    muon: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `distribute`
+    dtype: torch.dtype = torch.float32  # of the params
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of some of them
+    steps: int = 4  # how many
+    bad: int | None = None  # the step in which a gradient is not finite
+    variant: str = "plain"  # what is done beside plain training
+    muon: bool = False  # whether Muon updates the params of two dimensions
 
 
 BF16, FP16 = torch.bfloat16, torch.float16

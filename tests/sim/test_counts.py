@@ -29,21 +29,13 @@ _EVENT = "synchronize event"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step on one rank.
+    """Of one step on one rank."""
 
-    Args:
-        waits: for what the device computes in this step.
-        events: of the step before that the host waits for.
-        launches: of kernels.
-        nbytes: read and written, for each element that the rank owns.
-        scratch_nbytes: allocated at the peak beyond what was held before, for each element that the rank owns.
-    """
-
-    waits: int
-    events: int
-    launches: int
-    nbytes: float
-    scratch_nbytes: float
+    waits: int  # for what the device computes in this step
+    events: int  # of the step before that the host waits for
+    launches: int  # of kernels
+    nbytes: float  # read and written, for each element that the rank owns
+    scratch_nbytes: float  # allocated at the peak beyond what was held before, for each element that the rank owns
 
 
 def _cost_of(step: Callable[[], object], owned: int) -> Cost:

@@ -36,26 +36,16 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Param:
-    """One param of the whole model.
+    """One param of the whole model."""
 
-    Args:
-        name: in the whole model.
-        shape: of the whole param; of a padded one without its padding.
-        dim, stride: how tensor-parallel ranks cut it; None for replicated.
-        stage: the first pipeline stage that holds it, as a fraction of the stages; 0 the first, 1 the last.
-        decays: in which of two param groups it is.
-        dtype: of the model param.
-        is_padded: the first dimension is padded to a multiple of 4 * tp.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
+    name: str  # in the whole model
+    shape: tuple[int, ...]  # of the whole param; of a padded one without its padding
+    dim: int | None = None  # how tensor-parallel ranks cut it; None for replicated
     stride: int = 1
-    stage: float = 0.0
-    decays: bool = True
-    dtype: torch.dtype = torch.bfloat16
-    is_padded: bool = False
+    stage: float = 0.0  # the first pipeline stage that holds it, as a fraction of the stages; 0 the first, 1 the last
+    decays: bool = True  # in which of two param groups it is
+    dtype: torch.dtype = torch.bfloat16  # of the model param
+    is_padded: bool = False  # the first dimension is padded to a multiple of 4 * tp
 
     def padded_shape(self, tp: int) -> tuple[int, ...]:
         """Of the whole param in a run with that many tensor-parallel ranks."""

@@ -27,13 +27,9 @@ NAME = "simccl"
 
 @dataclass
 class _Backend:
-    """How the groups of this process are.
+    """How the groups of this process are."""
 
-    Args:
-        carries_cpu: whether they carry tensors of the CPU as well.
-    """
-
-    carries_cpu: bool = True
+    carries_cpu: bool = True  # whether they carry tensors of the CPU as well
 
 
 _backend = _Backend()
@@ -103,13 +99,9 @@ class _Exchange:
 
 @dataclass
 class _Message:
-    """A message between two ranks.
+    """A message between two ranks."""
 
-    Args:
-        receive: takes it, if it is there.
-    """
-
-    receive: Callable[[], bool]
+    receive: Callable[[], bool]  # takes it, if it is there
 
     def is_done(self) -> bool:
         return self.receive()

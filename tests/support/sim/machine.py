@@ -69,17 +69,11 @@ class Point:
 
 @dataclass
 class Operation:
-    """One that is queued.
+    """One that is queued."""
 
-    Args:
-        name: for messages.
-        run: carries it out, or begins it and returns what is under way.
-        after: what has to be reached before.
-    """
-
-    name: str
-    run: Callable[[], UnderWay | None]
-    after: Sequence[Point] = ()
+    name: str  # for messages
+    run: Callable[[], UnderWay | None]  # carries it out, or begins it and returns what is under way
+    after: Sequence[Point] = ()  # what has to be reached before
     under_way: UnderWay | None = None
 
 

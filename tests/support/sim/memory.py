@@ -62,21 +62,13 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 @dataclass(eq=False)
 class Block:
-    """Memory of one allocation.
+    """Memory of one allocation."""
 
-    Args:
-        memory: uint8, of the CPU.
-        stream: that allocated it.
-        nbytes: of the tensor.
-        readers: other streams that the allocator was told of.
-        kept: what torch's tensor points at.
-    """
-
-    memory: Tensor
-    stream: Stream
-    nbytes: int
-    readers: set[Stream] = field(default_factory=set)
-    kept: tuple[object, ...] = ()
+    memory: Tensor  # uint8, of the CPU
+    stream: Stream  # that allocated it
+    nbytes: int  # of the tensor
+    readers: set[Stream] = field(default_factory=set)  # other streams that the allocator was told of
+    kept: tuple[object, ...] = ()  # what torch's tensor points at
 
     @property
     def address(self) -> int:

@@ -31,11 +31,7 @@ _ROUND_ELSEWHERE = ("native_layer_norm",)
 
 @dataclass
 class Rules:
-    """What the device has not.
-
-    Args:
-        missing: dtypes.
-    """
+    """What the device has not."""
 
     missing: frozenset[torch.dtype] = frozenset()
 
@@ -68,21 +64,13 @@ class _Argument(NamedTuple):
 
 
 class _Schema(NamedTuple):
-    """What torch's schema of an operator says; torch makes it anew for whoever asks, which takes longer than a kernel.
+    """What torch's schema of an operator says; torch makes it anew for whoever asks, which is slower than a kernel."""
 
-    Args:
-        name: without its namespace.
-        arguments: in order.
-        is_view: whether it returns memory of an argument.
-        num_returns: how many values it returns.
-        returns_written: whether all of them are arguments that it changes.
-    """
-
-    name: str
-    arguments: tuple[_Argument, ...]
-    is_view: bool
-    num_returns: int
-    returns_written: bool
+    name: str  # without its namespace
+    arguments: tuple[_Argument, ...]  # in order
+    is_view: bool  # whether it returns memory of an argument
+    num_returns: int  # how many values it returns
+    returns_written: bool  # whether all of them are arguments that it changes
 
     @property
     def has_generator(self) -> bool:
@@ -227,17 +215,11 @@ def queue(name: str, run: Callable[[], Any], *, reads: Any, writes: Any) -> None
 
 @dataclass
 class _Outputs:
-    """What an operator returns.
+    """What an operator returns."""
 
-    Args:
-        returned: to the program.
-        written: arguments that are changed.
-        made: tensors that are new.
-    """
-
-    returned: Any
-    written: list[Tensor]
-    made: list[Tensor]
+    returned: Any  # to the program
+    written: list[Tensor]  # arguments that are changed
+    made: list[Tensor]  # tensors that are new
 
 
 def _outputs(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outputs:
