@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Group, gather_to_first, scatter_from_first
+from megatron_distopt.comm import Group, gather_to_first
 from peers.contestant import Contestant, Entry, Memory
 from peers.state import KINDS, Setting, fill
 
@@ -37,7 +38,11 @@ class Gathered(Contestant):
         if self._group.rank == 0:
             wholes = torch.load(folder / _FILE, map_location="cpu", weights_only=True)[0][torch.float32]
         for kind, shard in self._shards.items():
-            scatter_from_first(wholes.get(kind), shard, self._group)
+            parts = list(wholes[kind].split(shard.numel())) if self._group.rank == 0 else None
+            if parts is not None and self._group.size == 1:
+                shard.copy_(parts[0])
+            else:
+                dist.scatter(shard, parts, src=self._group.global_rank(0), group=self._group.handle)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self._shards.values()

@@ -28,7 +28,7 @@ from megatron_distopt.cli.checkpoints import CheckpointPath, find, in_order, kin
 from megatron_distopt.cli.show import Answer, Status, counted, more, options_text, progress_of, rows, size_text, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
-from megatron_distopt.formats.torch.dcp_reader import METADATA
+from megatron_distopt.formats.torch_files import METADATA
 from megatron_distopt.layout import Box
 
 #: More problems than this, and more params lost by one, are only counted.

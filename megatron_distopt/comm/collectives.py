@@ -208,21 +208,6 @@ def gather_to_first(part: Tensor, group: Group) -> Tensor | None:
     return whole
 
 
-def scatter_from_first(whole: Tensor | None, part: Tensor, group: Group) -> None:
-    """Collective: the inverse of `gather_to_first`.
-
-    Args:
-        whole: 1-D [group.size * part.numel] on the group's rank 0, None elsewhere.
-        part: 1-D; filled.
-        group: of the ranks that take part.
-    """
-    if whole is not None and group.size == 1:
-        part.copy_(whole)
-    if group.size > 1:
-        parts = None if whole is None else list(torch.split(whole, part.numel()))
-        dist.scatter(part, parts, src=group.global_rank(0), group=group.handle)
-
-
 def broadcast(tensor: Tensor, rank: int, group: Group) -> None:
     """Collective: every rank gets the values that one rank of the group has."""
     if group.size > 1:

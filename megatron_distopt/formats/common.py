@@ -69,15 +69,8 @@ def check_step(head: Manifest, where: object) -> None:
 
 
 def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:
-    """Copies those elements of a stretch that lie in a box of the whole tensor.
-
-    Args:
-        found: written to: the elements of the box, in its shape.
-        box: of the whole tensor.
-        values: the elements of a stretch of a rank's flattened param, 1-D.
-        start: index of the first of them in that param.
-        pieces: where the stretch lies in the whole tensor.
-    """
+    """Copies those elements of a stretch of a flattened param, `values` from its element `start` on, that lie in a box
+    of the whole tensor. `found` has the shape of the box; `pieces` say where the stretch lies in the whole tensor."""
     for piece in pieces:
         both = piece.in_global.intersect(box)
         if both is not None:

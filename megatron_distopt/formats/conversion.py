@@ -26,7 +26,7 @@ from megatron_distopt.formats.megatron_2023.per_rank import write_per_rank
 from megatron_distopt.formats.megatron_2023.plain import write_plain
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
-from megatron_distopt.formats.torch.single_file import write_torch_file
+from megatron_distopt.formats.torch_files import write_torch_file
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 #: Formats that can be read and written.

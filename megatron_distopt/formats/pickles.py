@@ -235,26 +235,17 @@ def load_metadata(path: Path) -> Inert:
     try:
         with open(path, "rb") as file:
             found = _MetadataUnpickler(file).load()
+            if isinstance(found, Inert):
+                return found
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     except Exception as error:  # whatever damaged bytes make an unpickler raise
         got = error if isinstance(error, pickle.UnpicklingError) else f"{error!r} while reading it"
         raise CheckpointError(f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}") from error
-    if not isinstance(found, Inert):
-        got = f"it holds a {type(found).__name__}"
-        raise CheckpointError(f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}")
-    return found
 
 
 @contextmanager
 def understood(where: Path, rule: str) -> Iterator[None]:
-    """Turns what strange content leads to into a refusal.
-
-    Args:
-        where: path of the checkpoint.
-        rule: what it must be, after "It must".
-
-    Raises:
-        CheckpointError: the block raised it, or raised what missing keys and other types lead to.
-    """
+    """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint must be."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -276,12 +267,9 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
     except (OSError, RuntimeError, pickle.PicklingError) as error:
         with suppress(OSError):
             disk.remove(unfinished)
-        remedy = (
-            "Convert to distopt or torch"
-            if isinstance(error, pickle.PicklingError)
-            else "Free space there, or write elsewhere"
-        )
-        raise CheckpointError(f"File {path} cannot be written: {writer.error or error}. {remedy}.") from error
+        is_content = isinstance(error, pickle.PicklingError)
+        remedy = "Convert to distopt or torch." if is_content else "Free space there, or write elsewhere."
+        raise CheckpointError(f"File {path} cannot be written: {writer.error or error}. {remedy}") from error
 
 
 class _Writer:

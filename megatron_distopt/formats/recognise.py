@@ -1,25 +1,33 @@
-"""Which format a path holds, and its optimizer state as a `Source`."""
+"""Which format a path holds: its optimizer state as a `Source`, or loaded straight into a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
+from megatron_distopt.checkpoint.load import load_checkpoint, load_state
+from megatron_distopt.checkpoint.load_plan import Loadable, Read
+from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord
+from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
+from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import with_step
-from megatron_distopt.formats.deepspeed import universal
-from megatron_distopt.formats.megatron_2023.file_state import FileState, whole_of
-from megatron_distopt.formats.megatron_2023.fork_groups import ForkEntries, entries_in
+from megatron_distopt.formats.common import check_step, with_step
+from megatron_distopt.formats.deepspeed_universal import is_universal, is_zero, open_deepspeed_universal, zero_refused
+from megatron_distopt.formats.megatron_2023.file_state import FileState, ForkEntries, entries_in, whole_of
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
 from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
 from megatron_distopt.formats.megatron_core import nameless, torch_dist
 from megatron_distopt.formats.pickles import understood
-from megatron_distopt.formats.torch.single_file import open_torch_file
+from megatron_distopt.formats.torch_files import open_torch_file
+from megatron_distopt.layout import Box
 
 #: The checkpoint of ours in an iteration folder of a fork.
 BESIDE_MODEL = "distrib_optim.distopt"
@@ -76,10 +84,10 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
         raise nameless.refused(path)
     elif path.is_dir() and torch_dist.recognises(path):
         opened = Opened(torch_dist.open_torch_dist(path), "megatron-core torch_dist")
-    elif path.is_dir() and universal.recognises(path):
-        opened = Opened(universal.open_deepspeed_universal(path), "deepspeed universal")
-    elif path.is_dir() and universal.is_zero(path):
-        raise universal.zero_refused(path)
+    elif path.is_dir() and is_universal(path):
+        opened = Opened(open_deepspeed_universal(path), "deepspeed universal")
+    elif path.is_dir() and is_zero(path):
+        raise zero_refused(path)
     else:
         opened = _of_a_fork(path)
     source = opened.source
@@ -106,3 +114,54 @@ def _of_a_fork(path: Path) -> Opened:
         f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a fork, or a file of "
         f"'convert --to torch'. {remedy}"
     )
+
+
+def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int | None = None) -> None:
+    """Collective: reads this rank's shards from what is at a path; the params are not gathered yet.
+
+    Of another software's files each rank reads what it needs, and reads it once. `resume_step` are the updates so far,
+    for files that lost them.
+
+    Raises:
+        CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+    if is_checkpoint(path):
+        load_checkpoint(path, model, everyone)
+    else:
+        load_state(lambda: _loadable(path, resume_step), model, everyone)
+
+
+def _loadable(path: Path, resume_step: int | None) -> Loadable:
+    """With every tensor as one chunk. What a plan needs is read before any state changes, so that damage is found."""
+    source = open_any(path, resume_step=resume_step)
+    check_step(source.head, path)
+    check_groups(source.head.groups, str(path))
+    parts: dict[str, tuple[Box, Tensor]] = {}  # for each key the smallest box that holds what is needed
+
+    def verify(reads: Sequence[Read]) -> None:
+        needed: dict[str, list[Box]] = {}
+        for each in reads:
+            needed.setdefault(each.key, []).append(each.box)
+        for key, boxes in needed.items():
+            offsets = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
+            stops = map(max, zip(*(box.stops for box in boxes), strict=True))
+            box = Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+            values = source.read_box(key, box)
+            if tuple(values.shape) != box.sizes:
+                raise CheckpointError(
+                    f"Tensor {key!r} in {path} has shape {list(values.shape)} where the file says "
+                    f"{list(box.sizes)}. Load an earlier checkpoint; this one is damaged."
+                )
+            parts[key] = box, values
+
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+        for each in reads:
+            box, values = parts[each.key]
+            yield each, values[each.box.relative_to(box.offsets).as_slices()]
+
+    records = {
+        key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
+        for key, info in source.tensors.items()
+    }
+    return Loadable(replace(source.head, tensors=records), str(path), read, verify)

@@ -14,7 +14,7 @@ from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
-from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.formats.recognise import load_any
 from tests.support.simulated import World, small_model
 from tests.support.stored import edit_manifest, is_same, snapshot
 

@@ -18,7 +18,7 @@ from megatron_distopt.cli import main as cli
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
-from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.optimizer.inner import InnerChoice, moments_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.models import Params, exact_grads

@@ -6,6 +6,7 @@ One spawn trains a model of odd shapes on two ranks; rank 0 then runs DeepSpeed'
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ def save_all(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
     import os
 
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(size))
-    import deepspeed.comm.torch as communication
     from deepspeed.checkpoint import ds_to_universal
 
-    communication.build_shm_op = lambda: None  # it would compile an extension for a minute
+    # By import_module, because `deepspeed.comm.torch` as an attribute is torch itself.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles for minutes
     state = train(CONFIG, folder / "zero")
     if rank == 0:
         step, target = folder / "zero" / f"global_step{STEPS}", folder / UNIVERSAL / "step"
@@ -156,13 +157,9 @@ def test_loss_scale_when_deepspeed_counts_from_the_last_overflow_then_ours_count
     path = tmp_path / "step"
     shutil.copytree(folder / UNIVERSAL / "step", path)
     state = torch.load(path / "zero" / "optimizer_state.pt", weights_only=False)  # written by this test
-    scaler = deepspeed_scaler(init_scale=1024, scale_window=10, delayed_shift=2)
+    scaler = import_module("deepspeed.runtime.fp16.loss_scaler").DynamicLossScaler(
+        init_scale=1024, scale_window=10, delayed_shift=2, min_scale=1, consecutive_hysteresis=False
+    )
     scaler.cur_iter, scaler.last_overflow_iter = 17, 3
     torch.save({**state, "loss_scaler": scaler}, path / "zero" / "optimizer_state.pt")
     assert open_any(path).head.loss_scale == {"scale": 1024.0, "good_steps": 3.0, "tolerated": 2.0}
-
-
-def deepspeed_scaler(**options: Any) -> Any:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    return DynamicLossScaler(**options)

@@ -15,11 +15,11 @@ from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
-from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.layout import Box
 from tests.support.simulated import KINDS, World, element_numbers, small_model
 
-module: Any = import_module("megatron_distopt.formats.load_any")
+module: Any = import_module("megatron_distopt.formats.recognise")
 MODEL = small_model(layers=2)
 ALONE = Group(None, 0, 1)
 

@@ -1,9 +1,13 @@
-"""Optimizer state of one model file, and of the whole model: `whole_of` for readers, and `Slices` for writers."""
+"""Optimizer state of one model file, and of the whole model: `whole_of` for readers, and `Slices` for writers.
+
+A gathered file does not say which param was in which group. Megatron's rule does, as long as there are no more than
+two groups: one that decays and one that does not.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,16 +19,43 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
-from megatron_distopt.formats.megatron_2023.fork_groups import FileGroup, ForkEntries, written_groups
-from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile
+from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile, decays
 from megatron_distopt.layout import Box, Span
 
 #: The key of what this package puts into a fork's file, and a key in it.
 OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
+#: Entries that some forks save with the model and others with the optimizer.
+_ALSO_SAVED = ("opt_param_scheduler",)
+#: What tells a fork's param groups apart.
+_IDENTITY = ("name", "wd_mult", "lr_mult")
 #: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own size.
 _LARGEST_DRIFT = 0.1
+_SAME_SAVE = "Give the optimizer state and the model of one save, unchanged."
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """A param group in a fork's file."""
+
+    options: Mapping[str, Any]  # as it has them, without params and update count
+    step: int | None  # updates so far, where the file says it
+    members: tuple[int, ...]  # numbers of params of the model file, in its order
+
+    @property
+    def as_saved(self) -> dict[str, Any]:
+        """The options, and the update count as an inner optimizer's class has it that counts in its groups."""
+        return {**self.options} if self.step is None else {**self.options, "step": self.step}
+
+
+@dataclass(frozen=True)
+class ForkEntries:
+    """What is taken from a fork's files as it is."""
+
+    groups: tuple[Mapping[str, Any], ...] = ()  # options, with keys that mean nothing to anybody else
+    grad_scaler: Mapping[str, Any] | None = None
+    also_saved: tuple[tuple[str, Any], ...] = ()  # the scheduler, which forks save with the model or the optimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +76,24 @@ class FileState:
         return tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Home:
-    """Where a param of the whole model is found: on the tensor-parallel ranks of one stage."""
+def entries_in(state: Mapping[str, Any]) -> ForkEntries:
+    """What is taken from a file with an entry "optimizer"."""
+    entry = state.get("optimizer")
+    entry = entry if isinstance(entry, Mapping) else {}
+    inner = entry.get("optimizer", entry)
+    groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
+    also_saved = tuple((key, state[key]) for key in _ALSO_SAVED if key in state)
+    return ForkEntries(tuple(map(_options_in, groups)), entry.get("grad_scaler"), also_saved)
 
-    parts: tuple[FileState, ...]
-    numbers: tuple[int, ...]
 
-    @property
-    def param(self) -> FileParam:
-        return self.parts[0].file.params[self.numbers[0]]
+def _options_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def ours_in(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     """What this package put into a fork's file; the fork does not look at it."""
-    found = state.get(OURS)
-    return found if isinstance(found, Mapping) else {}
+    entry = state.get(OURS)
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def skipped_in(state: Mapping[Any, Any]) -> int:
@@ -68,89 +101,166 @@ def skipped_in(state: Mapping[Any, Any]) -> int:
     return int(ours_in(state).get(NUM_SKIPPED, 0))
 
 
-def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
-    """Refuses a main param whose rounded values are not the model's."""
-    num_unlike = count_unlike(main, param.model)
-    if num_unlike:
-        got = f"{num_unlike} of {main.numel()} values of {param.name!r} are not the model's"
-        rule = f"be of the model in {file.path}, whose values are those of the main params, rounded"
-        remedy = "Give the optimizer state and the model of one save, unchanged"
-        raise CheckpointError(refusal("optimizer state", got, rule, remedy))
+# Param groups.
+
+
+def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a fork's param groups apart."""
+    return tuple(group.get(key) for key in _IDENTITY)
+
+
+def described(group: Mapping[str, Any]) -> str:
+    """The same, for errors."""
+    return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
+
+
+def group_decays(group: Mapping[str, Any]) -> bool:
+    """Whether weights of the group decay; forks before 2023 have no factor for it."""
+    return bool(group.get("wd_mult", group.get("weight_decay", 1.0)))
+
+
+def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tuple[FileGroup, ...]:
+    """Which params were in which of the saved groups, by Megatron's rule."""
+    by_decay = {group_decays(group): group for group in groups}
+    members: dict[bool, list[int]] = {}
+    for number, param in enumerate(file.params):
+        members.setdefault(decays(param.name, tuple(param.model.shape)), []).append(number)
+    if len(by_decay) != len(groups) or by_decay.keys() != members.keys():
+        saved = ", ".join(map(described, sorted(groups, key=group_decays, reverse=True))) or "none"
+        needed = " and ".join("decaying" if each else "not decaying" for each in sorted(members, reverse=True))
+        raise CheckpointError(
+            f"Param groups in {file.folder} are {saved}. The file does not say which param is in which, so there has "
+            f"to be one of each kind: {needed}. Resume it in its own fork with this package installed, and convert "
+            "what that saves."
+        )
+    return tuple(
+        FileGroup(_options_in(group), the_step([group], file.folder), tuple(members[group_decays(group)]))
+        for group in groups
+    )
+
+
+def _groups_to_write(file: ModelFile, records: Sequence[GroupRecord], entries: ForkEntries) -> list[FileGroup]:
+    """The groups of a model file, without those that it has no param of."""
+
+    def rank(record: GroupRecord) -> tuple[bool, bool]:
+        """A fork makes those that decay first, and of these those without a factor of the learning rate."""
+        return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
+
+    groups = []
+    for record in sorted(records, key=rank):
+        names = set(record.names)
+        members = tuple(number for number, param in enumerate(file.params) if param.name in names)
+        if members:
+            groups.append(FileGroup(_options_to_write(record, entries), record.step, members))
+    return groups
+
+
+def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
+    """With the keys of the fork's own inner optimizer, where its files say them."""
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in record.options.items()}
+    saved = next((group for group in entries.groups if identity(group) == identity(options)), None)
+    if saved is not None:
+        return {key: options.get(key, value) for key, value in saved.items()}
+    if "betas" in options:
+        options.setdefault("bias_correction", True)  # apex asks for it
+    return options
+
+
+# The whole model from its files.
+
+
+@dataclass(frozen=True, eq=False)
+class _ParamInFiles:
+    """A param of the whole model on the tensor-parallel ranks of one stage."""
+
+    parts: tuple[FileState, ...]
+    numbers: tuple[int, ...]  # of the param in each of them
 
 
 def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     """The state of the whole model from that of all its model files; `written_as` names the format."""
-    kinds, homes = dict(parts[0].kinds), _homes_of(parts)
+    kinds = dict(parts[0].kinds)
+    params: dict[str, _ParamInFiles] = {}  # in the order of stages
     for part in parts:
         if part.kinds != kinds:
-            got, remedy = f"{_listed(part.kinds)} in {part.file.folder}", "Give the files of one save"
-            raise CheckpointError(refusal("optimizer state", got, f"hold {_listed(kinds)} as the others", remedy))
+            both = [", ".join(sorted(each)) or "main params alone" for each in (part.kinds, kinds)]
+            raise CheckpointError(
+                f"The optimizer state in {part.file.folder} holds {both[0]}, and that in {parts[0].file.folder} "
+                f"{both[1]}. Give the files of one save."
+            )
+        for number in sorted(number for group in part.groups for number in group.members):
+            param = part.file.params[number]
+            if not param.is_copy:
+                known = params.get(param.name, _ParamInFiles((), ()))
+                params[param.name] = _ParamInFiles((*known.parts, part), (*known.numbers, number))
     step = the_step([{"step": group.step} for part in parts for group in part.groups], parts[0].file.folder.parent)
     infos = {
-        key_of(kind, name): TensorInfo(home.param.placement.global_shape, dtype_name(dtype))
-        for name, home in homes.items()
+        key_of(kind, name): TensorInfo(
+            param.parts[0].file.params[param.numbers[0]].placement.global_shape, dtype_name(dtype)
+        )
+        for name, param in params.items()
         for kind, dtype in {MAIN: torch.float32, **kinds}.items()
     }
-    head = _head(parts[0], kinds, written_as)
-    groups = join([replace(head, groups=tuple(_records(part, step))) for part in parts]).groups
+    file, scale = parts[0].file, loss_scale_of(parts[0].entries.grad_scaler)
+    inner = "torch_sgd" if "momentum_buffer" in kinds else inner_name(kinds)
+    sizes = {"tensor_parallel": file.tensor[1], "pipeline_parallel": file.stage[1]}
+    about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
+    head = Manifest("", (), {}, (), inner, scale, parts[0].num_skipped, about)
+    groups = join([replace(head, groups=_records(part, step)) for part in parts]).groups
     return Source(
-        replace(head, groups=groups), infos, lambda key, box: _read(homes[name_of(key)], kind_of(key), infos[key], box)
+        replace(head, groups=groups),
+        infos,
+        lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box),
     )
 
 
-def _homes_of(parts: Sequence[FileState]) -> dict[str, _Home]:
-    """Where each param is found, by name, in the order of stages."""
-    homes: dict[str, _Home] = {}
-    for part in parts:
-        for number in sorted(number for group in part.groups for number in group.members):
-            param = part.file.params[number]
-            if param.is_copy:
-                continue
-            known = homes.get(param.name, _Home((), ()))
-            homes[param.name] = _Home((*known.parts, part), (*known.numbers, number))
-    return homes
-
-
-def _listed(kinds: Mapping[str, torch.dtype]) -> str:
-    return ", ".join(sorted(kinds)) or "main params alone"
-
-
-def _head(part: FileState, kinds: Mapping[str, torch.dtype], written_as: str) -> Manifest:
-    inner = "torch_sgd" if "momentum_buffer" in kinds else inner_name(kinds)
-    sizes = {"tensor_parallel": part.file.tensor[1], "pipeline_parallel": part.file.stage[1]}
-    about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    return Manifest("", (), {}, (), inner, loss_scale_of(part.entries.grad_scaler), part.num_skipped, about)
-
-
-def _records(part: FileState, step: int | None) -> Iterator[GroupRecord]:
-    for group in part.groups:
-        names = dict.fromkeys(part.file.params[number].name for number in group.members)
-        yield GroupRecord(tuple(names), options_of(group.options)[0], step)
+def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
+    return tuple(
+        GroupRecord(
+            tuple(dict.fromkeys(part.file.params[number].name for number in group.members)),
+            options_of(group.options)[0],
+            step,
+        )
+        for group in part.groups
+    )
 
 
 @torch.no_grad()
-def _read(home: _Home, kind: str, info: TensorInfo, box: Box) -> Tensor:
+def _read(param: _ParamInFiles, kind: str, info: TensorInfo, box: Box) -> Tensor:
     """A part of a tensor; a main param is read whole, because it is compared with the model's."""
     wanted = Box.whole(info.shape) if kind == MAIN else box
-    found = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
-    for part, number in zip(home.parts, home.numbers, strict=True):
-        placement, is_copy = part.file.params[number].placement, part is not home.parts[0]
-        if kind == MAIN and placement.dim is None and is_copy:
-            _check_same(part.main(number), found, part, number)
-        elif placement.dim is not None or not is_copy:
+    whole = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
+    for part, number in zip(param.parts, param.numbers, strict=True):
+        placement, is_copy = part.file.params[number].placement, part is not param.parts[0]
+        if placement.dim is not None or not is_copy:
             local = part.main(number) if kind == MAIN else part.read(kind, number)
-            fill(found, wanted, local.reshape(-1), 0, placement.pieces(Span(0, local.numel())))
-    return found if wanted == box else found[box.as_slices()].clone()
+            fill(whole, wanted, local.reshape(-1), 0, placement.pieces(Span(0, local.numel())))
+        elif kind == MAIN:
+            _check_same(part.main(number), whole, part, number)
+    return whole if wanted == box else whole[box.as_slices()].clone()
 
 
 def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
     """A param that was taken for one that all ranks hold, and is cut, would be lost but for its first part."""
-    if torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole):
-        return
-    name, rank = part.file.params[number].name, part.file.tensor[0]
-    got, rule = f"another one on tensor-parallel rank {rank}", "be cut along a dimension that Megatron's names tell"
-    remedy = "Convert it at tensor-parallel size 1; this name says nothing about how it is cut"
-    raise CheckpointError(refusal(f"param {name!r}", got, rule, remedy))
+    is_same = torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole)
+    if not is_same:  # also where one of them is not a number
+        raise CheckpointError(
+            f"Param {part.file.params[number].name!r} is another one on tensor-parallel rank {part.file.tensor[0]} "
+            "than on rank 0, and its name says nothing about how it is cut. Convert it at tensor-parallel size 1."
+        )
+
+
+def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
+    """Refuses a main param whose rounded values are not the model's."""
+    num_unlike = count_unlike(main, param.model)
+    if num_unlike:
+        raise CheckpointError(
+            f"In the optimizer state {num_unlike} of {main.numel()} values of {param.name!r} are not the model's in "
+            f"{file.path}, which must be the main params, rounded. {_SAME_SAVE}"
+        )
+
+
+# The files from the whole model.
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +280,8 @@ class Slices:
 
     @cached_property
     def groups(self) -> list[FileGroup]:
-        """Param groups of this file."""
-        return written_groups(self.file, self.source.head.groups, self.entries)
+        """Param groups of this file, in the order in which a fork makes them."""
+        return _groups_to_write(self.file, self.source.head.groups, self.entries)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -186,26 +296,27 @@ class Slices:
     @property
     def is_16_bit(self) -> bool:
         """Whether the fork keeps main params apart from the model's."""
-        told = self.file.option("fp16") or self.file.option("bf16")
-        return bool(told) or any(self.file.params[number].has_main for number in self.trained)
+        is_asked_for = self.file.option("fp16") or self.file.option("bf16")
+        return bool(is_asked_for) or any(self.file.params[number].has_main for number in self.trained)
 
     @torch.no_grad()
     def read(self, kind: str, number: int) -> Tensor:
         """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept."""
-        known = self._last.get(kind)
-        if known is None or known[0] != number:  # a param on the border of two ranks is asked for twice
-            self._last[kind] = known = (number, self._cut(kind, number))
-        return known[1]
+        last = self._last.get(kind)
+        if last is None or last[0] != number:  # a param on the border of two ranks is asked for twice
+            self._last[kind] = last = (number, self._cut(kind, number))
+        return last[1]
 
     def _cut(self, kind: str, number: int) -> Tensor:
         param = self.file.params[number]
-        key, shape, placement = key_of(kind, param.name), tuple(param.model.shape), param.placement
+        key, placement = key_of(kind, param.name), param.placement
         if key not in self.source.tensors:
-            return torch.zeros(shape)
+            return torch.zeros(param.model.shape)
         if self.source.tensors[key].shape != placement.global_shape:
-            got, remedy = f"of shape {list(self.source.tensors[key].shape)}", "Give the state and the model of one save"
-            rule = f"have the shape {list(placement.global_shape)} of the model in {self.file.path}"
-            raise CheckpointError(refusal(f"tensor {key!r}", got, rule, remedy))
+            raise CheckpointError(
+                f"Tensor {key!r} has shape {list(self.source.tensors[key].shape)}, and the model in {self.file.path} "
+                f"needs {list(placement.global_shape)}. {_SAME_SAVE}"
+            )
         whole = self.source.read(key)
         local = cut(placement, torch.float32, lambda box: whole[box.as_slices()])
         if kind == MAIN:
@@ -222,8 +333,8 @@ class Slices:
 
         Where files fit one number of data-parallel ranks only, `ranks`, its arguments say it.
         """
-        gone = {"optimizer", OURS, *self.also_saved()}
-        state = {key: value for key, value in self.file.state.items() if key not in gone}
+        left_out = {"optimizer", OURS, *self.also_saved()}
+        state = {key: value for key, value in self.file.state.items() if key not in left_out}
         if ranks is not None and "args" in state:
             state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})
         return state
@@ -250,10 +361,10 @@ class Slices:
 
 def check_all_written(slices: list[Slices]) -> None:
     """Refuses a source with params that no model file has."""
-    here = {each.file.params[number].name for each in slices for number in each.trained}
-    source = slices[0].source
-    foreign = [name_of(key) for key in source.tensors if kind_of(key) == MAIN and name_of(key) not in here]
-    if foreign:
-        got = f"{some_of(foreign)}, which no model file has"
-        rule = f"hold the params of the model files in {slices[0].file.folder.parent}"
-        raise CheckpointError(refusal("optimizer state", got, rule, "Give the state and the model of one save"))
+    names = {each.file.params[number].name for each in slices for number in each.trained}
+    missing = [name_of(key) for key in slices[0].source.tensors if kind_of(key) == MAIN and name_of(key) not in names]
+    if missing:
+        raise CheckpointError(
+            f"The optimizer state has {some_of(missing)}, which no model file in {slices[0].file.folder.parent} has. "
+            f"{_SAME_SAVE}"
+        )

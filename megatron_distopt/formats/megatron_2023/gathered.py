@@ -29,8 +29,16 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.formats.megatron_2023.file_state import NUM_SKIPPED, OURS, FileState, Slices, ours_in, skipped_in
-from megatron_distopt.formats.megatron_2023.fork_groups import entries_in, groups_by_rule
+from megatron_distopt.formats.megatron_2023.file_state import (
+    NUM_SKIPPED,
+    OURS,
+    FileState,
+    Slices,
+    entries_in,
+    groups_by_rule,
+    ours_in,
+    skipped_in,
+)
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import load_file, save_whole

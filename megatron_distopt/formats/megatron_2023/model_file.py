@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import load_file
 from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
-_UNKNOWN = "Convert a checkpoint of a model without it; this one loads in its own fork alone"
+_UNKNOWN = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
 #: The param of which the last of several pipeline stages holds a copy, and what files call that copy.
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _COPIES = ("word_embeddings.weight", "word_embeddings_for_head.weight")
@@ -89,8 +89,17 @@ class ModelFile:
 
     def number(self, name: str, default: int = 0) -> int:
         """The same for a whole number; the default for anything else."""
-        found = self.option(name)
-        return found if isinstance(found, int) and not isinstance(found, bool) else default
+        value = self.option(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """How the model was cut, and which part of it a file holds."""
+
+    tensor: tuple[int, int]  # (rank, size) in the tensor-parallel group
+    first_layer: int  # number in the whole model of this part's layer 0
+    is_gated: bool  # whether MLPs hold a gate as well as the up projection
 
 
 def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
@@ -101,35 +110,30 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
         path = next((folder / name for name in (MODEL, MODEL_PER_RANK) if (folder / name).is_file()), None)
         if match and path:
             paths[int(match[2] or 0), int(match[1])] = path
-    found = dict(sorted(paths.items()))
-    states = {place: load_file(path) for place, path in found.items()}
+    if not paths:
+        return ()
+    states = {place: load_file(path) for place, path in sorted(paths.items())}
     for place, state in states.items():
         if not isinstance(state, Mapping) or not chunks_of(state):
-            got, remedy = "no state dict of a model", "Give an iteration folder that a Megatron wrote"
-            raise CheckpointError(refusal(f"file {found[place]}", got, "hold a model", remedy))
-    if not found:
-        return ()
-    tensor_size, stages = _sizes(next(iter(states.values())), iteration, found)
+            raise CheckpointError(
+                f"File {paths[place]} holds no state dict of a model. Give an iteration folder that a Megatron wrote."
+            )
+    first = next(iter(states))
+    any_file = ModelFile(paths[first], states[first], (0, 1), (0, 1), ())
+    # As the run was told; as many files must be there.
+    stages = any_file.number("pipeline_model_parallel_size", max(stage for stage, _ in paths) + 1)
+    size = any_file.number("tensor_model_parallel_size", max(rank for _, rank in paths) + 1)
+    expected = [(stage, rank) for stage in range(stages) for rank in range(size)]
+    if paths.keys() != set(expected):
+        raise CheckpointError(
+            f"Checkpoint {iteration} has {len(paths)} model files. It has to hold one for each of {size} "
+            f"tensor-parallel ranks and {stages} pipeline stages. Copy the whole iteration folder, from all machines "
+            "of the run."
+        )
     return tuple(
-        _opened(found[stage, rank], states[stage, rank], (rank, tensor_size), (stage, stages))
-        for stage in range(stages)
-        for rank in range(tensor_size)
+        _with_params(ModelFile(paths[stage, rank], states[stage, rank], (rank, size), (stage, stages), ()))
+        for stage, rank in expected
     )
-
-
-def _sizes(state: Mapping[str, Any], iteration: Path, found: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
-    """Tensor-parallel size and number of stages, as the run was told; as many files must be there."""
-    any_file = ModelFile(next(iter(found.values())), state, (0, 1), (0, 1), ())
-    stages = any_file.number("pipeline_model_parallel_size", max(stage for stage, _ in found) + 1)
-    size = any_file.number("tensor_model_parallel_size", max(rank for _, rank in found) + 1)
-    if len(found) != stages * size or found.keys() != {
-        (stage, rank) for stage in range(stages) for rank in range(size)
-    }:
-        got = f"{len(found)} model files"
-        rule = f"hold one for each of {size} tensor-parallel ranks and {stages} pipeline stages"
-        remedy = "Copy the whole iteration folder, from all machines of the run"
-        raise CheckpointError(refusal(f"checkpoint {iteration}", got, rule, remedy))
-    return size, stages
 
 
 def chunks_of(state: Mapping[Any, Any]) -> dict[int, Mapping[str, object]]:
@@ -139,61 +143,49 @@ def chunks_of(state: Mapping[Any, Any]) -> dict[int, Mapping[str, object]]:
     return {number: chunks[number] for number in sorted(chunks)}
 
 
-def _opened(path: Path, state: Mapping[str, Any], tensor: tuple[int, int], stage: tuple[int, int]) -> ModelFile:
-    bare = ModelFile(path, state, tensor, stage, ())
-    chunks = chunks_of(state)
-    params = tuple(
-        param for chunk in chunks for param in _params_of(bare, chunk, registered(chunks[chunk]), len(chunks))
-    )
-    return ModelFile(path, state, tensor, stage, params)
-
-
-def _params_of(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], chunks: int) -> Iterator[FileParam]:
-    _check_known(file, named)
+def _with_params(file: ModelFile) -> ModelFile:
+    chunks = chunks_of(file.state)
     is_gated = bool(file.option("swiglu") or file.option("glu_activation"))
-    cut = ModelCut(file.tensor, _first_layer(file, chunk, named, chunks), is_gated)
-    for local, tensor in named:
-        name = _global_name(local, cut.first_layer)
-        is_copy = name == _EMBEDDING and local != _EMBEDDING
-        yield FileParam(placement_of(name, tuple(tensor.shape), cut), chunk, tensor, is_copy)
+    params = []
+    for chunk, model in chunks.items():
+        named = registered(model)
+        _check_no_experts(file, named)
+        cut = ModelCut(file.tensor, _first_layer(file, chunk, named, len(chunks)), is_gated)
+        for local, tensor in named:
+            name = _global_name(local, cut.first_layer)
+            is_copy = name == _EMBEDDING and local != _EMBEDDING
+            params.append(FileParam(placement_of(name, tuple(tensor.shape), cut), chunk, tensor, is_copy))
+    return replace(file, params=tuple(params))
 
 
-def _check_known(file: ModelFile, named: list[tuple[str, Tensor]]) -> None:
+def _check_no_experts(file: ModelFile, named: list[tuple[str, Tensor]]) -> None:
     """Experts on other ranks are in no file, or in files of their own."""
     options = ("moe_expert_parallel_size", "expert_model_parallel_size", "expert_parallel")
-    told = [f"--{name.replace('_', '-')}" for name in options if file.number(name) > 1]
-    told += ["--expert-parallel"] if file.option("expert_parallel") is True else []
-    told += ["experts of DeepSpeed"] if any(".deepspeed_moe." in name for name, _ in named) else []
-    told += sorted(each.name for each in file.folder.glob("distrib_optim_experts_*.pt"))
-    if told:
-        rule = "be of a model whose data-parallel ranks hold the same params"
-        raise CheckpointError(refusal(f"checkpoint {file.path}", f"with {told[0]}", rule, _UNKNOWN))
+    experts = [f"--{name.replace('_', '-')}" for name in options if file.number(name) > 1]
+    experts += ["--expert-parallel"] if file.option("expert_parallel") is True else []
+    experts += ["experts of DeepSpeed"] if any(".deepspeed_moe." in name for name, _ in named) else []
+    experts += sorted(path.name for path in file.folder.glob("distrib_optim_experts_*.pt"))
+    if experts:
+        raise CheckpointError(
+            f"Checkpoint {file.path} is of a model with {experts[0]}, whose data-parallel ranks hold different "
+            f"params. {_UNKNOWN}"
+        )
 
 
 def _first_layer(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], chunks: int) -> int:
     """Number in the whole model of the layer that this chunk calls 0."""
-    (stage, stages), here = file.stage, _layers_in(named)
+    stage, stages = file.stage
     if stages * chunks == 1:
         return 0
-    told = file.number("encoder_num_layers") or file.number("num_layers")
+    in_chunk = len({match["number"] for match in (_LAYER.fullmatch(name) for name, _ in named) if match})
+    in_model = file.number("encoder_num_layers") or file.number("num_layers")
     is_uneven = file.option("standalone_embedding_stage") or file.option("pipeline_model_parallel_split_rank")
-    if is_uneven or told != here * stages * chunks:
-        got, rule = f"{here} of {told} layers", f"hold an equal part of them on each of {stages} stages"
-        raise CheckpointError(refusal(f"stage {stage} in {file.path}", got, rule, _UNKNOWN))
-    return chunk * (told // chunks) + stage * here
-
-
-def _layers_in(named: list[tuple[str, Tensor]]) -> int:
-    return len({number for number in (_layer_number(name) for name, _ in named) if number is not None})
-
-
-@dataclass(frozen=True)
-class ModelCut:
-    """How the model was cut, and which part of it a file holds."""
-
-    tensor: tuple[int, int]  # (rank, size) in the tensor-parallel group
-    first_layer: int  # number in the whole model of this part's layer 0
-    is_gated: bool  # whether MLPs hold a gate as well as the up projection
+    if is_uneven or in_model != in_chunk * stages * chunks:
+        raise CheckpointError(
+            f"In {file.path} stage {stage} has {in_chunk} of {in_model} layers. An equal part of them has to be on "
+            f"each of {stages} stages. {_UNKNOWN}"
+        )
+    return chunk * (in_model // chunks) + stage * in_chunk
 
 
 def registered(model: Mapping[str, object]) -> list[tuple[str, Tensor]]:
@@ -210,26 +202,20 @@ def registered(model: Mapping[str, object]) -> list[tuple[str, Tensor]]:
 
 
 def _flat(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for key, value in sorted(tree.items(), key=lambda item: _place(prefix, *item)):
+    for key, value in sorted(tree.items(), key=lambda item: _order(prefix, *item)):
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
 
 
-def _place(prefix: str, key: str, value: object) -> int:
+def _order(prefix: str, key: str, value: object) -> int:
     """Where modules have a dict each, some are saved in another order than they are registered in."""
     if not isinstance(value, Mapping):
         return -1  # a module's own params come before those of its children
     if not prefix:
         return 0 if key == "language_model" else 1 if f"{key}.weight" in _COPIES else 2
     return _CHILDREN.index(key) if prefix == "language_model." and key in _CHILDREN else len(_CHILDREN)
-
-
-def _layer_number(name: str) -> int | None:
-    """Of a param in a layer, counted as its name does."""
-    match = _LAYER.fullmatch(name)
-    return int(match["number"]) if match else None
 
 
 def _global_name(name: str, first_layer: int) -> str:

@@ -35,13 +35,17 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
-from megatron_distopt.formats.megatron_2023.file_state import OURS, FileState, Slices, ours_in, skipped_in
-from megatron_distopt.formats.megatron_2023.fork_groups import (
+from megatron_distopt.formats.megatron_2023.file_state import (
+    OURS,
     FileGroup,
+    FileState,
+    Slices,
     entries_in,
     group_decays,
     groups_by_rule,
     identity,
+    ours_in,
+    skipped_in,
 )
 from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin
@@ -73,12 +77,9 @@ def rank_entry(
     mains: Mapping[Any, Tensor],
     states: Mapping[Any, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A rank's entry "optimizer", without its loss scale.
+    """A rank's entry "optimizer", without its loss scale: main params and inner state by shard.
 
-    Args:
-        groups: options and shards of each group that the rank owns something of, in the order of the file.
-        mains: by shard, for those that have one.
-        states: of the inner optimizer, by shard.
+    `groups` are options and shards of each group that the rank owns something of, in the order of the file.
     """
     numbers = {shard: number for number, shard in enumerate(shard for _, shards in groups for shard in shards)}
     return {

@@ -25,8 +25,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.common import the_step
-from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, skipped_in
-from megatron_distopt.formats.megatron_2023.fork_groups import entries_in, groups_by_rule
+from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, entries_in, groups_by_rule, skipped_in
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
 from megatron_distopt.formats.pickles import save_whole
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import load_file
-from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
+from megatron_distopt.formats.torch_files import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box, Span
 
 _OPTIMIZER, _MODEL, _COALESCED = "distrib_optim.pt", "model_optim_rng.pt", "buckets_coalesced"

@@ -34,7 +34,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import count_unlike, inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import decays
 from megatron_distopt.formats.pickles import as_number, load_file, understood
-from megatron_distopt.formats.torch.dcp_reader import METADATA, DcpFolder, open_dcp
+from megatron_distopt.formats.torch_files import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box
 
 _COMMON, _CONFIG = "common.pt", "metadata.json"
@@ -182,19 +182,13 @@ class _NamedTensor:
 def _named_tensors(
     folder: DcpFolder, keys: Mapping[str, str], model: Mapping[str, _NamedTensor] | None = None
 ) -> dict[str, _NamedTensor]:
-    """Tensors by the names of params in the whole model.
+    """Tensors by the names of params in the whole model, from the keys under which params and tensors are saved.
 
-    Args:
-        folder: the checkpoint.
-        keys: from megatron-core's key of a param to the key of the tensor.
-        model: params of the model, where the tensors may be flat.
-
-    Raises:
-        CheckpointError: a tensor has neither the shape of its param nor that of its flat parts.
+    `model` has the params where the tensors may be their flat parts.
     """
     found: dict[str, _NamedTensor] = {}
-    for key, place in keys.items():
-        found |= _layers_of(folder, key, place)
+    for key, stored_as in keys.items():
+        found |= _layers_of(folder, key, stored_as)
     if model is not None:
         found = {name: _in_shape(tensor, name, model.get(name), folder) for name, tensor in found.items()}
     return dict(_with_pairs(found))

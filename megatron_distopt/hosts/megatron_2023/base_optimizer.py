@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, HostError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
@@ -55,7 +55,7 @@ def merge_config(
 def with_host_state(config: DistOptConfig, args: object, device_type: str) -> DistOptConfig:
     """Takes --cpu-optimizer of a fork for all state on the host, unless the option for it is given.
 
-    On the CPU the flag names an implementation instead, see `choose_for`.
+    On the CPU the flag names an implementation instead, see `_as_named_by_host`.
     """
     is_asked_for = getattr(args, "cpu_optimizer", False) and device_type != CPU
     if not is_asked_for or "offload_fraction" in config.explicit:
@@ -68,35 +68,34 @@ def choose_for(
 ) -> Inner:
     """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
 
-    Of the fork's `args`, --ds-fused-adam and --cpu-optimizer name an implementation. A class that updates whole params
-    needs `params`.
+    A class that updates whole params needs `params`.
     """
     named, unserved = _as_named_by_host(config, args), _unserved(base)
     is_asked_for = "optimizer" in config.explicit or named.adam != "auto"
-    if is_asked_for or not unserved:
-        if unserved:
-            shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-            rule, remedy = (
-                "be off where --distopt-optimizer or an implementation of Adam is named",
-                "Drop one of the two",
-            )
-            raise ConfigError(refusal(f"options of the fork's {type(base).__name__}", shown, rule, remedy))
-        if "optimizer" in config.explicit or is_adam(base):
-            chosen = choose_inner(_with_decay_of(base, named), device_type, params)
-            if chosen.updates_whole_params:
-                check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
-            groups = groups_of(base, is_for_other_class=chosen.updates_whole_params)
-            return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
-        if is_sgd(base):
-            return Inner(
-                choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type),
-                groups_of(base),
-                base.param_groups,
-            )
+    if is_asked_for and unserved:
+        shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+        raise ConfigError(
+            f"The fork's {type(base).__name__} has {shown}, which has to be off where --distopt-optimizer or an "
+            "implementation of Adam is named. Drop one of the two."
+        )
+    if not unserved and ("optimizer" in config.explicit or is_adam(base)):
+        is_decoupled = getattr(base, "adam_w_mode", True)
+        if not is_decoupled and "decay" not in config.explicit:
+            named = dataclasses.replace(named, decay="l2")
+        chosen = choose_inner(named, device_type, params)
+        if chosen.updates_whole_params:
+            check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
+        groups = groups_of(base, is_for_other_class=chosen.updates_whole_params)
+        return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
+    if not unserved and is_sgd(base):
+        chosen = choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type)
+        return Inner(chosen, groups_of(base), base.param_groups)
     if config.adam != "auto":
-        rule = "take the place of an Adam of torch, apex, DeepSpeed or TransformerEngine"
-        remedy = "Write --distopt-optimizer adam to replace it, or drop --distopt-adam"
-        raise ConfigError(refusal("adam", f"{config.adam} with the fork's own {type(base).__name__}", rule, remedy))
+        raise ConfigError(
+            f"adam is {config.adam}, and the fork built its own {type(base).__name__}; adam takes the place of an Adam "
+            "of torch, apex, DeepSpeed or TransformerEngine. Write --distopt-optimizer adam to replace it, or drop "
+            "--distopt-adam."
+        )
     chosen = adopt_instance(base, params, config)
     if chosen.updates_whole_params:
         check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
@@ -109,12 +108,6 @@ def _unserved(base: Optimizer) -> dict[str, Any]:
         return {}
     after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
     return unserved_options(base) | after_momentum
-
-
-def _with_decay_of(base: Optimizer, config: DistOptConfig) -> DistOptConfig:
-    """Takes over whether the base optimizer decouples the decay, unless the option `decay` is given."""
-    is_decoupled = getattr(base, "adam_w_mode", True)
-    return config if is_decoupled or "decay" in config.explicit else dataclasses.replace(config, decay="l2")
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
@@ -130,10 +123,7 @@ def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
 
 
 def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
-    """Checks everything about the model that this rank can see by itself.
-
-    Returns:
-        The device of all params.
+    """Checks everything about the model that this rank can see by itself, and returns the device of all params.
 
     Raises:
         HostError, ConfigError, LayoutError
@@ -141,32 +131,31 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
     for chunk in chunks:
         _check_ddp(chunk)
     if not named:
-        raise LayoutError(refusal("model", "no trainable param on this rank", "have at least 1", "Unfreeze something"))
+        raise LayoutError("The model has no trainable param on this rank, and needs at least 1. Unfreeze something.")
     check_dtypes(named, config)
     check_own_memory(named)
-    in_buffers = {param for chunk in chunks for spans in _index_maps(chunk) for param in spans}
+    index_maps = [spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()]  # type: ignore[operator]
+    in_buffers = {param for spans in index_maps for param in spans}
     for name, param in named.items():
         if param not in in_buffers:
-            rule, remedy = (
-                "lie in a grad buffer of the fork's DistributedDataParallel",
-                "Unfreeze params before wrapping",
+            raise LayoutError(
+                f"Param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params before "
+                "wrapping."
             )
-            raise LayoutError(refusal(f"param {name!r}", "in no buffer", rule, remedy))
     return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
 
 
 def _check_ddp(chunk: Any) -> None:
-    rule = "be wrapped by the fork's local DistributedDataParallel"
     if not hasattr(chunk, "_grad_buffers"):
-        got = f"{type(chunk).__module__}.{type(chunk).__name__}"
-        raise HostError(refusal("model chunk", got, rule, "Write --DDP-impl local"))
+        raise HostError(
+            f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be wrapped by the fork's "
+            "local DistributedDataParallel. Write --DDP-impl local."
+        )
     if not chunk._grad_buffers:
         contiguous = next(each for each in CONFLICTS if each.option == "use_contiguous_buffers_in_local_ddp")
-        raise ConfigError(refusal("model chunk", "without contiguous buffers", "have them", contiguous.remedy))
+        raise ConfigError(f"A model chunk is without contiguous buffers, which are sharded. {contiguous.remedy}.")
     if not getattr(chunk, "_grad_buffer_param_index_map", None):
-        got, remedy = "grad buffers without an index map", "Use a fork of Megatron-LM 23.04 or later"
-        raise HostError(refusal("model chunk", got, "say where each param lies in them", remedy))
-
-
-def _index_maps(chunk: Any) -> Sequence[Mapping[Parameter, Any]]:
-    return list(chunk._grad_buffer_param_index_map.values())
+        raise HostError(
+            "The grad buffers of a model chunk have no index map, which says where each param lies in them. Use a fork "
+            "of Megatron-LM 23.04 or later."
+        )

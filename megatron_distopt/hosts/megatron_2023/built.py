@@ -5,8 +5,8 @@ The fork's calls that make steps and files are in optimizer.py and checkpoint.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,23 +20,28 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import (
+    CommLog,
+    CommTime,
+    Communicator,
     Field,
     Group,
     allow_shared_memory,
     compare,
     exchange,
+    gather_params,
     raise_together,
+    reduce_grads,
     try_collectives,
 )
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam
-from megatron_distopt.hosts.megatron_2023.communication import Communication
-from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, plan_start
+from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, num_microbatches_of, plan_start
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
-from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads, main_grads, take_over
+from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer, UsedGrads, main_grads, take_over
 from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.watch import Watch
+from megatron_distopt.hosts.torch.gather import ParamGather
+from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.inner import is_torchs
@@ -44,9 +49,6 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: The fork's names of the phases of a step.
 TIMERS = StepTimers()
-#: Where the state is kept, as the start-up block says it.
-_FILES = {"distopt": "a folder that loads at any size", "gathered": "state gathered into one file"}
-_PER_RANK_FILES = ("named shards, which the fork reads after convert --to per-rank", "the fork's own")
 
 
 class BuiltOptimizer(HostDistributedOptimizer):
@@ -101,7 +103,11 @@ class BuiltOptimizer(HostDistributedOptimizer):
             models,
         )
         self.start = start.in_buckets(self._late_params(start))
-        self._compare_ranks(self.start)
+        layouts = [buffer.layout for buffer in self.start.buffers]
+        dtypes = [dtype_name(buffer.dtype) for buffer in self.start.buffers]
+        host_options = (f"gathers_state={self.gathers_state}",)
+        alike = StartUp(self.start.named, self.start.plan, layouts, dtypes, host_options)
+        compare_ranks(alike, self.start.data, self.everyone)
         self.grad_buffers = [take_over(plan, models) for plan in self.start.buffers]
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
         self.sharded = ShardedOptimizer(sharded, self.start.plan)
@@ -130,21 +136,17 @@ class BuiltOptimizer(HostDistributedOptimizer):
             self.add_up_over_model_ranks(get_args(), None)
         return frozenset().union(*exchange(found, start.data))
 
-    def _compare_ranks(self, start: Start) -> None:
-        layouts = [buffer.layout for buffer in start.buffers]
-        dtypes = [dtype_name(buffer.dtype) for buffer in start.buffers]
-        host_options = (f"gathers_state={self.gathers_state}",)
-        compare_ranks(StartUp(start.named, start.plan, layouts, dtypes, host_options), start.data, self.everyone)
-
     def _announce(self) -> None:
-        kind = (
-            f"gathered file, {_FILES[self.sharded.config.checkpoint_format]}"
-            if self.gathers_state
-            else f"per-rank files, {_PER_RANK_FILES[self.has_forks_buckets]}"
-        )
+        if not self.gathers_state:
+            own, named = "the fork's own", "named shards, which the fork reads after convert --to per-rank"
+            files = f"per-rank files, {own if self.has_forks_buckets else named}"
+        elif self.sharded.config.checkpoint_format == "gathered":
+            files = "gathered file, state gathered into one file"
+        else:
+            files = "gathered file, a folder that loads at any size"
         sharded = sharded_over(self.start.device, self.start.data, self.start.how)
         groups = f"groups     {self.everyone.size} ranks, {sharded}"
-        more = (groups, f"overlap    {self.start.overlap}", f"files      {kind}")
+        more = (groups, f"overlap    {self.start.overlap}", f"files      {files}")
         announce(describe("a Megatron of 2023", (PATCH_POINT, PARSER), [self.sharded], self.start.device, *more))
 
     @property
@@ -181,11 +183,85 @@ class BuiltOptimizer(HostDistributedOptimizer):
         """
         self.communication.finish_gather()
 
-    def names_as_registered(self) -> list[str]:
-        """Names of the params in grad buffers, in the order of the fork's index maps."""
-        maps = [spans for model in self.models for spans in model._grad_buffer_param_index_map.values()]
-        name_of = {param: name for name, param in self.start.named.items()}
-        return [name_of[param] for spans in maps for param in spans if param in name_of]
+
+class Communication:
+    """The reduce-scatter of grads and the all-gather of params.
+
+    Experts are owned by other ranks than the dense params. Their communication is never overlapped, so that ranks which
+    share some groups and not others cannot wait for each other in different ones.
+    """
+
+    def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module], everyone: Group) -> None:
+        self._how = start.how
+        self._dense = [buffer for buffer in buffers if not buffer.plan.is_ours]
+        self._experts = [buffer for buffer in buffers if buffer.plan.is_ours]
+        named = {name: param for buffer in self._dense for name, param in buffer.plan.params.items()}
+        trained = {name: param for name, param in named.items() if param.requires_grad}
+        self._communicator = Communicator(
+            start.data,
+            start.how,
+            overlap_grads=start.overlap.grads,
+            overlap_params=start.overlap.params,
+            num_microbatches=num_microbatches_of(),
+        )
+        self._communicator.add(
+            [buffer.sharded[0] for buffer in self._dense],
+            [sharded for buffer in self._dense for sharded in buffer.sharded],
+            frozen=frozenset(named.keys() - trained.keys()),
+        )
+        self._params = ParamGather(self._communicator, models)
+        self._params.add(named)
+        self._nodes: list[object] = []
+        self._watch: Watch | None = None
+        if self._communicator.overlaps_grads:
+            self._nodes = tell_of_grads(trained, self._communicator.grad_arrived)
+            self._watch = Watch(main_grads(trained), self._communicator.defer, writes_only=True)
+        every = start.plan.config.log_communication
+        self._log = CommLog(every) if every is not None and everyone.rank == 0 else None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it, the fork may change gradients; from now on these are reduced afterwards."""
+        if self._watch is None:
+            yield
+        else:
+            with self._watch:
+                yield
+
+    def reduce(self) -> None:
+        """Collective: every rank has the sums of its shards afterwards."""
+        time = self._communicator.finish_grads()
+        # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
+        for buffer in self._experts:
+            reduce_grads(buffer.sharded[0], buffer.plan.group, self._how)
+        gathered = self._params.finish()
+        if self._log is not None:
+            self._log.step(time, gathered)
+
+    def gather(self) -> None:
+        """Collective: every rank has the new params afterwards, or when it reads them."""
+        for buffer in self._experts:
+            for sharded in buffer.sharded:
+                gather_params(sharded, buffer.plan.group)
+        self._params.gather()
+
+    def gather_now(self) -> None:
+        """Collective: every rank has the new params afterwards."""
+        self.gather()
+        self.finish_gather()
+
+    def finish_gather(self) -> CommTime:
+        """Waits until all params are there."""
+        return self._params.finish()
+
+    def drop(self) -> None:
+        """Zeroes the gradients that the fork does not zero; collective where backward ran and no step followed."""
+        if self._communicator.has_arrived:
+            self._communicator.finish_grads()
+            for buffer in self._dense:
+                buffer.grad.zero_()
+        for buffer in self._experts:
+            buffer.grad.zero_()
 
 
 def phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:

@@ -18,24 +18,22 @@ from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_c
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import folder_beside, not_found, remove_checkpoint
 from megatron_distopt.comm import exchange, raise_together
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.fork_files import (
     RankState,
+    check_head,
+    group_dicts,
+    is_of_other_kind,
     load_gathered,
+    load_groups,
+    load_loss_scale,
     load_rank_state,
     open_plain,
     open_rank_state,
     rank_state_dict,
     save_gathered,
-)
-from megatron_distopt.hosts.megatron_2023.fork_head import (
-    check_head,
-    group_dicts,
-    is_of_other_kind,
-    load_groups,
-    load_loss_scale,
     saved_step,
 )
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
@@ -47,16 +45,11 @@ from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
 class ForkCheckpoints:
-    """What the optimizer answers to the fork's checkpointing.
-
-    Args:
-        optimizer: whose state it is.
-    """
+    """What the optimizer answers to the fork's checkpointing."""
 
     def __init__(self, optimizer: BuiltOptimizer) -> None:
-        self._optimizer, self._everyone = optimizer, optimizer.everyone
-        self._saver = Saver(optimizer.sharded.config, optimizer.everyone)
-        config = optimizer.sharded.config
+        self._optimizer, self._everyone, config = optimizer, optimizer.everyone, optimizer.sharded.config
+        self._saver = Saver(config, optimizer.everyone)
         #: Called around each step and after a load; none without options that ask for them.
         self.hooks: Sequence[DigestLog] = ()
         if config.log_digests is not None:
@@ -66,7 +59,7 @@ class ForkCheckpoints:
         #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
         self._has_whole_state = False
         #: Puts back what `load_state_dict` changed, until the tensors are there too.
-        self._take_back: Callable[[], None] = _nothing
+        self._take_back: Callable[[], None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What a gathered file lacks; with per-rank files all of this rank's state."""
@@ -82,8 +75,7 @@ class ForkCheckpoints:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective: takes `state_dict()`, also of the fork's own optimizers, back.
 
-        Args:
-            state_dict: with a gathered file to be followed by `load_parameter_state`.
+        With a gathered file `load_parameter_state` has to follow.
 
         Raises:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
@@ -127,8 +119,7 @@ class ForkCheckpoints:
     def save_parameter_state(self, filename: str) -> None:
         """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
 
-        Args:
-            filename: that the fork chose, in a folder of its own for every tensor- and pipeline-parallel rank.
+        Every tensor- and pipeline-parallel rank has a folder of its own for its file.
 
         Raises:
             CheckpointError, OSError: on a rank that cannot write; the others raise RanksDisagreeError.
@@ -139,7 +130,13 @@ class ForkCheckpoints:
         folder = self._folder(filename)
         if self._optimizer.sharded.config.checkpoint_format == "gathered":
             save_gathered(self._optimizer, filename)
-            raise_together(lambda: _disown(folder) if self._everyone.rank == 0 else None, self._everyone, "save")
+
+            def remove_older() -> None:
+                """After the fork's own file was written, so that a load takes the file."""
+                if self._everyone.rank == 0 and is_checkpoint(folder):
+                    remove_checkpoint(folder)
+
+            raise_together(remove_older, self._everyone, "save")
             return
         self._saver.save(folder, whole_model_of(self._optimizer))
 
@@ -153,10 +150,11 @@ class ForkCheckpoints:
         try:
             self._load_tensors(filename)
         except Exception:
-            self._take_back()
+            if self._take_back is not None:
+                self._take_back()
             raise
         finally:
-            self._take_back = _nothing
+            self._take_back = None
         self._optimizer.written.forget()
         self._optimizer.communication.gather_now()
 
@@ -164,10 +162,10 @@ class ForkCheckpoints:
         self._optimizer.finish_param_gather()
         self._saver.finish()  # what is being saved may be what is to be loaded
         folder = self._folder(filename)
-        found = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]
-        if found[0]:
+        has_folder, has_file = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]
+        if has_folder:
             load_checkpoint(folder, whole_model_of(self._optimizer), self._everyone)
-        elif found[1]:
+        elif has_file:
             self._check_adams(filename)
             load_gathered(self._optimizer, filename, self._head_step)
         else:
@@ -176,24 +174,15 @@ class ForkCheckpoints:
     def _check_adams(self, filename: str) -> None:
         choice = self._optimizer.sharded.plan.choice
         if choice.updates_whole_params or any(map(is_muons_group, self._optimizer.param_groups)):
-            name = choice.name if choice.updates_whole_params else "Muon"
-            got, rule = "the moments of Adam alone", f"hold the state of {name}"
-            remedy = "Convert it with megatron-distopt convert --to distopt, or write --no-load-optim"
-            raise CheckpointError(refusal(f"optimizer file {filename}", got, rule, remedy))
+            raise CheckpointError(
+                f"Optimizer file {filename} holds the moments of Adam alone, and this run needs the state of "
+                f"{choice.name if choice.updates_whole_params else 'Muon'}. Convert it with megatron-distopt convert "
+                "--to distopt, or write --no-load-optim."
+            )
 
     def _folder(self, filename: str) -> Path:
         """The first rank's: every rank has a name of its own for the fork's file."""
         return folder_beside(exchange(filename, self._everyone)[0])
-
-
-def _disown(folder: Path) -> None:
-    """Removes an older checkpoint after the host's own file was written, so that a load takes the file."""
-    if is_checkpoint(folder):
-        remove_checkpoint(folder)
-
-
-def _nothing() -> None:
-    """There is nothing to take back."""
 
 
 def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:

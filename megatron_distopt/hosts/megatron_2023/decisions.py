@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron import get_args
-from megatron.core import tensor_parallel
+from megatron.core import mpu, tensor_parallel
 from megatron.model.module import param_is_not_shared
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
+from megatron_distopt.hosts.inner import groups_of
 from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     Inner,
     check_model,
@@ -31,19 +32,27 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     merge_config,
     with_host_state,
 )
-from megatron_distopt.hosts.megatron_2023.forks import check_flags
+from megatron_distopt.hosts.megatron_2023.forks import check_flags, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.muon import choose_muon_for
-from megatron_distopt.hosts.muon import MUON
+from megatron_distopt.hosts.muon import (
+    MUON,
+    FusedWeights,
+    MuonRequest,
+    check_is_adam,
+    config_for_adam,
+    is_matrix_of_layer,
+    matrices_of,
+    muon_and_adam,
+    muon_params,
+    with_muon_groups,
+)
+from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer.deterministic import check_deterministic
-from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.sharded import StepPlan
-
-#: Where a fork keeps the number of microbatches of a step.
-_COUNT, _COUNTED_IN = "get_num_microbatches", ("megatron", "megatron.global_vars")
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,7 @@ class Start:
     def in_buckets(self, late: Collection[str]) -> Start:
         """The same with buffers cut into buckets, where that was decided.
 
-        Args:
-            late: params to whose gradients the fork adds after backward.
+        The fork adds to the gradients of `late` params after backward.
         """
         buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
@@ -105,10 +113,6 @@ class Start:
 
 def plan_start(request: Request, everyone: Group) -> Start:
     """Looks at everything and moves nothing.
-
-    Args:
-        request: see `Request`.
-        everyone: all ranks.
 
     Raises:
         ConfigError, HostError, LayoutError
@@ -125,7 +129,11 @@ def plan_start(request: Request, everyone: Group) -> Start:
     check_deterministic(config, device, data)
     buffers = plan_grad_buffers(request.models, names)
     inner = _choose(request.base, config, args, device, named, buffers)
-    _check_host_state(buffers, config, device, inner.choice)
+    layouts = []
+    for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
+        short = {param.dtype for param in buffer.params.values()} - {torch.float32}
+        layouts.append((buffer.layout, next(iter(short), torch.float32)))
+    check_offload(layouts, config, device, inner.choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
         groups=plan_groups(named, inner.groups),
@@ -134,7 +142,11 @@ def plan_start(request: Request, everyone: Group) -> Start:
         loss_scale=loss_scale_of(request.grad_scaler, device),
         stats_group=lambda: everyone,
         average_over=data.size // divide_by,
-        excluded_from_norm=lambda name: _is_excluded_from_norm(named[name]),
+        # The fork marks shared and duplicated params itself, see the note of that name in optimizer/grad_norm.py.
+        excluded_from_norm=lambda name: (
+            not param_is_not_shared(named[name])
+            or not tensor_parallel.param_is_not_tensor_parallel_duplicate(named[name])
+        ),
     )
     how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
     return Start(named, buffers, data, device, plan, how, inner.host_groups)
@@ -143,38 +155,61 @@ def plan_start(request: Request, everyone: Group) -> Start:
 def _choose(
     base: Optimizer,
     config: DistOptConfig,
-    args: object,
+    args: Any,
     device: torch.device,
     named: Mapping[str, Parameter],
     buffers: Sequence[BufferPlan],
 ) -> Inner:
+    """The inner optimizer; of Muon for matrices of layers, with an Adam beside it."""
+    group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
-        group_of = {name: plan.group for plan in buffers for name in plan.params}
         return choose_for(base, config, args, device.type, trained_params(named, group_of.__getitem__))
-    return choose_muon_for(base, config, args, named, buffers, device.type)
+    check_is_adam(base)
+    check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
+    name_of = {param: name for name, param in named.items()}
+    request, fused = MuonRequest.of(config), _fused_weights(args)
+    groups = with_muon_groups(
+        groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), request.options
+    )
+    members, specs = muon_params(groups), {}
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
+    for name, param in ((name, param) for plan in buffers for name, param in plan.params.items()):
+        if param in members:
+            placement = placement_of(name, param, ranks, is_expert=False)
+            specs[name] = matrices_of(name, param, placement, request, fused)
+    matrices = Matrices(specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group()))
+    rest = choose_for(base, config_for_adam(config), args, device.type)
+    return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
 
 
-def _check_host_state(
-    buffers: Sequence[BufferPlan], config: DistOptConfig, device: torch.device, choice: InnerChoice
-) -> None:
-    """See `check_offload`. A grad buffer may hold fp32 params as well, whose state stays on the device."""
-    dtypes = [{param.dtype for param in buffer.params.values()} for buffer in buffers]
-    shorts = [next(iter(each - {torch.float32}), torch.float32) for each in dtypes]
-    layouts = [(buffer.layout, short) for buffer, short in zip(buffers, shorts, strict=True)]
-    check_offload(layouts, config, device, choice)
+def _fused_weights(args: Any) -> FusedWeights:
+    """Of what a fork's fused weights consist.
 
-
-def _is_excluded_from_norm(param: Parameter) -> bool:
-    """See the note of that name in optimizer/grad_norm.py; the fork marks shared and duplicated params itself."""
-    return not (param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))
+    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and Megatron-DeepSpeed.
+    """
+    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads  # of a head
+    num_kv_heads = args.num_attention_heads
+    if getattr(args, "group_query_attention", True):
+        # The flag has another name in each fork.
+        given = (getattr(args, name, None) for name in ("num_key_value_heads", "num_query_groups"))
+        num_kv_heads = int(next((number for number in given if number), num_kv_heads))
+    return FusedWeights(
+        qkv="query_key_value.weight",
+        qkv_rows=(args.num_attention_heads // num_kv_heads * width, width, width),
+        kv="key_value.weight",
+        kv_rows=(width, width),
+        gated="dense_h_to_4h.weight",
+        is_gated=has_gates(args),
+    )
 
 
 def num_microbatches_of() -> Callable[[], int] | None:
     """The fork's function for the number of microbatches of a step; None where it has none."""
-    for name in _COUNTED_IN:
-        found: Callable[[], int] | None = getattr(import_module(name), _COUNT, None)
-        if found is not None:
-            return found
+    for name in ("megatron", "megatron.global_vars"):
+        count: Callable[[], int] | None = getattr(import_module(name), "get_num_microbatches", None)
+        if count is not None:
+            return count
     return None
 
 
@@ -216,18 +251,20 @@ def _why_not(
     """The reason why overlapping grads with backward is not safe or gains nothing; empty where it does gain."""
     if num_microbatches_of() is None:
         if config.overlap_grad_reduce:
-            got = "unknown: the fork has no get_num_microbatches"
-            rule = "be known where grads are overlapped with backward"
-            remedy = "Write --distopt-overlap-grad-reduce no, or give the fork that function"
-            raise ConfigError(refusal("number of microbatches", got, rule, remedy))
+            raise ConfigError(
+                "The number of microbatches is unknown, because the fork has no get_num_microbatches. It is needed "
+                "where grads are overlapped with backward. Write --distopt-overlap-grad-reduce no, or give the fork "
+                "that function."
+            )
         return "the number of microbatches is unknown"
-    numel_of, dense = _bucket_size(config, data), [each.layout.numel for each in buffers if not each.is_ours]
+    bucket_size_of = _bucket_size(config, data)
+    dense = [buffer.layout.numel for buffer in buffers if not buffer.is_ours]
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
         "the fork's file is asked for": config.checkpoint_format == "gathered",
         "one data-parallel rank": data.size == 1,
         "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
-        "all grads fit into one bucket": all(numel_of(numel) >= numel for numel in dense),
+        "all grads fit into one bucket": all(bucket_size_of(numel) >= numel for numel in dense),
         # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
         "its ranks share memory": shares_memory(device, data),
         # Another machine could decide otherwise, and then has other buckets, in which sums have another order.
@@ -241,12 +278,9 @@ def _bucket_size(config: DistOptConfig, data: Group) -> Callable[[int], int]:
 
 
 def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
-    """Cuts a buffer into buckets; params keep the fork's order, which is roughly that of backward.
+    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that of backward.
 
-    Args:
-        plan: of one bucket.
-        overlap: says how large the buckets are.
-        late: params to whose gradients the fork adds after backward; they get buckets of their own, at the end.
+    `late` params, to whose gradients the fork adds after backward, get buckets of their own, at the end.
     """
     if overlap.bucket_size is None or plan.is_ours:
         return plan

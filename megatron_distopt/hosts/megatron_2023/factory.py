@@ -17,7 +17,7 @@ from megatron import get_args
 
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
-from megatron_distopt.errors import HostError, HostMismatchError, refusal
+from megatron_distopt.errors import HostError, HostMismatchError
 from megatron_distopt.hosts.base import is_used
 from megatron_distopt.hosts.megatron_2023.forks import (
     CLASS,
@@ -45,26 +45,27 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     host_args = get_args()
     if not is_used(bool(getattr(host_args, FLAG, False))):
         return original(*args, **kwargs)
-    config = raise_together(lambda: _check(original, options, host_args), Group.of())
+
+    def checked() -> DistOptConfig:
+        check_flags(host_args)
+        _check_class(original)
+        return config_from_environment(os.environ, config_from_arguments(host_args, options))
+
+    config = raise_together(checked, Group.of())
     with substituted(original, _names_for(original, config)):
         optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, DistributedOptimizer):
-        rule, remedy = f"build its {CLASS} where {FLAG} is set", "Use a fork that docs/hosts.md lists"
-        raise HostError(refusal(str(PATCH_POINT), f"built {type(optimizer).__name__}", rule, remedy))
+        raise HostError(
+            f"{PATCH_POINT} built {type(optimizer).__name__}. It has to build its {CLASS} where {FLAG} is set. Use a "
+            "fork that docs/hosts.md lists."
+        )
     return optimizer
-
-
-def _check(original: Callable[..., Any], options: DistOptConfig, host_args: object) -> DistOptConfig:
-    """Everything that this rank can see by itself."""
-    check_flags(host_args)
-    _check_class(original)
-    return config_from_environment(os.environ, config_from_arguments(host_args, options))
 
 
 def _check_class(original: Callable[..., Any]) -> None:
     remedy = "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it"
     if CLASS not in original.__globals__:
-        raise HostMismatchError(refusal(str(PATCH_POINT), f"no {CLASS} in its module", "know its class", remedy))
+        raise HostMismatchError(f"The module of {PATCH_POINT} has no {CLASS}, which it has to build. {remedy}.")
     found = inspect.signature(original.__globals__[CLASS].__init__).parameters
     missing = [name for name in CLASS_PARAMETERS if name not in found]
     unknown = [
@@ -73,8 +74,10 @@ def _check_class(original: Callable[..., Any]) -> None:
         if name not in CLASS_PARAMETERS and parameter.default is inspect.Parameter.empty
     ]
     if missing or unknown:
-        rule = f"take {', '.join(CLASS_PARAMETERS)}"
-        raise HostMismatchError(refusal(f"constructor of {CLASS}", f"({', '.join(list(found)[1:])})", rule, remedy))
+        raise HostMismatchError(
+            f"The constructor of {CLASS} takes ({', '.join(list(found)[1:])}). It has to take "
+            f"{', '.join(CLASS_PARAMETERS)}. {remedy}."
+        )
 
 
 def _names_for(original: Callable[..., Any], config: DistOptConfig) -> Mapping[str, Any]:
@@ -95,6 +98,8 @@ def _construct(host_class: type, config: DistOptConfig, *args: Any, **kwargs: An
     unlike = {name: value for name, value in given.items() if value != signature.parameters[name].default}
     if unlike:
         names = ", ".join(f"{name}={value!r}" for name, value in unlike.items())
-        rule, remedy = f"give {', '.join(CLASS_PARAMETERS)} alone", "Leave the fork's option behind it off"
-        raise HostMismatchError(refusal(f"arguments of {CLASS}", names, rule, remedy))
+        raise HostMismatchError(
+            f"The fork gives {names} to {CLASS}, which takes {', '.join(CLASS_PARAMETERS)} alone. Leave the fork's "
+            "option behind it off."
+        )
     return DistributedOptimizer(**known, options=config)

@@ -9,7 +9,8 @@ what it owns. The state of a run without the distributed optimizer (formats/mega
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor
 from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.megatron_2023.file_state import described, identity
 from megatron_distopt.formats.megatron_2023.gathered import (
     GatheredFile,
     experts_filename,
@@ -40,26 +43,21 @@ from megatron_distopt.formats.megatron_2023.per_rank import (
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin, ParamEntry, plain_state
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
-from megatron_distopt.hosts.megatron_2023.fork_head import (
-    OF_OTHER_MODEL,
-    WHAT,
-    check_moments,
-    check_update_count,
-    group_dicts,
-    install_state,
-    load_groups,
-    load_loss_scale,
-    match_groups,
-    saved_step,
-    updates_so_far,
-)
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
-from megatron_distopt.hosts.whole_params import check_own_entry, own_entry, take_own_entry
+from megatron_distopt.hosts.whole_params import check_own_entry, is_of_other_class, own_entry, take_own_entry
 from megatron_distopt.layout import ParamShard, Span, owned_shards
-from megatron_distopt.optimizer.inner import count_updates, moments_of
+from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
+_log = logging.getLogger("megatron_distopt")
+
+#: Which kernel updates is the choice of the run that loads.
+_IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
+_REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
+WHAT = "optimizer state"
+OF_OTHER_MODEL = Origin(WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
     WHAT, "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to per-rank --dp N"
 )
@@ -69,8 +67,140 @@ _OF_OTHER_SAVE = (
     "--no-load-optim"
 )
 _PERMUTED = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
-#: By number of the run's param group, what a state must hold of its params, in the order of the state.
-_Expected = Mapping[int, Sequence[ExpectedParam]]
+
+
+# Beside tensors: param groups, counts and the loss scale.
+
+
+def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
+    """The param groups without params, with the keys that the fork's own inner optimizer has, and the update count.
+
+    torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has it in the group.
+    """
+    step = updates_so_far(optimizer)
+    counted = {} if step is None else {"step": step}
+    return [
+        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | counted
+        for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
+    ]
+
+
+def updates_so_far(optimizer: BuiltOptimizer) -> int | None:
+    """The update count for a file; None for a class that does not count, whose moments mean something without one."""
+    counted = count_updates(optimizer.sharded.inner)
+    return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
+
+
+def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether one of the run and the state has Muon or a class of whole params, so that their param groups are others.
+
+    [Note: another kind of optimizer] in checkpoint/ says what is loaded then.
+    """
+    if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
+        return True
+    both = (optimizer.param_groups, state["optimizer"]["param_groups"])
+    ours, saved = (any(map(is_muons_group, groups)) for groups in both)
+    return ours != saved
+
+
+def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
+    """Refuses a `state_dict()` that does not belong to a gathered file of this run."""
+    if "optimizer" not in state or "param_groups" not in state.get("optimizer", {}) or "state" in state["optimizer"]:
+        got = f"one with {', '.join(map(str, state)) or 'nothing'}"
+        raise OF_OTHER_MODEL.refused(got, "be that of a distributed optimizer with a gathered file")
+    if not is_of_other_kind(optimizer, state):
+        match_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
+
+
+def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The saved groups in the order of ours, by what tells them apart; equal ones keep their order."""
+    left = list(saved)
+    matched = []
+    for mine in ours:
+        like = [group for group in left if identity(group) == identity(mine)]
+        if not like:
+            raise CheckpointError(
+                f"The checkpoint has no param group with {described(mine)}; it has "
+                f"{', '.join(map(described, saved)) or 'no groups'}. {_REMEDY}."
+            )
+        matched.append(like[0])
+        left = [group for group in left if group is not like[0]]
+    if left:
+        raise CheckpointError(
+            f"The checkpoint has a param group with {described(left[0])} besides those of the run. {_REMEDY}."
+        )
+    return matched
+
+
+def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Takes the hyperparameters over, for those keys that ours have."""
+    for mine, theirs in zip(ours, match_groups(ours, saved), strict=True):
+        mine.update({key: theirs[key] for key in mine if key in theirs and key not in _IMPLEMENTATION})
+
+
+def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
+    """Into the fork's grad scaler, where both have one."""
+    scaler, saved = optimizer.grad_scaler, state.get("grad_scaler")
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(saved)
+    elif scaler is not None and optimizer.fp16:
+        _log.warning("the checkpoint has no loss scale; it starts from the initial one")
+    elif saved is not None:
+        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
+
+
+def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]] = ()) -> int | None:
+    """The update count of a saved optimizer, wherever its class kept it; None where it was lost.
+
+    apex leaves it out in groups that had no param on the rank that wrote them.
+    """
+    return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
+
+
+def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:
+    """The update count to go on from."""
+    choice, given = optimizer.sharded.plan.choice, optimizer.sharded.config.resume_step
+    if given is not None and step is not None and given != step:
+        raise CheckpointError(
+            f"The update count in the checkpoint is {step}, and --distopt-resume-step is {given}. Drop "
+            "--distopt-resume-step: the checkpoint knows it."
+        )
+    if given is None and step is None and choice.is_adam:
+        raise CheckpointError(
+            "There is no update count in the checkpoint, and Adam needs one: torch's Adam keeps it where this file "
+            "layout does not save it. Write --distopt-resume-step N with the number of updates so far (iterations "
+            "without skipped ones)."
+        )
+    return step if given is None else given
+
+
+def check_moments(optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True) -> None:
+    """Refuses the state of another class than the run's, which would be left out, or fail at the next step."""
+    choice = optimizer.sharded.plan.choice
+    if not choice.moments <= set(found) and (found or not may_be_none):
+        raise CheckpointError(
+            f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and {choice.name} needs "
+            f"{', '.join(sorted(choice.moments))}. Resume with the optimizer of the saved run, or start from its "
+            "weights with --no-load-optim."
+        )
+
+
+def install_state(
+    optimizer: BuiltOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
+) -> None:
+    """Gives the inner optimizer its state back and rounds the loaded main params into the param buffers."""
+    inner = optimizer.sharded.inner
+    optimizer.sharded.forget_deferred_check()
+    for group in inner.param_groups:
+        restore_group(inner, group, step)
+    for flat in optimizer.sharded.flat_params:
+        # A count without moments is not what torch's classes keep before their first step.
+        group, counted = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
+        restore(inner, group, flat.main, moments[flat], counted)
+        flat.write_model()
+
+
+# A rank's own state.
 
 
 def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
@@ -80,36 +210,30 @@ def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamSh
 
 def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, Any]:
     """This rank's own state; every tensor has memory of its own."""
-    shards = {name: _saved_shard(optimizer, name) for name in shards_of(optimizer.sharded)}
+    shards = {}
+    for name, (flat, shard) in shards_of(optimizer.sharded).items():
+        kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
+        kept |= moments_of(optimizer.sharded.inner, flat.main)
+        # A copy: a view would be saved with everything that it is a view of.
+        shards[name] = SavedShard(shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()})
     dicts, step = group_dicts(optimizer), count_updates(optimizer.sharded.inner)
-    counted = {} if step is None else {"step": step}
     if optimizer.has_forks_buckets:
         groups = [
-            ({**dicts[number], **counted}, [each.name for each in params])
-            for number, params in _own_params(optimizer).items()
+            (dicts[number], [param.name for param in params]) for number, params in _own_params(optimizer).items()
         ]
-        mains = {name: each.tensors[MAIN] for name, each in shards.items() if MAIN in each.tensors}
+        mains = {name: saved.tensors[MAIN] for name, saved in shards.items() if MAIN in saved.tensors}
         states: dict[str, dict[str, Any]] = {}
-        for name, each in shards.items():
-            states[name] = {key: tensor for key, tensor in each.tensors.items() if key != MAIN}
+        for name, saved in shards.items():
+            states[name] = {key: tensor for key, tensor in saved.tensors.items() if key != MAIN}
             if optimizer.host_is_torchs and step is not None:
                 states[name]["step"] = torch.tensor(float(step))  # one each, because torch's class counts in place
         state = rank_entry(groups, mains, states)
     else:
         placements = model.shares[0].placements
-        named = {placements[name].name: each for name, each in shards.items()}
-        state = named_entry([{**group, **counted} for group in dicts], named)
+        state = named_entry(dicts, {placements[name].name: saved for name, saved in shards.items()})
     if optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
     return {**state, **own_entry(optimizer.sharded)}
-
-
-def _saved_shard(optimizer: BuiltOptimizer, name: str) -> SavedShard:
-    """A copy: a view would be saved with everything that it is a view of."""
-    flat, shard = shards_of(optimizer.sharded)[name]
-    kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
-    kept |= moments_of(optimizer.sharded.inner, flat.main)
-    return SavedShard(shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()})
 
 
 def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
@@ -118,13 +242,16 @@ def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
     The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
     """
     group_of = {name: number for number, group in enumerate(optimizer.sharded.plan.groups) for name in group.names}
-    here = {shard.name: shard for buffer in optimizer.grad_buffers for shard in _file_shards(buffer, group_of)}
+    owned = {shard.name: shard for buffer in optimizer.grad_buffers for shard in _file_shards(buffer, group_of)}
     by_group: dict[int, list[ExpectedParam]] = {}
-    for name in optimizer.names_as_registered():
-        if name in here:
-            has_main = optimizer.start.named[name].dtype is not torch.float32
-            param = ExpectedParam(name, (here[name].in_param.numel,), has_main)
-            by_group.setdefault(group_of[name], []).append(param)
+    name_of = {param: name for name, param in optimizer.start.named.items()}
+    index_maps = [spans for model in optimizer.models for spans in model._grad_buffer_param_index_map.values()]
+    for param in (param for spans in index_maps for param in spans):  # as the fork registers them
+        name = name_of.get(param)
+        if name is not None and name in owned:
+            has_main = param.dtype is not torch.float32
+            expected = ExpectedParam(name, (owned[name].in_param.numel,), has_main)
+            by_group.setdefault(group_of[name], []).append(expected)
     return {number: in_file_order(by_group[number], lambda each: each.has_main) for number in sorted(by_group)}
 
 
@@ -135,25 +262,22 @@ def _file_shards(buffer: GradBuffer, trained: Collection[str]) -> Iterator[Param
             yield shard
 
 
-def _whole_params(optimizer: BuiltOptimizer) -> _Expected:
-    params = optimizer.start.named
-    return {
-        number: [
-            ExpectedParam(name, tuple(params[name].shape), params[name].dtype is not torch.float32)
-            for name in group.names
-        ]
-        for number, group in enumerate(optimizer.sharded.plan.groups)
-    }
-
-
 def _saved_in(
-    optimizer: BuiltOptimizer, state: OptimizerEntry, expected: _Expected
-) -> Iterator[tuple[int, Mapping[str, Any], list[ParamEntry]]]:
-    """Each group of the run: its number, the saved group, and its params."""
+    optimizer: BuiltOptimizer, state: OptimizerEntry, expected: Mapping[int, Sequence[ExpectedParam]]
+) -> list[tuple[int, Mapping[str, Any], list[ParamEntry]]]:
+    """Each group of the run: its number, the saved group, and its params, checked.
+
+    `expected` says by number of the group what the state must hold of its params, in its order.
+    """
     matched = match_groups([optimizer.param_groups[number] for number in expected], state.groups)
+    saved = []
     for (number, params), group in zip(expected.items(), matched, strict=True):
-        place = next(place for place, each in enumerate(state.groups) if each is group)
-        yield number, group, list(state.params(place, params))
+        index = next(index for index, each in enumerate(state.groups) if each is group)
+        entries = list(state.params(index, params))
+        for entry in entries:
+            check_moments(optimizer, WHAT, entry.moments, may_be_none=not state.has_begun)
+        saved.append((number, group, entries))
+    return saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +293,15 @@ class RankState:
 def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState:
     """The state of a run without the distributed optimizer, of which every rank has all."""
     check_own_entry(optimizer.sharded, entry)
-    state = plain_state(entry, OF_OTHER_MODEL)
-    saved = list(_saved_in(optimizer, state, _whole_params(optimizer)))
-    _check_all_moments(optimizer, state, saved)
+    state, params = plain_state(entry, OF_OTHER_MODEL), optimizer.start.named
+    expected = {
+        number: [
+            ExpectedParam(name, tuple(params[name].shape), params[name].dtype is not torch.float32)
+            for name in group.names
+        ]
+        for number, group in enumerate(optimizer.sharded.plan.groups)
+    }
+    saved = _saved_in(optimizer, state, expected)
     owned = shards_of(optimizer.sharded)
     shards = {}
     for each in (param for _, _, params in saved for param in params if param.name in owned):
@@ -190,8 +320,7 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     named = named_shards(entry)
     if named is None:
         state, spans = rank_state(entry, _OF_OTHER_RANKS), dict[str, ParamShard]()
-        saved = list(_saved_in(optimizer, state, _own_params(optimizer)))
-        _check_all_moments(optimizer, state, saved)
+        saved = _saved_in(optimizer, state, _own_params(optimizer))
         for buffer in optimizer.grad_buffers:
             spans |= {shard.name: shard for shard in _file_shards(buffer, optimizer.start.named)}
         shards = {
@@ -213,13 +342,6 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     step = saved_step(saved_groups)
     checked = check_update_count(optimizer, step) if step is not None or has_begun else 0
     return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
-
-
-def _check_all_moments(
-    optimizer: BuiltOptimizer, state: OptimizerEntry, saved: Iterable[tuple[int, Mapping[str, Any], list[ParamEntry]]]
-) -> None:
-    for each in (param for _, _, params in saved for param in params):
-        check_moments(optimizer, WHAT, each.moments, may_be_none=not state.has_begun)
 
 
 def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
@@ -380,14 +502,8 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
 def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
     """Collective: every rank reads what it owns; the params are not gathered yet.
 
-    Args:
-        optimizer: takes the state over.
-        filename: as the fork names it, in a folder that all ranks of the data-parallel group see.
-        head_step: the update count that came with `load_state_dict`.
-
-    Raises:
-        CheckpointError: on a rank that cannot read a file, before anything is changed.
-        RanksDisagreeError: on the others, with that rank's text.
+    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read a file raises before
+    anything is changed, and the others with it.
     """
 
     def read() -> tuple[list[tuple[GatheredFile, list[GradBuffer]]], int | None]:
@@ -420,7 +536,7 @@ def _opened(optimizer: BuiltOptimizer, path: str, buffers: Sequence[GradBuffer])
         # Adam's are there even before the first step, so a file without them has lost them.
         check_moments(optimizer, what, moments, may_be_none=not is_adam)
         dtypes = [
-            {plan.params[name].dtype for name in group.names if buffer.holds(name)}
+            {plan.params[name].dtype for name in group.names if name in plan.params}
             for group in optimizer.sharded.plan.groups
         ]
         file.check_order(is_mixed=any(len(of_group) > 1 for of_group in dtypes), remedy=_PERMUTED)

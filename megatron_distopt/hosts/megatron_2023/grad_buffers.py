@@ -35,7 +35,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_params, view_of
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import HostError, LayoutError, refusal
+from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.base import spec_of
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
@@ -64,9 +64,10 @@ def expert_group(name: str, param: Parameter) -> Group:
     for getter in _EXPERT_GROUPS:
         if hasattr(mpu, getter):
             return Group.of(getattr(mpu, getter)())
-    rule = f"belong to a group of DeepSpeed's, or to one that mpu.{_EXPERT_GROUPS[0]}() gives"
-    remedy = "Use the MoE layer of deepspeed.moe, or give mpu that function"
-    raise HostError(refusal(f"expert param {name!r}", f"group_name {group_name!r}", rule, remedy))
+    raise HostError(
+        f"Expert param {name!r} has group_name {group_name!r}, which is no group of DeepSpeed's, and mpu has no "
+        f"{_EXPERT_GROUPS[0]}(). Use the MoE layer of deepspeed.moe, or give mpu that function."
+    )
 
 
 def expert_place(param: Parameter) -> tuple[int, int]:
@@ -135,10 +136,6 @@ class GradBuffer:
         """1-D [layout.numel]."""
         return self.sharded[0].grad
 
-    def holds(self, name: str) -> bool:
-        """Whether the param is updated from it."""
-        return name in self.plan.params
-
 
 def plan_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
     """All grad buffers of the wrapped chunks, in the order in which every rank reduces them. Moves nothing."""
@@ -156,8 +153,13 @@ def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Para
     dense = {name: param for name, param in params.items() if not is_expert(param)}
     plans = []
     if dense:
-        layout = _adopted(spans, chunk._grad_buffers[dtype], dense_group())
-        plans.append(BufferPlan(number, dtype, dense_group(), layout, dense, spans, chunk._grad_buffers[dtype].numel))
+        group, memory = dense_group(), chunk._grad_buffers[dtype]
+        # The fork's padding, or another one where the fork's does not divide into the group's shards.
+        fits = memory.numel_padded % group.size == 0
+        numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
+        slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
+        layout = adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
+        plans.append(BufferPlan(number, dtype, group, layout, dense, spans, memory.numel))
     by_group: dict[Group, dict[str, Parameter]] = {}
     for name, param in params.items():
         if name not in dense:
@@ -170,14 +172,6 @@ def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Para
     return plans
 
 
-def _adopted(spans: Mapping[str, Span], memory: Any, group: Group) -> BufferLayout:
-    """Adopts the fork's layout, with another padding where the fork's does not divide into the group's shards."""
-    slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
-    fits = memory.numel_padded % group.size == 0
-    numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
-    return adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
-
-
 def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
     """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there."""
     chunk: Any = chunks[plan.chunk]
@@ -185,13 +179,24 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
     if plan.is_ours:
         grad = memory.data.new_zeros(plan.layout.numel)
     elif plan.layout.numel != memory.data.numel():
-        _let_go(plan, memory)
+        # The fork's buffer is still empty. Both at once would be the most memory that a run ever needs.
+        for param in plan.params.values():
+            param.main_grad = None  # type: ignore[attr-defined]
+        memory.data = memory.data.new_empty(0)
         memory.data = grad = memory.data.new_zeros(plan.layout.numel)
         memory.numel_padded = plan.layout.numel
     else:
         grad = memory.data
-    _point_main_grads(plan, grad)
-    return GradBuffer(plan, _with_params(plan, grad))
+    for name, param in plan.params.items():  # the fork's hook looks `main_grad` up whenever it adds to it
+        param.main_grad = view_of(grad, plan.layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
+    # See [Note: two param dtypes in one grad buffer] in buffers/compact.py.
+    by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
+    for name, param in plan.params.items():
+        by_dtype.setdefault(param.dtype, {})[name] = param
+    by_numel = sorted(by_dtype.values(), key=lambda params: sum(each.numel() for each in params.values()), reverse=True)
+    layout, rank, (majority, *minorities) = plan.layout, plan.group.rank, by_numel
+    first = ShardedBuffer(layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority))
+    return GradBuffer(plan, (first, *(pack_params(minority, layout, rank, grad) for minority in minorities)))
 
 
 def main_grads(params: Named) -> dict[str, Tensor]:
@@ -199,41 +204,8 @@ def main_grads(params: Named) -> dict[str, Tensor]:
     return {name: param.main_grad for name, param in params.items()}  # type: ignore[attr-defined]
 
 
-def _let_go(plan: BufferPlan, memory: Any) -> None:
-    """Frees the fork's buffer, which is still empty: both at once would be the most memory that a run ever needs."""
-    for param in plan.params.values():
-        param.main_grad = None  # type: ignore[attr-defined]
-    memory.data = memory.data.new_empty(0)
-
-
-def _point_main_grads(plan: BufferPlan, grad: Tensor) -> None:
-    """The fork's hook looks `main_grad` up whenever it adds to it."""
-    for name, param in plan.params.items():
-        param.main_grad = view_of(grad, plan.layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
-
-
-def _with_params(plan: BufferPlan, grad: Tensor) -> tuple[ShardedBuffer, ...]:
-    """See [Note: two param dtypes in one grad buffer] in buffers/compact.py."""
-    by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
-    for name, param in plan.params.items():
-        by_dtype.setdefault(param.dtype, {})[name] = param
-    majority, *minorities = sorted(by_dtype.values(), key=_numel, reverse=True)
-    layout, rank = plan.layout, plan.group.rank
-    first = ShardedBuffer(layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority))
-    return first, *(pack_params(minority, layout, rank, grad) for minority in minorities)
-
-
-def _numel(params: Named) -> int:
-    return sum(param.numel() for param in params.values())
-
-
 class UsedGrads:
-    """See [Note: used grads].
-
-    Args:
-        grads: the grad buffers of this rank, 1-D.
-        like: says the dtype and device of what `look` finds.
-    """
+    """See [Note: used grads]; `like` says the dtype and device of what `look` finds."""
 
     def __init__(self, grads: Sequence[Tensor], like: Tensor) -> None:
         self._grads = [grad for grad in grads if grad.numel() > 1]
@@ -258,8 +230,7 @@ class UsedGrads:
     def check(found: Tensor) -> None:
         """Raises for what an earlier `look` has found; waits for the device."""
         if found.item() > 0:
-            got, rule = "added to those of the step before", "begin at zero in every step"
-            remedy = (
-                "Call zero_grad_buffer() of every model chunk, and optimizer.zero_grad(), before the first backward"
+            raise LayoutError(
+                "Gradients were added to those of the step before, and have to begin at zero in every step. Call "
+                "zero_grad_buffer() of every model chunk, and optimizer.zero_grad(), before the first backward."
             )
-            raise LayoutError(refusal("gradients", got, rule, remedy))

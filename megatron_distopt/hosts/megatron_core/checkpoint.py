@@ -20,8 +20,8 @@ from megatron_distopt.checkpoint.folder import folder_beside, not_found
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, refusal
-from megatron_distopt.formats.load_any import load_any
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
+from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     check_has_boxes,
     check_takes_boxes,

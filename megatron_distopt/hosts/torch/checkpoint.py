@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, f
 from megatron_distopt.comm import raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.formats.load_any import load_any
+from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saver import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel

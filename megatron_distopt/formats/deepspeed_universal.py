@@ -36,7 +36,7 @@ _OF_ZERO = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states
 _AGAIN = "Run python -m deepspeed.checkpoint.ds_to_universal again."
 
 
-def recognises(path: Path) -> bool:
+def is_universal(path: Path) -> bool:
     """Whether a folder is such a checkpoint, or names one in its file "latest_universal"."""
     zero = _folder_of(path, _LATEST) / _ZERO
     return zero.is_dir() and next(zero.rglob(f"{_FP32}.pt"), None) is not None

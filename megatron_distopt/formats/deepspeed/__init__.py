@@ -1,1 +1,0 @@
-"""Files of DeepSpeed: ZeRO checkpoints and universal checkpoints."""

@@ -1,1 +1,0 @@
-"""Files of plain torch: its distributed checkpoints, and one file of `torch.save`."""

@@ -1,0 +1,204 @@
+"""Files of plain torch: distributed checkpoints (DCP), and one file of `torch.save`.
+
+A distributed checkpoint is a folder of `.distcp` files and `.metadata`, which says where everything is. The metadata is
+a pickle and is read by `pickles.load_metadata`; tensors are read by `torch.load(weights_only=True)`. The one file is
+for scripts of the user, and holds plain containers:
+
+::
+
+    {"format": "megatron_distopt.torch", "version": 1,
+     "tensors": {"main/NAME": fp32, "exp_avg/NAME": fp32, ...},           whole params
+     "groups": [{"names": [...], "options": {...}, "step": 10, "scalars": {}}],
+     "inner": "adam", "loss_scale": {...}, "num_skipped": 0, "about": {...}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest
+from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
+from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.checkpoint.tensor_file import TensorReader
+from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.pickles import attribute, load_bytes, load_file, load_metadata, save_whole
+from megatron_distopt.layout import Box
+
+METADATA = ".metadata"
+_FORMAT, _VERSION = "megatron_distopt.torch", 1
+_REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete."
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of a file of the folder."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DcpChunk:
+    """One box of a tensor, and where it is."""
+
+    box: Box
+    stored: StoredBytes
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor as the metadata has it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[DcpChunk, ...]
+
+
+@dataclass(frozen=True)
+class DcpFolder:
+    """A distributed checkpoint."""
+
+    folder: Path
+    tensors: Mapping[str, DcpTensor]  # by key, in the order in which they were saved
+    objects: Mapping[str, StoredBytes]  # everything else, by key
+
+    def read_box(self, key: str, box: Box) -> Tensor:
+        """A part of a tensor; what lies elsewhere is not read."""
+        tensor = self.tensors[key]
+        found, numel = torch.empty(box.sizes, dtype=tensor.dtype), 0
+        for chunk in tensor.chunks:
+            both = box.intersect(chunk.box)
+            if both is not None:
+                read = self._read_chunk(key, chunk, tensor.dtype)
+                found[both.relative_to(box.offsets).as_slices()] = read[both.relative_to(chunk.box.offsets).as_slices()]
+                numel += both.numel
+        if numel != box.numel:
+            raise CheckpointError(
+                f"Tensor {key!r} in {self.folder} has {numel} of the {box.numel} elements of {box}. {_REMEDY}"
+            )
+        return found
+
+    def _read_chunk(self, key: str, chunk: DcpChunk, dtype: torch.dtype) -> Tensor:
+        path, stored = self.folder / chunk.stored.file, chunk.stored
+        try:
+            with TensorReader(path) as reader:
+                return reader.read(key, Chunk(chunk.box, 0, stored.start, stored.nbytes), dtype)
+        except OSError as error:
+            raise CheckpointError(f"File {path} cannot be read: {error}. {_REMEDY}") from error
+
+    def read_object(self, key: str) -> Any:
+        """An object that is no tensor."""
+        stored = self.objects[key]
+        path = self.folder / stored.file
+        try:
+            with open(path, "rb") as file:
+                file.seek(stored.start)
+                data = file.read(stored.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"File {path} cannot be read: {error}. {_REMEDY}") from error
+        return load_bytes(data, f"object {key!r} in {path}")
+
+
+def open_dcp(folder: Path) -> DcpFolder:
+    """Reads the metadata."""
+    metadata = load_metadata(folder / METADATA)
+    try:
+        stored = dict(_stored_in(attribute(metadata, "storage_data")))
+        kept = attribute(metadata, "state_dict_metadata")
+        sizes = {key: attribute(entry, "size") for key, entry in kept.items()}
+        tensors = {key: _tensor_of(key, kept[key], stored) for key, size in sizes.items() if size is not None}
+        objects = {key: stored[key, None] for key, size in sizes.items() if size is None}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"File {folder / METADATA} does not say of every tensor where it is: {error!r}. {_REMEDY}"
+        ) from error
+    return DcpFolder(folder, tensors, objects)
+
+
+_Key = tuple[str, "tuple[int, ...] | None"]  # of a tensor and the offset of a chunk, or of an object
+
+
+def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Key, StoredBytes]]:
+    for index, info in storage.items():
+        name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
+        if attribute(info, "transform_descriptors"):
+            raise ValueError(f"{name} is compressed, which no reader here undoes")
+        file = str(attribute(info, "relative_path"))
+        if file in ("", ".", "..") or "/" in file or "\\" in file:  # a path could lead out of the folder
+            raise ValueError(f"{file!r} is no file name")
+        key = (name, None if offset is None else tuple(map(int, offset)))
+        yield key, StoredBytes(file, int(attribute(info, "offset")), int(attribute(info, "length")))
+
+
+def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, StoredBytes]) -> DcpTensor:
+    shape, properties = tuple(map(int, attribute(entry, "size"))), attribute(entry, "properties")
+    # torch 2.3 and later save the dtype as the first of the properties, others by name.
+    state: Sequence[Any] = attribute(properties, "state") or ()
+    dtype = attribute(properties, "dtype") or next(iter(state), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    places = [
+        (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes"))) for each in attribute(entry, "chunks")
+    ]
+    chunks = tuple(DcpChunk(Box(offsets, sizes), stored[key, offsets]) for offsets, sizes in places if 0 not in sizes)
+    numel = sum(chunk.box.numel for chunk in chunks)
+    is_inside = 0 in shape or all(Box.whole(shape).intersect(chunk.box) == chunk.box for chunk in chunks)
+    if numel != math.prod(shape) or not is_inside:
+        raise ValueError(f"{key} has {numel} elements of {list(shape)}")
+    return DcpTensor(shape, dtype, chunks)
+
+
+def open_torch_file(path: Path) -> Source:
+    """The state in a file that `write_torch_file` wrote."""
+    state = load_file(path)
+    found = state.get("format") if isinstance(state, Mapping) else None
+    if found != _FORMAT or state.get("version") != _VERSION:
+        raise CheckpointError(
+            f"File {path} has format {found!r}. It has to be {_FORMAT!r} of version {_VERSION}, which 'convert --to "
+            "torch' writes. Give the iteration folder for a Megatron's file."
+        )
+    try:
+        tensors = {str(key): value for key, value in state["tensors"].items()}
+        strange = next((key for key, value in tensors.items() if not isinstance(value, Tensor)), None)
+        if strange is not None:
+            raise TypeError(f"{strange} is no tensor")
+        groups, resting = (tuple(map(group_from_json, state.get(key, ()))) for key in ("groups", "resting"))
+        scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
+        skipped, about = int(state["num_skipped"]), dict(state["about"])
+        head = Manifest("", (), {}, groups, str(state["inner"]), scale, skipped, about, resting=resting)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"File {path} does not hold what 'convert --to torch' writes: {error!r}. Convert it again."
+        ) from None
+    check_groups((*head.groups, *head.resting), f"file {path}")
+    infos = {key: TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
+    return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())
+
+
+def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Writes all tensors into one file; they are in memory together."""
+    head, tensors = replace(source.head, files=(), tensors={}), {}
+    for key in source.tensors:
+        tensors[key] = source.read(key).contiguous()
+        progress(tensors[key].numel() * tensors[key].element_size())
+    state = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "tensors": tensors,
+        "groups": [group_to_json(group) for group in head.groups],
+        "resting": [group_to_json(group) for group in head.resting],
+        "inner": head.inner,
+        "loss_scale": dict(head.loss_scale),
+        "num_skipped": head.num_skipped,
+        "about": dict(head.about),
+    }
+    save_whole(state, path)
