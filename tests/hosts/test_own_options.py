@@ -69,7 +69,7 @@ def test_base_optimizer_of_2023_when_it_has_options_of_its_own_then_it_is_used_i
 
 def test_base_optimizer_of_2023_when_it_has_options_that_the_named_adam_has_not_then_refused() -> None:
     base = OWN["amsgrad"]([VALUES.clone().requires_grad_()])
-    with pytest.raises(ConfigError, match=r"AdamW: amsgrad=True.*Drop one of the two"):
+    with pytest.raises(ConfigError, match=r"AdamW has amsgrad=True.*Drop one of the two"):
         _chosen(base, DistOptConfig(adam="torch_foreach"))
 
 

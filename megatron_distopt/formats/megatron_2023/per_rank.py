@@ -148,33 +148,25 @@ def read_per_rank(file: ModelFile) -> FileState:
     paths = found[:told]  # one of a higher rank is left from an earlier save
     contents = [_loaded(path) for path in paths]
     entries = [content["optimizer"] for content in contents]
-    saved_groups: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for group in (group for entry in entries for group in entry["optimizer"]["param_groups"]):
-        saved_groups.setdefault(identity(group), group)  # a rank has those that it owns params of
-    groups = groups_by_rule(file, sorted(saved_groups.values(), key=group_decays, reverse=True))
-    holders: dict[int, list[Mapping[str, Any]]] = {}  # what may keep the update count, by param
+    of_ranks = [group for entry in entries for group in entry["optimizer"]["param_groups"]]
+    by_identity: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for group in of_ranks:  # a rank has those that it owns params of
+        by_identity.setdefault(identity(group), group)
+    groups = groups_by_rule(file, sorted(by_identity.values(), key=group_decays, reverse=True))
+    states: dict[int, list[Mapping[str, Any]]] = {}  # of the inner optimizer, by param; they may have the update count
     shards: dict[int, list[SavedShard]] = {}
     buffers = buffers_of(file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)).values()
     for rank, (entry, path) in enumerate(zip(entries, paths, strict=True)):
         origin = Origin(f"file {path}", _SAME_SAVE)
         for number, shard, state in _shards_in(file, entry, groups, buffers, rank, origin):
             shards.setdefault(number, []).append(shard)
-            holders.setdefault(number, []).append(state)
+            states.setdefault(number, []).append(state)
     _check_complete(file, groups, shards)
-    in_groups = [group for entry in entries for group in entry["optimizer"]["param_groups"]]
-    groups = tuple(
-        replace(
-            group,
-            step=the_step(
-                [
-                    *(each for each in in_groups if group_decays(each) is group_decays(group.options)),
-                    *(state for number in group.members for state in holders.get(number, ())),
-                ],
-                file.folder,
-            ),
-        )
-        for group in groups
-    )
+    with_steps = []
+    for group in groups:
+        holders = [each for each in of_ranks if group_decays(each) is group_decays(group.options)]
+        holders += [state for number in group.members for state in states.get(number, ())]
+        with_steps.append(replace(group, step=the_step(holders, file.folder)))
     kinds = {
         kind: tensor.dtype
         for each in (shard for of_param in shards.values() for shard in of_param)
@@ -191,7 +183,7 @@ def read_per_rank(file: ModelFile) -> FileState:
         return torch.cat([each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]).view(model.shape)
 
     kept = replace(entries_in(contents[0]), groups=tuple(group.options for group in groups))
-    return FileState(file, groups, kinds, read, kept, skipped_in(contents[0]))
+    return FileState(file, tuple(with_steps), kinds, read, kept, skipped_in(contents[0]))
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:

@@ -92,8 +92,8 @@ def choose_for(
         return Inner(chosen, groups_of(base), base.param_groups)
     if config.adam != "auto":
         raise ConfigError(
-            f"adam is {config.adam}, and the fork built its own {type(base).__name__}; adam takes the place of an Adam "
-            "of torch, apex, DeepSpeed or TransformerEngine. Write --distopt-optimizer adam to replace it, or drop "
+            f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and takes the place of an Adam "
+            "of torch, apex, DeepSpeed or TransformerEngine alone. Write --distopt-optimizer adam to replace it, or drop "
             "--distopt-adam."
         )
     chosen = adopt_instance(base, params, config)
@@ -139,7 +139,7 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
     for name, param in named.items():
         if param not in in_buffers:
             raise LayoutError(
-                f"Param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params before "
+                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params before "
                 "wrapping."
             )
     return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))

@@ -65,8 +65,8 @@ def expert_group(name: str, param: Parameter) -> Group:
         if hasattr(mpu, getter):
             return Group.of(getattr(mpu, getter)())
     raise HostError(
-        f"Expert param {name!r} has group_name {group_name!r}, which is no group of DeepSpeed's, and mpu has no "
-        f"{_EXPERT_GROUPS[0]}(). Use the MoE layer of deepspeed.moe, or give mpu that function."
+        f"The expert param {name!r} has group_name {group_name!r}, which is no group of DeepSpeed's, and there is no "
+        f"mpu.{_EXPERT_GROUPS[0]}(). Use the MoE layer of deepspeed.moe, or give mpu that function."
     )
 
 
