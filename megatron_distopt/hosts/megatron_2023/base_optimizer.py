@@ -92,9 +92,9 @@ def choose_for(
         return Inner(chosen, groups_of(base), base.param_groups)
     if config.adam != "auto":
         raise ConfigError(
-            f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and takes the place of an Adam "
-            "of torch, apex, DeepSpeed or TransformerEngine alone. Write --distopt-optimizer adam to replace it, or drop "
-            "--distopt-adam."
+            f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and takes the place of an "
+            "Adam of torch, apex, DeepSpeed or TransformerEngine alone. Write --distopt-optimizer adam to replace it, "
+            "or drop --distopt-adam."
         )
     chosen = adopt_instance(base, params, config)
     if chosen.updates_whole_params:
@@ -139,8 +139,8 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
     for name, param in named.items():
         if param not in in_buffers:
             raise LayoutError(
-                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params before "
-                "wrapping."
+                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params "
+                "before wrapping."
             )
     return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
 

@@ -99,7 +99,7 @@ def _construct(host_class: type, config: DistOptConfig, *args: Any, **kwargs: An
     if unlike:
         names = ", ".join(f"{name}={value!r}" for name, value in unlike.items())
         raise HostMismatchError(
-            f"Unknown arguments of {CLASS}: {names}. It takes {', '.join(CLASS_PARAMETERS)} alone. Leave the fork's option "
-            "behind it off."
+            f"Unknown arguments of {CLASS}: {names}. It takes {', '.join(CLASS_PARAMETERS)} alone. Leave the fork's "
+            "option behind it off."
         )
     return DistributedOptimizer(**known, options=config)
