@@ -197,7 +197,7 @@ def used_by(choice: Choice) -> Used:
 
 def hosts_matrices(gpt: GptSizes, cut: ParallelSizes) -> dict[str, MatrixSpec]:
     """Those that a run with our Muon in megatron-core has."""
-    from megatron_distopt.hosts.megatron_core import muon
+    from megatron_distopt.hosts.megatron_core import core_muon as muon
 
     model, request = real_model(gpt, cut), muon.MuonRequest(TorchMuonOptions(), "qkv", "duplicated", is_hosts=False)
     named = [(name, param) for name, param in model.named_parameters() if muon._is_for_muon(name, param, request)]

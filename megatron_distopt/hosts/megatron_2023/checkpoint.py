@@ -20,6 +20,7 @@ from megatron_distopt.checkpoint.folder import folder_beside, not_found, remove_
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.plain import is_plain
+from megatron_distopt.hosts.heads import head_entry
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.fork_files import (
     RankState,
@@ -40,7 +41,6 @@ from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saver import Saver
-from megatron_distopt.hosts.whole_params import head_entry
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 

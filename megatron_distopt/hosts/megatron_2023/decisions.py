@@ -34,7 +34,7 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import (
 )
 from megatron_distopt.hosts.megatron_2023.forks import check_flags, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
-from megatron_distopt.hosts.muon import (
+from megatron_distopt.hosts.megatron_muon import (
     MUON,
     FusedWeights,
     MuonRequest,
@@ -47,11 +47,11 @@ from megatron_distopt.hosts.muon import (
     with_muon_groups,
 )
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
-from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
 
 
@@ -163,7 +163,7 @@ def _choose(
     """The inner optimizer; of Muon for matrices of layers, with an Adam beside it."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
-        return choose_for(base, config, args, device.type, trained_params(named, group_of.__getitem__))
+        return choose_for(base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__))
     check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     name_of = {param: name for name, param in named.items()}

@@ -32,9 +32,9 @@ from megatron_distopt.hosts.megatron_core.config import (
     merge_config,
     missing_parallel_state,
 )
+from megatron_distopt.hosts.megatron_core.core_muon import as_adam, is_hosts_muon, is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
 from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS, FIRST_ORDER
-from megatron_distopt.hosts.megatron_core.muon import as_adam, is_hosts_muon, is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.precision import in_full_precision
 from megatron_distopt.hosts.megatron_core.start import start_together

@@ -22,6 +22,7 @@ from megatron_distopt.comm import Group, exchange, exchange_together, raise_toge
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.recognise import load_any
+from megatron_distopt.hosts.heads import head_entry, is_of_other_class
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
     check_has_boxes,
     check_takes_boxes,
@@ -32,7 +33,6 @@ from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
 from megatron_distopt.hosts.megatron_core.resume import HasHostBuffers, load_nameless
 from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
 from megatron_distopt.hosts.saver import Saver
-from megatron_distopt.hosts.whole_params import head_entry, is_of_other_class
 from megatron_distopt.optimizer.inner import count_updates
 
 

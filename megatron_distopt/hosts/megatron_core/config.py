@@ -15,24 +15,24 @@ from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.megatron_core.buffers import check_layout
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
-from megatron_distopt.hosts.megatron_core.fields import judged
-from megatron_distopt.hosts.megatron_core.host_state import host_state_of
-from megatron_distopt.hosts.megatron_core.muon import (
+from megatron_distopt.hosts.megatron_core.core_muon import (
     check_layer_wise,
     check_matrices,
     is_hosts_muon,
     request_from,
 )
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
+from megatron_distopt.hosts.megatron_core.fields import judged
+from megatron_distopt.hosts.megatron_core.host_state import host_state_of
 from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.hosts.muon import MUON, MuonRequest, config_for_adam
-from megatron_distopt.hosts.whole_params import trained_params
+from megatron_distopt.hosts.megatron_muon import MUON, MuonRequest, config_for_adam
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.options import flag_of
 
 
@@ -124,7 +124,7 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
         trained = {name: param for param, name in names.items() if param.requires_grad}
-        params = trained_params(trained, lambda name: Group.of())  # by whom each is sharded does not matter yet
+        params = TrainedParams.of(trained, lambda name: Group.of())  # by whom each is sharded does not matter yet
         choice = choose_inner(config_for_adam(config) if merged.muon else config, device.type, params)
         check_deterministic(config, device, Group.of())
     layouts: list[tuple[BufferLayout, torch.dtype]] = []

@@ -44,14 +44,13 @@ from megatron_distopt.hosts.megatron_core.buffers import (
 from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
 from megatron_distopt.hosts.megatron_core.config import Merged
+from megatron_distopt.hosts.megatron_core.core_muon import muon_for
 from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
 from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
-from megatron_distopt.hosts.megatron_core.muon import muon_for
 from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
 from megatron_distopt.hosts.megatron_core.start import PreparedStep
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import StepCalls, prepared_of
-from megatron_distopt.hosts.whole_params import trained_params
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
@@ -124,7 +123,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         config = merged.options
         device = next(iter(self.named.values())).device if self.named else _idle_device(config)
         if merged.muon is None:
-            params = trained_params(self.named, groups_by_name(self.named, self.buffers))
+            params = TrainedParams.of(self.named, groups_by_name(self.named, self.buffers))
             choice, groups = _inner_for(optimizer, config, device.type, params)
         else:
             of = self.named, self.buffers, self.model_chunks

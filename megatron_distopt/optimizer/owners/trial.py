@@ -20,12 +20,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build
 from megatron_distopt.optimizer.owners.owned_param import OwnedParam, option_values
@@ -34,10 +37,8 @@ from megatron_distopt.optimizer.owners.owned_param import OwnedParam, option_val
 class Updates(Enum):
     """What an optimizer updates without looking at anything else."""
 
-    #: Each element: every rank updates the elements of its shard.
-    ELEMENTS = "elements"
-    #: Each param: one rank updates it, whole.
-    PARAMS = "params"
+    ELEMENTS = "elements"  # every rank updates the elements of its shard
+    PARAMS = "params"  # each is updated whole, by one rank
 
 
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -53,7 +54,7 @@ class Candidate:
     build: Build  # makes a new one from param groups
     name: str  # for errors
     groups: Sequence[Mapping[str, Any]] = ({},)  # options of its param groups; params in them are not looked at
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=lambda: torch.device(CPU))
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class _Regime:
 
 
 _REGIMES = (_Regime((1e-3, 10.0)), _Regime((100.0, 1e-2), lr=1.0), _Regime((10.0, 1.0), is_orthogonal=True))
-#: For elements. Some classes treat matrices in another way, or tensors of more than 4,096 elements.
-_LARGE = ((90, 110), (1400,))
-_PIECES = (slice(6001), slice(6001, None))
-#: For params, by their number of dimensions; small, as some classes decompose a square matrix for each dimension.
-_SMALL: Mapping[int, tuple[tuple[int, ...], ...]] = {
+_Shapes = Sequence[tuple[int, ...]]
+#: For elements: some classes treat matrices in another way, or tensors of more than 4,096 elements.
+_LARGE: _Shapes = ((90, 110), (1400,))
+#: Where they are cut in two.
+_PIECE = 0.53
+#: By their number of dimensions; small, as some classes decompose a square matrix for each dimension.
+_SMALL: Mapping[int, _Shapes] = {
     0: ((), ()),
     1: ((20,), (70,)),
     2: ((24, 10), (12, 32)),
@@ -116,7 +119,7 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     Args:
         candidate: the class.
         dims: numbers of dimensions of the params that it is for; empty where only elements are served.
-        asked: the option `updates`; where it says something the trial has to agree.
+        asked: the option `updates`, with which the trial has to agree.
 
     Raises:
         ConfigError: neither, something else than the user says, or it cannot be told.
@@ -131,11 +134,12 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
             continue
         try:
             with _undisturbed(candidate.device):
-                for options in _kinds_of(candidate.groups):
+                for options, regime, shapes in product(_kinds_of(candidate.groups), _REGIMES, _shapes(updates, dims)):
+                    trial = _Trial(candidate, options, regime, _random(shapes, 0, candidate.device))
                     if updates is Updates.ELEMENTS:
-                        _try_elements(candidate, options, is_told=asked != "auto")
+                        trial.check_elements(is_told=asked != "auto")
                     else:
-                        _try_params(candidate, options, dims)
+                        trial.check_params()
             return updates
         except _NothingChanged:
             raise ConfigError(
@@ -151,59 +155,100 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     )
 
 
-def _try_elements(candidate: Candidate, options: Mapping[str, Any], *, is_told: bool) -> None:
-    start = _random(_LARGE, 0, candidate.device)
-    kept = torch.arange(start[0].numel(), device=candidate.device).view(start[0].shape) % 3 > 0
-    for regime in _REGIMES:
-        chosen = _with_lr(candidate, options, regime, start[0])
-        whole = _run(candidate, chosen, start, regime)
+def _shapes(updates: Updates, dims: Collection[int]) -> list[_Shapes]:
+    """Of the params of each trial; those of elements begin with small ones, with which most other classes differ."""
+    if updates is Updates.ELEMENTS:
+        return [_SMALL[2], _LARGE]
+    return [[shape for dim in sorted({min(dim, max(_SMALL)) for dim in dims}) for shape in _SMALL[dim]]]
+
+
+class _Trial:
+    """Steps of one class with one kind of options, from the same params every time."""
+
+    def __init__(self, candidate: Candidate, options: Mapping[str, Any], regime: _Regime, start: list[Tensor]) -> None:
+        self._candidate, self._regime, self._start = candidate, regime, start
+        self._options = _with_lr(candidate, options, regime, start[0])
+
+    def check_elements(self, *, is_told: bool) -> None:
+        start = self._start
+        whole = self._run(start)
         _check_state(whole.optimizer)
         if not is_told and all(map(torch.equal, start, whole.params)):
             raise _NothingChanged
+        cut = int(_PIECE * _flat(start).numel())
         pieces = [
-            _run(candidate, chosen, [_flat(start)[piece]], [[_flat(of_step)[piece]] for of_step in whole.grads])
-            for piece in _PIECES
+            self._run([_flat(start)[piece]], [[_flat(of_step)[piece]] for of_step in whole.grads])
+            for piece in (slice(cut), slice(cut, None))
         ]
-        joined = torch.split(_flat([piece.params[0] for piece in pieces]), [each.numel() for each in start])
+        joined = torch.split(_flat([piece.params[0] for piece in pieces]), [param.numel() for param in start])
         if not all(map(_is_close, start, whole.params, joined)):
             raise _Differs("it updates a param and pieces of it differently")
-        noise = [_random(_LARGE, 100 + step, candidate.device) for step in range(_NUM_STEPS)]
-        changed = [
-            [torch.where(kept, _flat(grads[:1]).view(kept.shape), 50 * others[0]), 50 * others[1]]
-            for grads, others in zip(whole.grads, noise, strict=True)
-        ]
-        beside_others = _run(candidate, chosen, start, changed)
-        found = [{key: _where(value, kept) for key, value in run.kept_for(0).items()} for run in (whole, beside_others)]
-        if not _are_same(*found) or any(_numbers(whole.kept_for(0)) != _numbers(piece.kept_for(0)) for piece in pieces):
-            raise _Differs("it updates an element differently where others have another gradient")
-        _check_resumed(whole, _run(candidate, chosen, start, whole.grads, is_saved=True))
+        some = (torch.arange(start[0].numel(), device=start[0].device) % 3 > 0).view(start[0].shape)
+        self._check_others(whole, [some, *(torch.zeros_like(param, dtype=torch.bool) for param in start[1:])])
+        if any(whole.numbers_of_first() != piece.numbers_of_first() for piece in pieces):
+            raise _Differs("it counts differently for a param and pieces of it")
+        _check_resumed(whole, self._run(start, whole.grads, is_saved=True))
 
-
-def _try_params(candidate: Candidate, options: Mapping[str, Any], dims: Collection[int]) -> None:
-    shapes = [shape for dim in sorted({min(dim, max(_SMALL)) for dim in dims}) for shape in _SMALL[dim]]
-    start = _random(shapes, 0, candidate.device)
-    for regime in _REGIMES:
-        chosen = _with_lr(candidate, options, regime, start[-1])
-        together = _run(candidate, chosen, start, regime, _WITHOUT_GRAD)
-        written = [
-            key
-            for key, value in together.first_options.items()
-            if repr(value) != repr(option_values(together.optimizer.param_groups[0])[key])
-        ]
-        if written:
-            raise _Differs(f"it changes its option {written[0]!r} for all params of a group")
-        alone = [_run_alone(candidate, chosen, start, together.grads, number) for number in range(len(start))]
-        if not all(map(_is_close, start, together.params, (each.params[0] for each in alone))):
+    def check_params(self) -> None:
+        start = self._start
+        together = self._run(start, without=_WITHOUT_GRAD)
+        for key, value in together.first_options.items():
+            if repr(value) != repr(together.optimizer.param_groups[0][key]):
+                raise _Differs(f"it changes its option {key!r} for all params of a group")
+        alone = [self._run_alone(number, together.grads) for number in range(len(start))]
+        if not all(map(_is_close, start, together.params, (owned.params[0] for owned in alone))):
             raise _Differs("it updates a param differently where it has others beside it")
-        noise = [_random(shapes, 100 + step, candidate.device) for step in range(_NUM_STEPS)]
-        changed = [
-            [grads[0], *(None if grad is None else 50 * new for grad, new in zip(grads[1:], other[1:], strict=True))]
-            for grads, other in zip(together.grads, noise, strict=True)
-        ]
-        if not _are_same(_run(candidate, chosen, start, changed).kept_for(0), together.kept_for(0)):
-            raise _Differs("it updates a param differently where others have another gradient")
-        for number, one in enumerate(alone):
-            _check_resumed(one, _run_alone(candidate, chosen, start, together.grads, number, is_saved=True))
+        first = [torch.full_like(param, number == 0, dtype=torch.bool) for number, param in enumerate(start)]
+        self._check_others(together, first)
+        for number, owned in enumerate(alone):
+            _check_resumed(owned, self._run_alone(number, together.grads, is_saved=True))
+
+    def _check_others(self, ran: _Ran, kept: Sequence[Tensor]) -> None:
+        """Steps again with other gradients where `kept` is false; the first param has to stay the same where it is."""
+        changed = list[_Grads]()
+        for step, grads in enumerate(ran.grads):
+            others = _random([param.shape for param in kept], 100 + step, kept[0].device)
+            of_step = zip(grads, kept, others, strict=True)
+            changed.append([None if grad is None else grad.where(stays, 50 * other) for grad, stays, other in of_step])
+        if not _is_same(self._run(self._start, changed).of_first(kept[0]), ran.of_first(kept[0])):
+            raise _Differs("it updates the same gradients differently where others have another gradient")
+
+    def _run(
+        self,
+        start: Sequence[Tensor],
+        grads: Sequence[_Grads] | None = None,
+        without: Mapping[int, int] | None = None,
+        *,
+        is_saved: bool = False,
+    ) -> _Ran:
+        """Steps params together, with gradients that are given or drawn; in some steps without one of them."""
+        params = [param.clone().requires_grad_() for param in start]
+        optimizer = self._candidate.build([{**copy.deepcopy(self._options), "params": params}])
+        first, used = dict(option_values(optimizer.param_groups[0])), list[_Grads]()
+        for step in range(_NUM_STEPS):
+            drawn = _draw(self._regime, step, params) if grads is None else grads[step]
+            used.append([None if (without or {}).get(step) == number else grad for number, grad in enumerate(drawn)])
+            for param, grad in zip(params, used[-1], strict=True):
+                param.grad = None if grad is None else grad.clone()
+            optimizer.step()
+            if is_saved and step == _STEP_OF_SAVE:
+                group, state = optimizer.param_groups[0], optimizer.state
+                optimizer = self._candidate.build([{**copy.deepcopy(option_values(group)), "params": params}])
+                optimizer.state.update({param: copy.deepcopy(state[param]) for param in params if param in state})
+        return _Ran([param.detach() for param in params], optimizer, used, first)
+
+    def _run_alone(self, number: int, grads: Sequence[_Grads], *, is_saved: bool = False) -> _Ran:
+        """Steps one of the params as its owner does."""
+        start, options = self._start[number], copy.deepcopy(self._options)
+        main = start.flatten().clone()
+        owned = OwnedParam(start.shape, start.device, self._candidate.build, options)
+        for step, of_step in enumerate(grads):
+            grad = of_step[number]
+            owned.step(main, None if grad is None else grad.flatten(), options)
+            if is_saved and step == _STEP_OF_SAVE:
+                description, tensors = owned.split()
+                owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
+        return _Ran([main.view(start.shape)], owned.optimizer, grads, options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,71 +260,34 @@ class _Ran:
     grads: Sequence[_Grads]  # by step
     first_options: Mapping[str, Any]  # of the param group, before the first step
 
-    def kept_for(self, number: int) -> dict[str, Any]:
-        """A param, its state and its group, by name."""
+    def of_first(self, kept: Tensor | None = None) -> dict[str, Any]:
+        """The first param, its state and its group, by name; of tensors as large as `kept` the elements where it is."""
         group = self.optimizer.param_groups[0]
-        state = self.optimizer.state.get(group["params"][number], {})
         of_group = {f"group {key}": value for key, value in option_values(group).items()}
-        return {"param": self.params[number], **dict(state), **of_group}
+        found = {"param": self.params[0], **self.optimizer.state.get(group["params"][0], {}), **of_group}
+        return {
+            key: value[kept] if isinstance(value, Tensor) and kept is not None and value.shape == kept.shape else value
+            for key, value in found.items()
+        }
 
-
-def _run(
-    candidate: Candidate,
-    options: Mapping[str, Any],
-    start: Sequence[Tensor],
-    grads: Sequence[_Grads] | _Regime,
-    without: Mapping[int, int] | None = None,
-    *,
-    is_saved: bool = False,
-) -> _Ran:
-    """Steps params together, with gradients that are given or drawn."""
-    params = [each.clone().requires_grad_() for each in start]
-    optimizer = candidate.build([{**copy.deepcopy(dict(options)), "params": params}])
-    first, used = dict(option_values(optimizer.param_groups[0])), list[_Grads]()
-    for step in range(_NUM_STEPS):
-        drawn = _draw(grads, step, params) if isinstance(grads, _Regime) else grads[step]
-        used.append([None if (without or {}).get(step) == number else grad for number, grad in enumerate(drawn)])
-        for param, grad in zip(params, used[-1], strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-        if is_saved and step == _STEP_OF_SAVE:
-            group, state = optimizer.param_groups[0], optimizer.state
-            optimizer = candidate.build([{**copy.deepcopy(option_values(group)), "params": params}])
-            optimizer.state.update({param: copy.deepcopy(state[param]) for param in params if param in state})
-    return _Ran([param.detach() for param in params], optimizer, used, first)
-
-
-def _run_alone(
-    candidate: Candidate,
-    options: Mapping[str, Any],
-    start: Sequence[Tensor],
-    grads: Sequence[_Grads],
-    number: int,
-    *,
-    is_saved: bool = False,
-) -> _Ran:
-    """Steps one of the params as its owner does."""
-    options, main = copy.deepcopy(dict(options)), start[number].flatten().clone()
-    owned = OwnedParam(start[number].shape, candidate.device, candidate.build, options)
-    first = dict(option_values(owned.optimizer.param_groups[0]))
-    for step, of_step in enumerate(grads):
-        grad = of_step[number]
-        owned.step(main, None if grad is None else grad.flatten(), options)
-        if is_saved and step == _STEP_OF_SAVE:
-            description, tensors = owned.split()
-            owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
-    return _Ran([main.view(start[number].shape)], owned.optimizer, grads, first)
+    def numbers_of_first(self) -> dict[str, str]:
+        """What the class keeps once for the first param and its group."""
+        return {
+            key: repr(value.item() if isinstance(value, Tensor) else value)
+            for key, value in self.of_first().items()
+            if not isinstance(value, Tensor) or value.numel() == 1
+        }
 
 
 def _check_state(optimizer: Optimizer) -> None:
-    """Checkpoints cut what is kept for a param like the param, or hold it once."""
+    """Checks that a checkpoint can cut what is kept for a param like the param, or hold it once."""
     params = optimizer.param_groups[0]["params"]
-    for param, state in optimizer.state.items():
-        if not any(param is each for each in params):
-            raise _Differs(f"it keeps {param!r} in its state beside that of its params")
+    for owner, state in optimizer.state.items():
+        if not any(owner is param for param in params):
+            raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
         for key, value in state.items():
             is_kept = value is None or isinstance(value, (bool, int, float, str))
-            if not is_kept and not (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == param.shape)):
+            if not is_kept and not (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == owner.shape)):
                 raise _Differs(f"it keeps {key!r}, which is neither one number nor as large as the param")
 
 
@@ -305,47 +313,29 @@ def _is_same(one: Any, other: Any) -> bool:
     """Equal to the bit, but for zeros and nans of another kind."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_is_same, one, other))
     is_plain = isinstance(one, (bool, int, float, str)) or one is None
     return not is_plain or repr(one) == repr(other)
 
 
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-
-
-def _where(value: Any, kept: Tensor) -> Any:
-    return value[kept] if isinstance(value, Tensor) and value.shape == kept.shape else value
-
-
-def _numbers(kept: Mapping[str, Any]) -> dict[str, str]:
-    """What a class keeps once for a param or a group."""
-    return {
-        key: repr(value.item() if isinstance(value, Tensor) else value)
-        for key, value in kept.items()
-        if not isinstance(value, Tensor) or value.numel() == 1
-    }
-
-
 def _random(shapes: Iterable[Sequence[int]], seed: int, device: torch.device) -> list[Tensor]:
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return [
-        torch.randn(tuple(shape), generator=generator, device="cpu", dtype=torch.float32).to(device) for shape in shapes
-    ]
+    """In fp32 from the CPU's generator, whatever the user's defaults and the device are."""
+    generator = torch.Generator(device=CPU).manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "device": CPU, "dtype": torch.float32}
+    return [torch.randn(tuple(shape), **options).to(device) for shape in shapes]
 
 
 def _draw(regime: _Regime, step: int, params: Sequence[Tensor]) -> list[Tensor]:
     """Gradients that keep a direction, and not their size."""
-    shapes, device = [param.shape for param in params], params[0].device
-    directions, noises = (_random(shapes, seed, device) for seed in (1, 2 + step))
+    directions, noises = (_random([param.shape for param in params], seed, params[0].device) for seed in (1, 2 + step))
     size = _SIZES[step % len(_SIZES)]
     grads = [size * (direction + 0.5 * noise) for direction, noise in zip(directions, noises, strict=True)]
     if regime.is_orthogonal:
-        grads = [
-            _orthogonal_to(param.detach(), grad) if param.dim() else grad
-            for param, grad in zip(params, grads, strict=True)
-        ]
+        pairs = zip(params, grads, strict=True)
+        grads = [_orthogonal_to(param.detach(), grad) if param.dim() else grad for param, grad in pairs]
     return [grad * regime.grad_scales[number % 2] for number, grad in enumerate(grads)]
 
 
@@ -381,8 +371,7 @@ def _kinds_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Random states of torch, Python and numpy, hooks of the user on all optimizers, and warnings stay as they are."""
-    numpys = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    states = random.getstate(), None if numpys is None else numpys.get_state()
+    states = random.getstate(), np.random.get_state()
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # torch calls them for every optimizer
     hooks = [vars(sys.modules["torch.optim.optimizer"])[name] for name in names]
     saved = [dict(each) for each in hooks]
@@ -397,7 +386,6 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(states[0])
-        if numpys is not None:
-            numpys.set_state(states[1])
+        np.random.set_state(states[1])
         for each, before in zip(hooks, saved, strict=True):
             each.update(before)

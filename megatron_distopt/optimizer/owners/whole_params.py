@@ -31,25 +31,19 @@ class TrainedParams:
     shapes: Mapping[str, Sequence[int]]  # by name; of those that may train later as well
     group_of: Callable[[str], Group]  # from a name to the data-parallel ranks over which the param is sharded
 
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor], group_of: Callable[[str], Group]) -> TrainedParams:
+        """Those of a rank, by name."""
+        return cls({name: tuple(param.shape) for name, param in named.items()}, group_of)
+
 
 class WholeParams(InParts):
-    """See the file.
-
-    `step` is collective over the groups of the buffers, also on a rank without params.
-
-    Args:
-        groups: of main params.
-        build: makes an optimizer of the class.
-        params: all that are updated, on whatever rank.
-
-    Attributes:
-        owned: what this rank updates, by the name of the param.
-    """
+    """See the file. `step` is collective over the groups of the buffers, also on a rank without params."""
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
         super().__init__(groups, build([{"params": [torch.zeros((2,) * num_dims)]}]).defaults)
-        self.owned: dict[str, OwnedParam] = {}
+        self.owned: dict[str, OwnedParam] = {}  # what this rank updates, by the name of the param
         self.owners: list[OwnerPlan] = []
         self._build, self._params = build, params
         self._buffers: list[OwnedBuffer] = []
@@ -99,11 +93,7 @@ class WholeParams(InParts):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective: updates every main param that has a gradient.
-
-        Args:
-            closure: computes the loss; its value is returned.
-        """
+        """Collective: updates every main param that has a gradient."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for buffer in self._buffers:

@@ -29,7 +29,7 @@ from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
 from megatron_distopt.hosts.megatron_core.capabilities import with_values
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
-from megatron_distopt.hosts.muon import (
+from megatron_distopt.hosts.megatron_muon import (
     MUON,
     FusedWeights,
     MuonRequest,

@@ -10,33 +10,19 @@ class that updates whole params, and a run with another optimizer leaves these g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch.nn import Parameter
-
 from megatron_distopt.checkpoint.load_plan import class_of
-from megatron_distopt.checkpoint.owned_state import check_local_owned, local_owned, take_local_owned
-from megatron_distopt.comm import Group
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.hosts.naming import FROM_WEIGHTS
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.owners.whole_params import TrainedParams
+from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _CLASS = "updates_whole_params"
 #: In a rank's own state.
 _ENTRY, _OWNED = "whole_params", "owned"
-
-
-def trained_params(named: Mapping[str, Parameter], group_of: Callable[[str], Group]) -> TrainedParams:
-    """What an optimizer of whole params has to know of the params of this rank.
-
-    Args:
-        named: params that are updated, by name.
-        group_of: from a name to the ranks over which the param is sharded.
-    """
-    return TrainedParams({name: tuple(param.shape) for name, param in named.items()}, group_of)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:
@@ -53,10 +39,10 @@ def own_entry(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """What owners keep, for a state of this rank alone; tensors have memory of their own. Empty with other classes."""
     if not optimizer.plan.choice.updates_whole_params:
         return {}
-    owned = {
-        name: (about, {key: tensor.clone() for key, tensor in tensors.items()})
-        for name, (about, tensors) in local_owned(optimizer).items()
-    }
+    owned = {}
+    for name, param, _ in owned_params(optimizer.inner):
+        description, tensors = param.split()
+        owned[name] = description, {key: tensor.clone() for key, tensor in tensors.items()}
     return {_ENTRY: {**head_entry(optimizer.plan.choice), _OWNED: owned}}
 
 
@@ -68,13 +54,20 @@ def check_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> No
     """
     choice, entry = optimizer.plan.choice, state.get(_ENTRY, {})
     if is_of_other_class(choice, entry):
-        got, rule = f"of {entry.get(_CLASS, 'a class that does not update whole params')}", f"be of {choice.name}"
-        raise CheckpointError(refusal("optimizer state", got, rule, f"Resume with its optimizer, or {FROM_WEIGHTS}"))
-    if entry:
-        check_local_owned(optimizer, entry[_OWNED])
+        raise CheckpointError(
+            f"Optimizer state is of {entry.get(_CLASS, 'a class that does not update whole params')}, and this run has "
+            f"{choice.name}. Resume with its optimizer, or {FROM_WEIGHTS}."
+        )
+    owned = {name for name, *_ in owned_params(optimizer.inner)}
+    if entry and owned != set(entry[_OWNED]):
+        raise CheckpointError(
+            f"The state has owned params {sorted(entry[_OWNED])}, and this rank owns {sorted(owned)}. Load each rank's "
+            "own state, saved with the same buckets."
+        )
 
 
 def take_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
     """Gives owners their state back; after `check_own_entry`."""
-    if _ENTRY in state:
-        take_local_owned(optimizer, state[_ENTRY][_OWNED])
+    for name, owned, options in owned_params(optimizer.inner) if _ENTRY in state else ():
+        description, tensors = state[_ENTRY][_OWNED][name]
+        owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
