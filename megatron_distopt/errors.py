@@ -65,10 +65,9 @@ class InvariantError(DistOptError, AssertionError):
 
 
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:
-    """The usual text of a refusal.
+    """Composes the text of an error from its parts.
 
-    Examples:
-        >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
-        "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
+    >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
+    "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
     """
     return f"Invalid {what}: {got}. Must {rule}. {remedy}."

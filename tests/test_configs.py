@@ -26,21 +26,13 @@ EXTRA = ("--lr", "7e-5", "--log-interval", "3")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch file is meant to start.
+    """What a launch file is meant to start."""
 
-    Args:
-        name: of the file, without its ending.
-        nodes: how many machines.
-        ranks: on each of them.
-        params: of the model.
-        needs: variables without which it must stop.
-    """
-
-    name: str
+    name: str  # of the file, without its ending
     nodes: int
-    ranks: int
-    params: float
-    needs: tuple[str, ...]
+    ranks: int  # on each node
+    params: float  # of the model
+    needs: tuple[str, ...]  # variables without which it must stop
 
     @property
     def by_deepspeed(self) -> bool:
@@ -76,15 +68,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the launcher's own parser made of the words.
-
-    Args:
-        options: the launcher's.
-        program: what each rank runs, from its first word that is not the launcher's; `-m` in front of a module.
-    """
+    """What the launcher's own parser made of the words."""
 
     options: dict[str, Any]
-    program: list[str]
+    program: list[str]  # what each rank runs, from its first word that is not the launcher's; `-m` before a module
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -224,11 +211,13 @@ def test_launch_files_when_read_then_name_no_machine_and_no_folder_of_one(path: 
 
 
 @each_fork_launch
-def test_launch_when_dry_run_then_the_launcher_starts_the_nodes_and_ranks_that_are_meant(
+def test_launch_when_dry_run_then_the_launcher_starts_the_script_on_the_nodes_and_ranks_that_are_meant(
     launch: Launch, variables: dict[str, str]
 ) -> None:
     started = _dry_run(launch.name, variables)
-    options = _parse(started).options
+    parsed = _parse(started)
+    options, target = parsed.options, _target(parsed, launch)
+    assert (target.name, target.is_module) == (f"{variables['MEGATRON_FORK']}/pretrain_gpt.py", False)
     assert started.launcher == ("deepspeed" if launch.by_deepspeed else "torchrun")
     if launch.by_deepspeed:
         assert options["num_gpus"] == launch.ranks
@@ -259,14 +248,6 @@ def test_launch_when_deepspeed_has_two_nodes_then_both_get_our_variables(variabl
     lines = Path(started.environment["DS_ENV_FILE"]).read_text().splitlines()
     assert (lines[0], lines[-1]) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "MINE=1")
     assert sorted(lines[1:-1]) == ["MEGATRON_DISTOPT=require", "MEGATRON_DISTOPT_ADAM=apex"]
-
-
-@each_fork_launch
-def test_launch_when_dry_run_then_the_runner_is_first_and_accepts_the_script(
-    launch: Launch, variables: dict[str, str]
-) -> None:
-    target = _target(_parse(_dry_run(launch.name, variables)), launch)
-    assert (target.name, target.is_module) == (f"{variables['MEGATRON_FORK']}/pretrain_gpt.py", False)
 
 
 @each_fork_launch

@@ -30,7 +30,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, shards_of
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together, sum_over
@@ -115,36 +114,28 @@ def _mixed(numbers: Tensor) -> Tensor:
 # --- the digests of a model
 
 
-@dataclass(frozen=True, eq=False)
-class LocalDigests:
-    """What the elements that this rank counts add to digests."""
-
-    sums: Mapping[DigestKey, Tensor]  # int64 0-D, on the device of the gradients
-    dtypes: Mapping[DigestKey, str]  # in which the values are kept here
-
-
-def grad_digests(model: WholeModel) -> LocalDigests:
-    """Digests of the sums in the grad buffers, as they were reduced: not divided, not clipped."""
+def grad_digests(model: WholeModel) -> dict[DigestKey, Tensor]:
+    """What this rank adds to digests of gradients as they were reduced: not divided, not clipped. int64 0-D each."""
     return _local_digests(model, lambda piece: {GRADS: piece.flat.grad})
 
 
-def state_digests(model: WholeModel) -> LocalDigests:
-    """Digests of main params and moments, of the values that they stand for."""
+def state_digests(model: WholeModel) -> dict[DigestKey, Tensor]:
+    """What this rank adds to digests of main params and moments, of the values that they stand for."""
     return _local_digests(
         model, lambda piece: {MAIN: piece.flat.main, **moments_of(piece.share.optimizer.inner, piece.flat.main)}
     )
 
 
-def _local_digests(model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]) -> LocalDigests:
-    sums, dtypes = dict[DigestKey, Tensor](), dict[DigestKey, str]()
-    device = model.shares[0].optimizer.device
+def _local_digests(
+    model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]
+) -> dict[DigestKey, Tensor]:
+    sums, device = dict[DigestKey, Tensor](), model.shares[0].optimizer.device
     for piece in _counted_pieces(model):
         for kind, tensor in tensors_of(piece).items():
             key = kind, piece.placement.name
             part = digest_of(as_plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
             sums[key] = sums[key] + part if key in sums else part
-            dtypes[key] = dtype_name(tensor.dtype)
-    return LocalDigests(sums, dtypes)
+    return sums
 
 
 def _counted_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
@@ -175,8 +166,8 @@ class DigestLog:
         self._every, self._path = config.log_digests or 1, Path(config.digest_file)
         self._model, self._group = model, group
         self._num_steps: int | None = None  # None before the first step of a start
-        self._grads: LocalDigests | None = None
-        self._dtypes: dict[DigestKey, set[str]] = {}  # of all that is summed, the same on all ranks
+        self._grads: dict[DigestKey, Tensor] | None = None
+        self._keys: dict[DigestKey, None] = {}  # of all that is summed, the same on all ranks in the same order
         self._is_writing = group.rank == 0
 
     @torch.no_grad()
@@ -201,7 +192,7 @@ class DigestLog:
                 "norm": _json_number(decision.norm),
                 "divisor": _json_number(decision.unclipped),
             }
-            self._record(self._num_steps, [self._grads, state_digests(self._model())], facts)
+            self._record(self._num_steps, self._grads | state_digests(self._model()), facts)
             self._grads = None
 
     def loaded(self) -> None:
@@ -215,56 +206,44 @@ class DigestLog:
         num_steps = max((count_updates(each.inner) or 0) + each.num_skipped for each in optimizers)
         num_steps = max(exchange_together(lambda: num_steps, self._group, "digests"))
 
+        versions = {"adam": optimizers[0].plan.choice.name, "torch": torch.__version__, "megatron_distopt": VERSION}
+        about = {**model.about, **versions}
+
         def begin_file() -> None:
             if not self._is_writing:
                 return
-            versions = {"adam": optimizers[0].plan.choice.name, "torch": torch.__version__, "megatron_distopt": VERSION}
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                head = {
-                    "format": _FORMAT,
-                    "step": num_steps,
-                    "every": self._every,
-                    "about": {**model.about, **versions},
-                }
-                self._append(head)
+                self._append({"format": _FORMAT, "step": num_steps, "every": self._every, "about": about})
             except OSError as error:
                 raise CheckpointError(
-                    f"The digest file {self._path} cannot be written: {error}. Name a file that rank 0 can write to "
-                    "with the option digest_file."
+                    f"The digest file {self._path} cannot be written: {error}. Name another with digest_file."
                 ) from error
 
         raise_together(begin_file, self._group, "digests")
-        self._dtypes = {}
-        self._record(num_steps, [state_digests(model)], {})
+        self._keys = {}
+        self._record(num_steps, state_digests(model), {})
         return num_steps
 
-    def _record(self, step: int, parts: Sequence[LocalDigests], facts: Mapping[str, Any]) -> None:
+    def _record(self, step: int, local: Mapping[DigestKey, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective: adds up what the ranks have counted, and writes it. The CPU waits for the device."""
-        local = {key: value for part in parts for key, value in part.sums.items()}
-        dtypes = {key: dtype for part in parts for key, dtype in part.dtypes.items()}
         nothing = torch.zeros((), dtype=torch.int64, device=self._model().shares[0].optimizer.device)
         while True:
-            is_known = all(dtype in self._dtypes.get(key, ()) for key, dtype in dtypes.items())
-            totals = torch.stack([nothing + (not is_known), *(local.get(key, nothing) for key in self._dtypes)])
+            is_known = local.keys() <= self._keys.keys()
+            totals = torch.stack([nothing + (not is_known), *(local.get(key, nothing) for key in self._keys)])
             sum_over(totals, self._group)
             num_unaware, *digests = totals.tolist()
             if not num_unaware:
                 break
-            self._learn(exchange(dtypes, self._group))
+            self._learn(exchange([*local], self._group))
         self._write({"step": step, **facts, "digests": [f"{digest % (1 << 64):x}" for digest in digests]})
 
-    def _learn(self, said: Sequence[Mapping[DigestKey, str]]) -> None:
+    def _learn(self, keys_by_rank: Sequence[Sequence[DigestKey]]) -> None:
         """Notes what there is to sum on any rank, and writes it with the names that params have with every host."""
-        for key, dtype in (pair for dtypes in said for pair in dtypes.items()):
-            self._dtypes.setdefault(key, set()).add(dtype)
-        names = {name: self._model().canonical(name) for _, name in self._dtypes}
+        self._keys.update(dict.fromkeys(key for keys in keys_by_rank for key in keys))
+        names = {name: self._model().canonical(name) for _, name in self._keys}
         is_unique = len({*names.values()}) == len(names)
-        written = [
-            [kind, names[name] if is_unique else name, ",".join(sorted(dtypes))]
-            for (kind, name), dtypes in self._dtypes.items()
-        ]
-        self._write({"tensors": written})
+        self._write({"tensors": [(kind, names[name] if is_unique else name) for kind, name in self._keys]})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Appends a record. Training goes on without digests where the disk does not take it."""
@@ -303,7 +282,6 @@ class LoggedStep:
 
     number: int
     digests: Mapping[DigestKey, str]  # as hexadecimal numbers
-    dtypes: Mapping[DigestKey, str]
     facts: Mapping[str, Any]  # learning rates, norm and such; empty for the state at a start
 
 
@@ -331,7 +309,7 @@ def read_run(path: Path) -> LoggedRun:
         CheckpointError: a line is not what it should be; only the last one may be unfinished.
     """
     every, steps = 1, dict[int, LoggedStep]()
-    dtypes: dict[DigestKey, str] = {}
+    keys: list[DigestKey] = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if not line.strip() or not line.endswith("\n"):
@@ -341,15 +319,12 @@ def read_run(path: Path) -> LoggedRun:
             if "format" in record:
                 every, steps = record["every"], {n: each for n, each in steps.items() if n <= record["step"]}
             elif "tensors" in record:
-                dtypes = {(kind, name): dtype for kind, name, dtype in record["tensors"]}
+                keys = [(kind, name) for kind, name in record["tensors"]]
             else:
-                digests = dict(zip(dtypes, record.pop("digests"), strict=True))
-                step = record.pop("step")
+                digests, step = dict(zip(keys, record.pop("digests"), strict=True)), record.pop("step")
                 # The state at a start replaces the one that the run had there, whose gradients and facts stay.
-                before = steps.get(step, LoggedStep(step, {}, {}, {}))
-                steps[step] = LoggedStep(
-                    step, {**before.digests, **digests}, {**before.dtypes, **dtypes}, {**before.facts, **record}
-                )
+                before = steps.get(step, LoggedStep(step, {}, {}))
+                steps[step] = LoggedStep(step, {**before.digests, **digests}, {**before.facts, **record})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"Line {number} of the digest file {path} is damaged: {type(error).__name__}: {error}. Remove the "
@@ -359,6 +334,6 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def differing(one: LoggedStep, other: LoggedStep) -> list[DigestKey]:
-    """What both have in the same dtype and with different digests, in the order of the first."""
-    both = [key for key in one.digests if key in other.digests and one.dtypes[key] == other.dtypes[key]]
+    """What both have with different digests, in the order of the first."""
+    both = [key for key in one.digests if key in other.digests]
     return [key for key in both if one.digests[key] != other.digests[key]]

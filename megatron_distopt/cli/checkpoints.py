@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -15,11 +14,11 @@ from megatron_distopt.checkpoint.folder import MANIFEST, finished_beside, is_che
 from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 
 _TRACKER, _IN_ITERATION = "latest_checkpointed_iteration.txt", "distrib_optim.distopt"
 _DATA = ".distcp"
-_RULE = f"be a folder with {MANIFEST}, an iteration, or the --save folder of a run"
+_WANTED = f"a folder with {MANIFEST}, an iteration, or the --save folder of a run"
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,14 @@ def find(path: Path) -> CheckpointPath:
         CheckpointError: the path means no checkpoint that is there and finished.
     """
     if not path.exists():
-        raise _refused(path, "no such file or folder", _nearest(path))
+        names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, names, n=1)
+        meant = f"Did you mean {path.parent / near[0]}?" if near else ""
+        raise CheckpointError(f"There is no file or folder {path}. {meant or f'Write {_WANTED}.'}")
     if path.is_file() and path.name in (MANIFEST, _TRACKER):
         path = path.parent
     if path.suffix == _DATA:
-        raise _refused(path, "one file of a checkpoint", f"Write the folder: {path.parent}")
+        raise CheckpointError(f"{path} is one file of a checkpoint. Write the folder {path.parent}.")
     if path.is_file():
         return CheckpointPath(path, is_ours=False)
     for folder in (path, path / _IN_ITERATION):
@@ -59,9 +61,11 @@ def _latest(root: Path) -> CheckpointPath:
     text = (root / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     name = f"iter_{int(text):07d}" if text.isdecimal() else "release"
     if not (text.isdecimal() or text == name) or not (root / name).is_dir():
-        there = sorted(root.glob("iter_*"))
-        got = f"{_TRACKER} says {text[:20]!r}, and there is no such iteration"
-        raise _refused(root, got, f"Write an iteration: {there[-1]}" if there else "Write the folder of a checkpoint")
+        iterations = sorted(root.glob("iter_*"))
+        raise CheckpointError(
+            f"{root / _TRACKER} says {text[:20]!r}, and there is no such iteration. "
+            f"Write {iterations[-1] if iterations else _WANTED}."
+        )
     return replace(find(root / name), chosen=f"the latest in {root}")
 
 
@@ -72,21 +76,11 @@ def _check_finished(folder: Path) -> None:
     """
     files = len(list(folder.glob(f"*{_DATA}"))) if folder.is_dir() else 0
     if files and not (folder / ".metadata").exists():
-        got = f"a save that was not finished: {files} {_DATA} file{'s' * (files > 1)} and no {MANIFEST}"
-        earlier = [str(each.parent) for each in finished_beside(folder)][:1] or ["an earlier one"]
-        remedy = f"Wait if a run is saving there now; if that run has died, take {earlier[0]}"
-        raise CheckpointError(refusal(f"checkpoint {folder}", got, f"hold {MANIFEST}", remedy))
-
-
-def _nearest(path: Path) -> str:
-    """Says which existing path was probably meant."""
-    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, names, n=1)
-    return f"Write {path.parent / near[0]}, which is there" if near else "Write the path of one of these"
-
-
-def _refused(path: Path, got: str, remedy: str) -> CheckpointError:
-    return CheckpointError(refusal(f"checkpoint {path}", got, _RULE, remedy))
+        earlier = next((str(manifest.parent) for manifest in finished_beside(folder)), "an earlier one")
+        raise CheckpointError(
+            f"A save into {folder} was not finished: it has {files} {_DATA} file{'s' * (files > 1)} and no {MANIFEST}. "
+            f"Wait if a run is saving there now; if that run has died, take {earlier}."
+        )
 
 
 def nbytes_of(info: TensorInfo) -> int:
@@ -112,11 +106,11 @@ def in_order(names: Iterable[str]) -> list[str]:
     >>> in_order(["layers.10.w", "layers.9.w"])
     ['layers.9.w', 'layers.10.w']
     """
-    return sorted(names, key=_order)
 
+    def order(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
-def _order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"[.]", name)]
+    return sorted(names, key=order)
 
 
 def settings_of(group: GroupRecord) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class _Setting:
     what: str
     first: object
     second: object
-    names: tuple[str, ...] = ()  # of the params that it applies to; empty for the whole checkpoint
+    names: list[str] = field(default_factory=list)  # params that it applies to; empty for the whole checkpoint
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -159,7 +159,7 @@ def compare(first: Tensor, second: Tensor) -> Difference:
     count, largest, magnitude = 0, 0.0, 0.0
     flat = first.reshape(-1), second.reshape(-1)
     for start in range(0, first.numel(), _AT_ONCE):
-        ours, theirs = (each[start : start + _AT_ONCE] for each in flat)
+        ours, theirs = (tensor[start : start + _AT_ONCE] for tensor in flat)
         wide = ours.double()
         magnitude = max(magnitude, wide.nan_to_num(0.0).abs().max().item())
         differs = _bits(ours) != _bits(theirs) if ours.dtype == theirs.dtype else wide != theirs.double()
@@ -181,19 +181,16 @@ def _settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tup
     `names` are the names that a param has in both.
     """
     ours, theirs = (
-        {name: settings_of(group) for group in each.groups for name in group.names} for each in (first, second)
+        {name: settings_of(group) for group in manifest.groups for name in group.names} for manifest in (first, second)
     )
-    members: dict[str, list[str]] = {}
     found: dict[str, _Setting] = {}
     for name, other in names:
-        for each in _differing(ours.get(name, {}), theirs.get(other, {})):
-            found[repr(each)] = each
-            members.setdefault(repr(each), []).append(name)
-    for key, each in found.items():
-        yield _Setting(each.what, each.first, each.second, tuple(members[key]))
+        for setting in _differing(ours.get(name, {}), theirs.get(other, {})):
+            found.setdefault(repr(setting), setting).names.append(name)
+    yield from found.values()
     whole = (
-        {**{f"loss scale: {key}": value for key, value in each.loss_scale.items()}, "skipped steps": each.num_skipped}
-        for each in (first, second)
+        {**{f"loss scale: {key}": value for key, value in head.loss_scale.items()}, "skipped steps": head.num_skipped}
+        for head in (first, second)
     )
     yield from _differing(*whole)
 
@@ -217,10 +214,10 @@ def _parts(
 ) -> Iterator[RenderableType]:
     if settings:
         cells: list[Sequence[str]] = [("what", "A", "B", "where")]
-        for each in settings:
-            values = ("not said" if value is None else number_text(value) for value in (each.first, each.second))
-            where = counted(len(each.names), "param") if each.names else "the whole checkpoint"
-            cells.append((each.what, *values, where))
+        for setting in settings:
+            values = ("not said" if value is None else number_text(value) for value in (setting.first, setting.second))
+            where = counted(len(setting.names), "param") if setting.names else "the whole checkpoint"
+            cells.append((setting.what, *values, where))
         yield titled("settings that differ", rows(cells))
     if any(alone.values()):
         yield titled("params in one alone", rows((side, _params_text(keys)) for side, keys in alone.items()))
@@ -255,14 +252,13 @@ def _params_text(keys: Sequence[str]) -> str:
 
 
 def _notes(pairs: Sequence[_Pair]) -> Iterator[tuple[str, str]]:
-    """Lists how shapes and dtypes differ: param by param, or how many where many differ alike."""
+    """Lists how shapes and dtypes differ, and of which params."""
     all_kinds = {kind_of(pair.key) for pair in pairs}
     for note in dict.fromkeys(pair.note for pair in pairs if pair.note):
         keys = [pair.key for pair in pairs if pair.note == note]
         names, kinds = dict.fromkeys(map(name_of, keys)), dict.fromkeys(map(kind_of, keys))
         part = "" if kinds.keys() == all_kinds else f" ({', '.join(kinds)})"
-        for name in names if len(names) <= _NAMED else [f"{len(names):,} params"]:
-            yield f"{name}{part}", note
+        yield (f"{len(names):,} params" if len(names) > _NAMED else ", ".join(names)) + part, note
 
 
 def _difference_rows(differ: Sequence[_Pair]) -> Iterator[tuple[str, str, str, str]]:

@@ -66,7 +66,6 @@ def answer_about_runs(first: Path, second: Path) -> Answer:
         "parted": parted,
         "only_in_first": [name for name in ours if name not in theirs],
         "only_in_second": [name for name in theirs if name not in ours],
-        "not_compared": _other_dtypes(pairs),
     }
     parts = _parts(runs, document)
     if parted is None:
@@ -89,16 +88,6 @@ def _first_difference(pairs: Sequence[tuple[LoggedStep, LoggedStep]]) -> dict[st
             return {**found, "meaning": meaning}
         before = one.number
     return None
-
-
-def _other_dtypes(pairs: Sequence[tuple[LoggedStep, LoggedStep]]) -> dict[str, str]:
-    """By kind, the dtypes in which the runs keep it where these differ."""
-    return {
-        key[0]: f"{dtype} and {other.dtypes[key]}"
-        for one, other in pairs
-        for key, dtype in one.dtypes.items()
-        if other.dtypes.get(key, dtype) != dtype
-    }
 
 
 def _meaning(step: int, before: int | None, differ: set[str]) -> str:
@@ -136,7 +125,6 @@ def _parts(runs: Sequence[LoggedRun], document: Mapping[str, Any]) -> list[Rende
         (f"in {side} alone", listed(document[f"only_in_{key}"], _NAMED))
         for side, key in zip("AB", ("first", "second"), strict=True)
     ]
-    notes += [(f"{_kind_text(kind)}: not compared", dtypes) for kind, dtypes in document["not_compared"].items()]
     parted = document["parted"]
     if parted is None:
         return [titled("runs", rows(notes))]

@@ -9,7 +9,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -68,7 +68,6 @@ SRC is what inspect takes. per-rank, gathered and plain need the model files of
 its iteration, and DST is then a new iteration with them."""
 
 _Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
-_Run = Callable[[argparse.Namespace], Answer]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed.launch = words[end + 1 :]
     status: int
     try:
-        answer: Answer = parsed.run(parsed)
+        answer: Answer = import_module(f"megatron_distopt.cli.{parsed.module}").answer(parsed)
         print(answer.as_json() if parsed.json else answer.as_text(_width()))
         sys.stdout.flush()
         status = answer.status
@@ -119,10 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar=names, required=True)
     _add_doctor(commands)
     _add_patch(commands)
-    inspect = _command(commands, "inspect", "what does a checkpoint hold?", _INSPECT)
-    inspect.add_argument("checkpoint", type=Path, metavar="CKPT")
-    verify = _command(commands, "verify", "is a checkpoint whole?", _VERIFY)
-    verify.add_argument("checkpoint", type=Path, metavar="CKPT")
+    for name, text, description in (
+        ("inspect", "what does a checkpoint hold?", _INSPECT),
+        ("verify", "is a checkpoint whole?", _VERIFY),
+    ):
+        _command(commands, name, text, description).add_argument("checkpoint", type=Path, metavar="CKPT")
     diff = _command(commands, "diff", "in what do two checkpoints or runs differ?", _DIFF)
     diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest file")
     diff.add_argument("second", type=Path, metavar="B", help="another")
@@ -136,21 +136,13 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: _Commands[argparse.ArgumentParser], name: str, text: str, description: str, *, has_json: bool = True
 ) -> argparse.ArgumentParser:
-    """Declares a command that the file of its name answers."""
+    """Declares a command that the module of its name answers."""
     shape = argparse.RawDescriptionHelpFormatter
     command = commands.add_parser(name, help=text, description=description, formatter_class=shape)
-    command.set_defaults(run=_answered_by(name), json=False)
+    command.set_defaults(module=name, json=False)
     if has_json:
         command.add_argument("--json", action="store_true", help="print one JSON document")
     return command
-
-
-def _answered_by(name: str) -> _Run:
-    def run(parsed: argparse.Namespace) -> Answer:
-        found: Answer = import_module(f"megatron_distopt.cli.{name}").answer(parsed)
-        return found
-
-    return run
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -177,7 +169,7 @@ def _add_patch(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "convert", "write a checkpoint in another format", _CONVERT)
-    command.set_defaults(run=_answered_by("convert_command"))
+    command.set_defaults(module="convert_command")
     command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     command.add_argument("--to", choices=FORMATS, required=True, help="the format to write")

@@ -39,24 +39,21 @@ def answer(parsed: argparse.Namespace) -> Answer:
     Raises:
         HostError: it cannot be done; nothing is changed then.
     """
-    tree, fork = fork_at(parsed.fork), parsed.fork
+    tree, fork, action = fork_at(parsed.fork), parsed.fork, parsed.action
     is_applied = is_patched(tree)
-    if parsed.action == ("apply" if is_applied else "undo"):
-        said = "is applied already: nothing to do" if is_applied else "is not applied: nothing to undo"
-        return Answer({}, [said])
+    if action == ("apply" if is_applied else "undo"):
+        return Answer({}, [f"is {'applied already: nothing to do' if is_applied else 'not applied: nothing to undo'}"])
     edit = plan_undo(tree) if is_applied else plan_apply(tree)
-    if parsed.action != "check":
+    if action != "check":
         write(edit)
     place = f"{edit.name}, {len(BLOCK)} lines after line {edit.line}"
-    if parsed.action == "undo":
-        said = f"undone: {place}; the file is as it was before"
-    elif parsed.action == "apply" or is_applied:
-        said = (
-            f"{'is ' * (parsed.action == 'check')}applied: {place}; megatron-distopt patch --undo {fork} takes them out"
-        )
+    if action == "undo":
+        text = f"undone: {place}; the file is as it was before"
+    elif action == "check" and not is_applied:
+        text = f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in\n\n{as_diff(edit)}"
     else:
-        said = f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in\n\n{as_diff(edit)}"
-    return Answer({}, [said.removesuffix("\n")])
+        text = f"{'is ' if is_applied else ''}applied: {place}; megatron-distopt patch --undo {fork} takes them out"
+    return Answer({}, [text.removesuffix("\n")])
 
 
 def is_patched(tree: SourceTree) -> bool:
@@ -117,8 +114,7 @@ def plan_undo(tree: SourceTree) -> Edit:
     before = file.read_bytes()
     block = intact_block(before) if is_patched(tree) else None
     if block is None:
-        remedy = "Run megatron-distopt patch --check to see what is there"
-        raise HostError(f"{tree.shown(file)} has no block of this package. {remedy}.")
+        raise HostError(f"{tree.shown(file)} has no block of this package. Run megatron-distopt patch --check.")
     line = len(before[: block.start].splitlines())
     return Edit(file, tree.shown(file), before, before[: block.start] + before[block.stop :], line)
 
@@ -130,8 +126,7 @@ def _factory_file(tree: SourceTree) -> Path:
         raise UnknownHostError(reason)
     file = tree.file_of(generation.factory.module)
     if file is None:
-        text = f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists."
-        raise HostMismatchError(text)
+        raise HostMismatchError(f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists.")
     return file.resolve()  # a link stays a link
 
 
@@ -158,8 +153,9 @@ def write(edit: Edit) -> None:
                 os.unlink(name)
             raise
     except OSError as error:
-        remedy = "Run it as the user who owns the fork, or on a copy of it"
-        raise HostError(f"{edit.file} cannot be replaced ({error.strerror}). {remedy}.") from error
+        raise HostError(
+            f"{edit.file} cannot be replaced ({error.strerror}). Run it as the user who owns the fork, or on a copy."
+        ) from error
 
 
 def as_diff(edit: Edit) -> str:

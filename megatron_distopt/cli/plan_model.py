@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from megatron_distopt.compatibility import Feature, check_compatible
+from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import MatrixCut, MatrixSpec, ParamSpec
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES, Widths
+from megatron_distopt.options import flag_of
 
 #: By name on the command line: torch's name, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
@@ -17,6 +20,8 @@ DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4
 REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
+#: Options of a run that are chosen here under the same names.
+_STATE_OPTIONS = ("optimizer", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
 #: Megatron makes the width of a gated MLP a multiple of this.
 _GATED_MULTIPLE = 64
 
@@ -121,32 +126,14 @@ class Choice:
     optimizer: str = "adam"  # or "muon": Muon for the matrices of layers and Adam for all else
 
     def __post_init__(self) -> None:
-        rounded = self.state != "float32"
-        if not 0 <= self.offload_fraction <= 1:
-            raise ConfigError(
-                f"--offload-fraction is {self.offload_fraction:g}, which is no fraction of the state. "
-                "Write one from 0 to 1."
-            )
-        if self.has_muon and (rounded or self.offload_fraction):
-            raise ConfigError(
-                "The state of Muon is fp32 and on the device. Write --optimizer adam, or leave the forms and "
-                "--offload-fraction out."
-            )
-        if self.dtype == "fp32" and self.offload_fraction:
-            raise ConfigError(
-                "fp32 params are their own main params and stay on the device. Write --dtype bf16, or leave "
-                "--offload-fraction out."
-            )
-        if self.dtype == "fp16" and self.main_params_dtype in ("remainder", "bfloat16"):
-            raise ConfigError(
-                f"Main params as {self.main_params_dtype} belong to bf16 params, not to fp16 ones. Write "
-                "--main-params-dtype float32."
-            )
-        if self.reduce_dtype is not None and self.grad_dtype != "fp32":
-            raise ConfigError(
-                f"Gradients are kept in {self.grad_dtype}, so --reduce-dtype {self.reduce_dtype} has nothing to "
-                "round. Write --grad-dtype fp32, or --reduce-dtype none."
-            )
+        state = {name: getattr(self, name) for name in _STATE_OPTIONS}
+        config = DistOptConfig(loss_scale="dynamic", reduce_dtype=self.reduce_dtype, **state)
+        others = {
+            Feature.FP16_PARAMS: self.dtype == "fp16" and "--dtype fp16",
+            Feature.ONLY_FP32_PARAMS: self.dtype == "fp32" and "--dtype fp32",
+            Feature.SHORT_GRADS: self.grad_dtype != "fp32" and f"gradients that are kept in {self.grad_dtype}",
+        }
+        check_compatible(config, {feature: words for feature, words in others.items() if words})
 
     @property
     def has_muon(self) -> bool:
@@ -179,10 +166,8 @@ class Choice:
     @property
     def options(self) -> str:
         """The options of a run that give it this state; empty where they are the defaults."""
-        usual = Choice(self.cut)
-        names = ("optimizer", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
-        return " ".join(f"--distopt-{name.replace('_', '-')} {value}" for name, value in given.items())
+        given = {name: getattr(self, name) for name in _STATE_OPTIONS if getattr(self, name) != OPTIONS[name].default}
+        return " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
 
 
 def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:

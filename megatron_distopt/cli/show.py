@@ -111,14 +111,7 @@ def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
     Returns:
         A function that is called with the bytes that are done.
     """
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
+    columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(binary_units=True))
     console = Console(stderr=True)
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         yield partial(shown.advance, shown.add_task(what, total=total))
@@ -176,11 +169,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def more(count: int, most: int) -> list[str]:
-    """Returns the line that stands for what a list leaves out, if anything.
-
-    >>> more(25, most=20), more(20, most=20)
-    (['and 5 more: --json has all'], [])
-    """
+    """Returns the line that stands for what a list of `count` leaves out after `most`, if anything."""
     return [f"and {count - most:,} more: --json has all"] if count > most else []
 
 

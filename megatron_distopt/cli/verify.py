@@ -58,12 +58,14 @@ class _NonFiniteValues:
     numel: int = 0
 
     def look(self, key: str, tensor: Tensor, box: Box, where: str = "") -> None:
-        """Looks at the values of one box."""
+        """Looks at the values of one box of a tensor."""
         self.numel += tensor.numel()
-        bad = non_finite(tensor, box)
-        if bad is not None:
-            self.first.setdefault(key, f"{bad.value} at {list(bad.index)}{where}")
-            self.counts[key] += bad.count
+        places = non_finite(tensor)
+        if len(places):
+            in_box = places[0].tolist()
+            index = [offset + step for offset, step in zip(box.offsets, in_box, strict=True)]
+            self.first.setdefault(key, f"{tensor[tuple(in_box)].item()} at {index}{where}")
+            self.counts[key] += len(places)
 
     def problems(self) -> Iterator[Problem]:
         """Yields one problem for each tensor with such values."""
@@ -93,7 +95,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
 
 
 def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
-    """What was looked at, by area, which is well where no problem of that area says otherwise; and all problems."""
+    """Returns what was looked at, by area, which is well where no problem is of that area; and all problems."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -112,7 +114,6 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _verify_other(source: Source) -> tuple[dict[str, str], list[Problem]]:
-    """The same of a checkpoint in another format."""
     values, problems = _NonFiniteValues(), list[Problem]()
     with progress_of("verifying", sum(map(nbytes_of, source.tensors.values()))) as progress:
         for key, info in source.tensors.items():
@@ -159,10 +160,8 @@ def _check_file(
         text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
         yield _file_problem(record, text, stored, stored)
         return
-    if nbytes != record.nbytes or crc32 != record.crc32:
-        text = f"has CRC-32 {crc32:08x}, not {record.crc32:08x}"
-        if nbytes != record.nbytes:
-            text = f"has {nbytes:,} bytes, not {record.nbytes:,}"
+    text = _mismatch((nbytes, crc32), (record.nbytes, record.crc32))
+    if text:
         lost = [each for each in stored if each in unreadable or not _is_whole(path, each.chunk)]
         yield _file_problem(record, text, stored, lost)
         return
@@ -238,24 +237,26 @@ def _is_whole(path: Path, chunk: Chunk) -> bool:
 
 
 def _check_metadata(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Checks that torch alone can read the checkpoint; yields at most one problem."""
-    text, known = "", manifest.metadata
+    """Checks that torch alone can read the checkpoint."""
     try:
         content = (folder / METADATA).read_bytes()
-    except FileNotFoundError:
-        text = "is missing"
     except OSError as error:
-        text = f"cannot be read: {error}"
+        text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
     else:
-        if known is None:
+        if manifest.metadata is None:
             text = "has no checksum in the manifest"
-        elif len(content) != known[0]:
-            text = f"has {len(content):,} bytes, not {known[0]:,}"
-        elif zlib.crc32(content) != known[1]:
-            text = f"has CRC-32 {zlib.crc32(content):08x}, not {known[1]:08x}"
+        else:
+            text = _mismatch((len(content), zlib.crc32(content)), manifest.metadata)
     if text:
         text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
         yield Problem(_METADATA_AREA, METADATA, text)
+
+
+def _mismatch(found: tuple[int, int], wanted: tuple[int, int]) -> str:
+    """Says how bytes and CRC-32 of a file differ; empty where they do not."""
+    if found[0] != wanted[0]:
+        return f"has {found[0]:,} bytes, not {wanted[0]:,}"
+    return "" if found[1] == wanted[1] else f"has CRC-32 {found[1]:08x}, not {wanted[1]:08x}"
 
 
 # --- tensors, values and param groups
@@ -322,37 +323,20 @@ def _check_groups(params: set[str], groups: Sequence[GroupRecord]) -> Iterator[P
             yield Problem("groups", name, text)
 
 
-@dataclass(frozen=True)
-class NonFinite:
-    """The values in a box of a tensor that are not finite."""
+def non_finite(tensor: Tensor) -> Tensor:
+    """Returns the indices of the elements that are inf or nan, int64 [count, dimensions].
 
-    index: tuple[int, ...]  # of the first one in the whole tensor
-    value: float  # inf, -inf or nan
-    count: int  # how many there are in the box
-
-
-def non_finite(tensor: Tensor, box: Box) -> NonFinite | None:
-    """Finds the elements that are inf or nan; returns None where all are finite.
-
-    Args:
-        tensor: a part of a larger tensor, of any dtype.
-        box: where it lies in that.
-
-    >>> non_finite(torch.tensor([[1.0, math.inf]]), Box((4, 2), (1, 2)))
-    NonFinite(index=(4, 3), value=inf, count=1)
+    >>> non_finite(torch.tensor([[1.0, math.inf]])).tolist()
+    [[0, 1]]
     """
+    none = torch.empty(0, tensor.dim(), dtype=torch.int64)
     if not tensor.is_floating_point():
-        return None
+        return none
     wide = tensor if tensor.element_size() > 1 else tensor.float()  # float8 cannot be added up
     # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows is looked at again.
     if math.isfinite(wide.sum(dtype=torch.float32).item()):
-        return None
-    places = torch.isfinite(wide).logical_not_().nonzero()
-    if not len(places):
-        return None
-    inside = tuple(places[0].tolist())
-    index = tuple(offset + step for offset, step in zip(box.offsets, inside, strict=True))
-    return NonFinite(index, wide[inside].item(), len(places))
+        return none
+    return torch.isfinite(wide).logical_not_().nonzero()
 
 
 # --- for people

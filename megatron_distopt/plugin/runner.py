@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-from megatron_distopt.errors import ConfigError, DistOptError, refusal
+from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.plugin.install import install
 
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
@@ -30,17 +30,11 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 @dataclass(frozen=True)
 class TrainingScript:
-    """The script or module that is run.
+    """The script or module that is run."""
 
-    Args:
-        name: a path, or the dotted name of a module.
-        is_module: which of the two.
-        arguments: everything after the name, with what the launcher put before it in front.
-    """
-
-    name: str
+    name: str  # a path, or the dotted name of a module
     is_module: bool
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # everything after the name, with what the launcher put before it in front
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,9 +72,8 @@ def parse_target(words: Sequence[str]) -> TrainingScript:
     is_module = rest[:1] == ["-m"]
     name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
     if not name or (not is_module and not os.path.isfile(name[0])):
-        got = repr(name[0]) if name else "none"
-        remedy = "Put the script's path, or -m and a module, first"
-        raise ConfigError(refusal("training script", got, "be a file that exists", remedy))
+        found = f"There is no training script {name[0]!r}" if name else "No training script is given"
+        raise ConfigError(f"{found}. Put the script's path, or -m and a module, first.")
     return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 
@@ -97,12 +90,8 @@ def _run(target: TrainingScript) -> None:
     sys.excepthook = _without_our_frames(sys.excepthook)
     if target.is_module:
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
-    else:
-        _run_script(script)
-
-
-def _run_script(script: str) -> None:
-    """Runs a script as `python` does; runpy.run_path would put the absolute path into `sys.argv[0]`."""
+        return
+    # As `python` does; runpy.run_path would put the absolute path into sys.argv[0].
     main_module = ModuleType("__main__")
     main_module.__file__ = script
     sys.modules["__main__"] = main_module

@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import (
-    GRADS,
-    DigestKey,
-    LocalDigests,
-    digest_of,
-    grad_digests,
-    state_digests,
-)
+from megatron_distopt.checkpoint.digests import GRADS, DigestKey, digest_of, grad_digests, state_digests
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
 from megatron_distopt.optimizer.low_precision.state_precision import Precision
 from tests.checkpoint.test_reshard import LAYOUTS, MODEL
@@ -31,8 +24,8 @@ def _digest(values: Tensor) -> int:
     return int(digest_of(values, (0,) * values.dim())) % MODULUS
 
 
-def _summed(world: World, digests_of: Callable[..., LocalDigests]) -> dict[DigestKey, int]:
-    parts = [digests_of(rank.model).sums for rank in world.ranks]
+def _summed(world: World, digests_of: Callable[..., dict[DigestKey, Tensor]]) -> dict[DigestKey, int]:
+    parts = [digests_of(rank.model) for rank in world.ranks]
     keys = {key for part in parts for key in part}
     return {key: sum(int(part.get(key, 0)) for part in parts) % MODULUS for key in keys}
 

@@ -132,4 +132,4 @@ def test_compare_when_bits_differ_and_values_do_not_then_it_counts_them() -> Non
 def test_diff_when_one_cannot_be_read_then_status_2(whole: Path, tmp_path: Path, capsys: Output) -> None:
     status, lines, err = run(capsys, "diff", whole, tmp_path / "none")
     assert (status, lines) == (2, [])
-    assert err.startswith(f"megatron-distopt: Invalid checkpoint {tmp_path / 'none'}: no such file or folder. ")
+    assert err.startswith("megatron-distopt: ") and str(tmp_path / "none") in err

@@ -28,7 +28,6 @@ def _start(
     pokes: Pokes | None = None,
     facts: Mapping[int, Mapping[str, Any]] | None = None,
     params: tuple[str, ...] = PARAMS,
-    grads: str = "float32",
 ) -> Path:
     """Appends a start of a run that was never trained: its digests are made of kind, param and step."""
 
@@ -37,7 +36,7 @@ def _start(
         return [f"{hash((kind, name, step, (kind, name) in poked)) % (1 << 64):x}" for kind in kinds for name in params]
 
     def tensors(kinds: Iterable[str]) -> dict[str, Any]:
-        return {"tensors": [[kind, name, grads if kind == "grad" else "float32"] for kind in kinds for name in params]}
+        return {"tensors": [[kind, name] for kind in kinds for name in params]}
 
     records = [
         {"format": "megatron-distopt digests 1", "step": start, "every": every, "about": {}},
@@ -108,14 +107,6 @@ def test_diff_when_runs_part_then_the_first_step_and_its_params_are_named(
     assert (status, err) == (1, "")
     assert f"parted at step {step}" in lines[-1]
     assert all(any(each in line for line in lines) for names in params.values() for each in names)
-
-
-def test_diff_when_a_kind_has_another_dtype_then_it_is_said_and_not_compared(
-    first: Path, tmp_path: Path, capsys: Output
-) -> None:
-    other = _start(tmp_path / "other", grads="bfloat16", pokes={1: _all("grad")})
-    status, found = document(capsys, "diff", first, other)
-    assert (status, found["not_compared"]) == (0, {"grad": "float32 and bfloat16"})
 
 
 def test_diff_when_a_run_was_resumed_then_the_last_start_counts(first: Path, tmp_path: Path, capsys: Output) -> None:

@@ -23,9 +23,10 @@ from tests.support.checkpoint_commands import (
     rewritten,
     run,
 )
+from tests.support.refusals import assert_mentions
 from tests.support.simulated import World, small_model
 
-RULE = "Must be a folder with manifest.json, an iteration, or the --save folder of a run."
+WANTED = "a folder with manifest.json, an iteration, or the --save folder of a run"
 
 
 def test_inspect_when_asked_then_everything_in_one_look(whole: Path, capsys: Output) -> None:
@@ -146,16 +147,15 @@ def test_commands_when_the_path_is_wrong_then_one_line_that_helps(
     command: str, saved: Path, whole: Path, tmp_path: Path, capsys: Output
 ) -> None:
     data = whole / read_manifest(whole).files[0].name
-    write = "Write the path of one of these."
-    for path, text in (
-        (tmp_path / "none", f"{tmp_path / 'none'}: no such file or folder. {RULE} {write}"),
-        (
-            saved / "iter_000100",
-            f"{saved / 'iter_000100'}: no such file or folder. {RULE} Write {saved / ITERATION}, which is there.",
-        ),
-        (data, f"{data}: one file of a checkpoint. {RULE} Write the folder: {whole}."),
+    misspelled = saved / "iter_000100"
+    for path, remedy in (
+        (tmp_path / "none", f"Write {WANTED}."),
+        (misspelled, f"Did you mean {saved / ITERATION}?"),
+        (data, f"Write the folder {whole}."),
     ):
-        assert run(capsys, command, path) == (1, [], f"megatron-distopt: Invalid checkpoint {text}\n")
+        status, lines, err = run(capsys, command, path)
+        assert (status, lines, err.count("\n")) == (1, [], 1)
+        assert_mentions(err, "megatron-distopt: ", str(path), remedy)
 
 
 def test_inspect_when_there_is_nothing_of_a_checkpoint_then_refused(tmp_path: Path, capsys: Output) -> None:
@@ -173,10 +173,10 @@ def test_inspect_when_the_latest_iteration_is_not_there_then_another_is_offered(
     for number in (100, 200):
         (tmp_path / f"iter_{number:07d}").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
-    got = f"latest_checkpointed_iteration.txt says {text!r}, and there is no such iteration"
-    remedy = f"Write an iteration: {tmp_path / 'iter_0000200'}."
-    refused = f"megatron-distopt: Invalid checkpoint {tmp_path}: {got}. {RULE} {remedy}\n"
-    assert run(capsys, "inspect", tmp_path) == (1, [], refused)
+    status, lines, err = run(capsys, "inspect", tmp_path)
+    assert (status, lines) == (1, [])
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert_mentions(err, f"{tracker} says {text!r}", f"Write {tmp_path / 'iter_0000200'}.")
 
 
 def test_inspect_when_a_save_was_not_finished_then_what_to_do(saved: Path, tmp_path: Path, capsys: Output) -> None:
@@ -186,9 +186,8 @@ def test_inspect_when_a_save_was_not_finished_then_what_to_do(saved: Path, tmp_p
     (unfinished / MANIFEST).unlink()
     (unfinished / ".metadata").unlink()
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("200", encoding="utf-8")
-    got = "a save that was not finished: 4 .distcp files and no manifest.json. Must hold manifest.json"
-    for earlier in (tmp_path / "run" / ITERATION, "an earlier one"):
-        remedy = f"Wait if a run is saving there now; if that run has died, take {earlier}"
-        refused = f"megatron-distopt: Invalid checkpoint {unfinished}: {got}. {remedy}.\n"
-        assert run(capsys, "inspect", tmp_path / "run") == (1, [], refused)
+    for earlier in (str(tmp_path / "run" / ITERATION), "an earlier one"):
+        status, lines, err = run(capsys, "inspect", tmp_path / "run")
+        assert (status, lines) == (1, [])
+        assert_mentions(err, str(unfinished), "not finished", "4 .distcp files", "Wait", f"take {earlier}.")
         shutil.rmtree(tmp_path / "run" / ITERATION, ignore_errors=True)

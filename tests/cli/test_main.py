@@ -16,7 +16,7 @@ from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
 from megatron_distopt.hosts.source.block import BLOCK, GROUP
 from megatron_distopt.version import VERSION
-from tests.support.fork_trees import early_core, per_rank_2023
+from tests.support.fork_trees import per_rank_2023
 from tests.support.refusals import assert_mentions
 
 FACTORY = "megatron/optimizer/__init__.py"
@@ -54,13 +54,6 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(action: str, tmp
     status, out, err = run(capsys, "patch", action, tmp_path)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert_mentions(err, "megatron-distopt: ", str(tmp_path), "Write the path of your Megatron's checkout.")
-
-
-@pytest.mark.parametrize("action", ["--check", "--apply", "--undo"])
-def test_patch_when_the_generation_has_no_adapter_then_status_1(action: str, tmp_path: Path, capsys: Output) -> None:
-    status, out, err = run(capsys, "patch", action, early_core(tmp_path))
-    assert (status, out) == (1, "")
-    assert_mentions(err, "megatron-distopt: ", "Megatron-LM with megatron-core 0.4 or 0.5", "Move the fork")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given, settings
@@ -45,15 +44,6 @@ def test_span_when_moved_then_the_elements_are_counted_from_another_origin() -> 
     assert span.as_slice() == slice(8, 10)
 
 
-def test_span_when_sorted_then_by_start_and_then_by_stop() -> None:
-    assert sorted([Span(3, 4), Span(0, 9), Span(0, 2)]) == [Span(0, 2), Span(0, 9), Span(3, 4)]
-
-
-def test_span_when_written_to_then_refused() -> None:
-    with pytest.raises(FrozenInstanceError):
-        Span(0, 1).start = 5  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("make", "got"),
     [
@@ -74,19 +64,3 @@ def test_intersect_when_spans_are_random_then_it_is_that_of_their_elements(left:
     both = left.intersect(right)
     assert both == right.intersect(left)
     assert (elements(both) if both is not None else set()) == elements(left) & elements(right)
-
-
-@settings(deadline=None)
-@given(span=SPANS, distance=st.integers(0, 100))
-def test_moved_by_when_taken_back_then_the_same_span(span: Span, distance: int) -> None:
-    moved = span.moved_by(distance)
-    assert moved.relative_to(distance) == span
-    assert elements(moved) == {element + distance for element in elements(span)}
-
-
-@settings(deadline=None)
-@given(span=SPANS)
-def test_as_slice_when_it_indexes_then_it_picks_the_elements(span: Span) -> None:
-    picked = list(range(30))[span.as_slice()]
-    assert set(picked) == elements(span)
-    assert len(picked) == span.numel

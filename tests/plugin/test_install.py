@@ -74,27 +74,24 @@ def test_install_when_variables_are_set_then_they_say_what_the_options_leave_ope
     assert host.get_megatron_optimizer(None, [])[1] is options
 
 
-def test_install_when_switched_off_then_the_host_is_as_it_was(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_when_switched_off_then_the_host_is_as_it_was_until_it_is_switched_on(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = host.get_megatron_optimizer
     monkeypatch.setenv("MEGATRON_DISTOPT", "0")
-    installation = install()
+    installation = install(DistOptConfig(lr=0.5))
     assert not installation.is_active
-    assert host.get_megatron_optimizer is original
     installation.undo()
+    install(DistOptConfig(lr=0.5))
     assert host.get_megatron_optimizer is original
+    monkeypatch.setenv("MEGATRON_DISTOPT", "1")
+    assert install().is_active
 
 
 def test_install_when_switched_off_then_no_host_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT", "0")
     monkeypatch.setitem(sys.modules, "megatron", None)
     assert not install().is_active
-
-
-def test_install_when_switched_on_again_then_it_is_active(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_DISTOPT", "0")
-    install(DistOptConfig(lr=0.5))
-    monkeypatch.setenv("MEGATRON_DISTOPT", "1")
-    assert install().is_active
 
 
 @pytest.mark.parametrize("switch", ["1", "require"])
@@ -127,41 +124,25 @@ def test_install_when_a_variable_is_bad_then_refused_and_the_host_is_as_it_was(
     assert host.get_megatron_optimizer is original
 
 
-def test_install_when_called_twice_with_the_same_options_then_the_first_installation(host: Any) -> None:
-    first = install(DistOptConfig(nonfinite="skip"))
-    ours = host.get_megatron_optimizer
-    assert install(DistOptConfig(nonfinite="skip")) is first
-    assert host.get_megatron_optimizer is ours
-
-
-def test_install_when_called_twice_with_other_options_then_refused_and_the_first_stays(host: Any) -> None:
+def test_install_when_called_again_then_the_first_installation_or_refused_with_other_options(host: Any) -> None:
     first = install(DistOptConfig(nonfinite="skip"))
     ours = host.get_megatron_optimizer
     with pytest.raises(ConfigError) as error:
         install(DistOptConfig(nonfinite="log"))
     assert_mentions(error.value, "install()", "Call undo() on the first installation.")
-    assert host.get_megatron_optimizer is ours
     assert install(DistOptConfig(nonfinite="skip")) is first
+    assert host.get_megatron_optimizer is ours
 
 
-def test_undo_when_called_then_the_host_is_as_it_was_and_other_options_can_be_installed(host: Any) -> None:
+def test_undo_when_called_then_the_host_is_as_it_was_and_a_second_call_does_nothing(host: Any) -> None:
     original = host.get_megatron_optimizer
     first = install(DistOptConfig(nonfinite="skip"))
     first.undo()
     assert host.get_megatron_optimizer is original
     second = install(DistOptConfig(nonfinite="log"))
-    assert second is not first
+    first.undo()
     assert host.get_megatron_optimizer(None, []) == ("ours", second.config, original)
-
-
-def test_undo_when_called_twice_then_the_second_does_nothing(host: Any) -> None:
-    first = install()
-    first.undo()
-    second = install()
-    ours = host.get_megatron_optimizer
-    first.undo()
-    assert host.get_megatron_optimizer is ours
-    assert install() is second
+    assert install(DistOptConfig(nonfinite="log")) is second is not first
 
 
 def test_undo_when_somebody_replaced_ours_since_then_refused_until_they_are_gone(host: Any) -> None:
