@@ -148,8 +148,8 @@ def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
 
 def planned_shares() -> Iterator[dict[str, Any]]:
     """n times the cost of the busiest rank over that of all, by `megatron-distopt plan`; runs nothing."""
-    from megatron_distopt.cli.plan import plan_stage
     from megatron_distopt.cli.plan_arguments import sizes_in_mapping
+    from megatron_distopt.cli.plan_command import plan_stage
     from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes
 
     for file in sorted(_MODELS.glob("*.json")):

@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.set_defaults(refused=2)
     _add_convert(commands)
     plan = _command(commands, "plan", "what would a choice of parallel sizes cost?", plan_arguments.DESCRIPTION)
+    plan.set_defaults(module="plan_command")
     plan_arguments.add_arguments(plan, _count)
     return parser
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.cli import doctor, doctor_machine
-from megatron_distopt.cli.doctor import check_launch_flags, read_flags
-from megatron_distopt.cli.doctor_fork import describe_fork
+from megatron_distopt.cli.doctor import check_launch_flags, describe_fork, read_flags
 from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok, problem
 from megatron_distopt.config import DistOptConfig, Switch

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.plan import plan_choice
 from megatron_distopt.cli.plan_arguments import sizes_in_mapping
+from megatron_distopt.cli.plan_command import plan_choice
 from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.layout import default_bucket_size
 from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused, run

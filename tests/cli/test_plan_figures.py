@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.cli.plan import StagePlan, layout_of, plan_choice, plan_stage
+from megatron_distopt.cli.plan_command import StagePlan, layout_of, plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.comm import shared_memory
 from megatron_distopt.hosts.torch.step import HEAD_NUMEL

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt import distribute
-from megatron_distopt.cli.plan import StagePlan, plan_stage
+from megatron_distopt.cli.plan_command import StagePlan, plan_stage
 from megatron_distopt.cli.plan_model import Choice, ParallelSizes
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from megatron_distopt.optimizer.main_params import FlatParam
