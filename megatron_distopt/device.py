@@ -56,11 +56,7 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Remembers what is queued on the current stream of a device by now.
-
-    Returns:
-        A function that makes the CPU wait until all of it is done; on the CPU it is done already.
-    """
+    """Returns a function that makes the CPU wait for what is queued on the current stream by now."""
     if device.type == CPU:
         return lambda: None
     wait: Callable[[], None] = current_stream(device).record_event().synchronize
@@ -68,12 +64,7 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def fence(device: torch.device) -> Callable[[], None]:
-    """Remembers what is queued on the current stream of a device by now.
-
-    Returns:
-        A function that makes the stream which is current when it is called wait until all of it is done, and not the
-        CPU.
-    """
+    """Returns a function that makes the stream that is current when it is called wait for what is queued by now."""
     if device.type == CPU:
         return lambda: None
     event = current_stream(device).record_event()
@@ -81,12 +72,7 @@ def fence(device: torch.device) -> Callable[[], None]:
 
 
 def wait_for_streams(streams: Iterable[Any], device: torch.device) -> None:
-    """Makes the current stream wait until all that other streams of the device have queued by now is done.
-
-    Args:
-        streams: that `current_stream` returned.
-        device: whose they are.
-    """
+    """Makes the current stream wait for what other streams of the device have queued by now."""
     here = current_stream(device)  # None on the CPU, as are all the others
     for stream in streams:
         if stream != here:

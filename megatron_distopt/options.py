@@ -95,11 +95,7 @@ class Option:
         return "auto" if self.is_switch else "none"
 
     def checked(self, value: object, spelled: str = "") -> Any:
-        """Returns `value` as a plain Python value of the option's type.
-
-        Args:
-            value: of any type.
-            spelled: how the option was written, if not in code.
+        """Returns a value as a plain one of the option's type; `spelled` is how the option was written, if not in code.
 
         Raises:
             ConfigError: the option does not take the value.
@@ -182,12 +178,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
-    """Returns the rule that an option is one of a few words.
-
-    Args:
-        words: that it takes.
-        pattern: of the values that the last word stands for, where it is no value itself.
-    """
+    """Returns the rule that an option is one of a few words; a pattern has the values that the last one stands for."""
 
     def allows(value: str) -> bool:
         return value in words or (pattern is not None and pattern.fullmatch(value) is not None)

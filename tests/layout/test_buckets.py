@@ -92,56 +92,6 @@ def test_shard_when_a_rank_is_given_then_its_part_of_the_bucket_in_the_buffer() 
 
 
 @settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
-def test_buckets_when_laid_out_then_they_tile_the_buffer_and_divide_by_the_shards(
-    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
-) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
-    assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
-    assert layout.buckets[0].in_buffer.start == 0
-    assert all(left.in_buffer.stop == right.in_buffer.start for left, right in pairwise(layout.buckets))
-    assert layout.buckets[-1].in_buffer.stop == layout.numel
-    for bucket in layout.buckets:
-        shards = [bucket.shard(rank, num_shards) for rank in range(num_shards)]
-        assert len({shard.numel for shard in shards}) == 1
-        assert shards[0].start == bucket.in_buffer.start and shards[-1].stop == bucket.in_buffer.stop
-        assert all(left.stop == right.start for left, right in pairwise(shards))
-
-
-@settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
-def test_slots_when_laid_out_then_disjoint_in_order_aligned_and_inside_their_bucket(
-    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
-) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
-    assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [(p.name, p.numel) for p in params]
-    assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots))
-    for slot in layout.slots:
-        bucket = layout.buckets[slot.bucket]
-        assert slot.in_buffer.start % alignment_numel == 0
-        unpadded_stop = bucket.in_buffer.start + bucket.numel_unpadded
-        assert bucket.in_buffer.start <= slot.in_buffer.start < slot.in_buffer.stop <= unpadded_stop
-
-
-@settings(deadline=None)
-@given(params=PARAMS, num_shards=NUM_SHARDS, bucket_size=BUCKET_SIZE, alignment_numel=ALIGNMENT)
-def test_buckets_when_laid_out_then_each_is_closed_by_the_first_param_that_fills_it(
-    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int
-) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
-    for bucket in layout.buckets:
-        stops = [slot.in_buffer.stop - bucket.in_buffer.start for slot in layout.slots if slot.bucket == bucket.index]
-        assert bucket.numel_unpadded == stops[-1]
-        unit = 1 if alignment_numel % 8 else 8
-        assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards * unit
-        assert all(bucket.shard(rank, num_shards).start % unit == 0 for rank in range(num_shards))
-        if bucket_size is not None:
-            assert all(stop < bucket_size for stop in stops[:-1])
-            assert stops[-1] >= bucket_size or bucket is layout.buckets[-1]
-    assert bucket_size is not None or len(layout.buckets) == 1
-
-
-@settings(deadline=None)
 @given(
     params=PARAMS,
     num_shards=NUM_SHARDS,
@@ -149,19 +99,37 @@ def test_buckets_when_laid_out_then_each_is_closed_by_the_first_param_that_fills
     alignment_numel=ALIGNMENT,
     random=st.randoms(use_true_random=False),
 )
-def test_adopt_when_slots_come_in_any_order_then_the_same_layout(
+def test_lay_out_when_random_then_buckets_tile_the_buffer_hold_their_params_and_can_be_adopted(
     params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int, random: Random
 ) -> None:
     layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
+    spans = [bucket.in_buffer for bucket in layout.buckets]
+    assert [bucket.index for bucket in layout.buckets] == list(range(len(spans)))
+    assert (spans[0].start, spans[-1].stop) == (0, layout.numel)
+    assert all(left.stop == right.start for left, right in pairwise(spans))
+    assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [(p.name, p.numel) for p in params]
+    assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots))
+    assert all(slot.in_buffer.start % alignment_numel == 0 for slot in layout.slots)
+    assert bucket_size is not None or len(layout.buckets) == 1
+    unit = 1 if alignment_numel % 8 else 8
+    for bucket in layout.buckets:
+        shards = [bucket.shard(rank, num_shards) for rank in range(num_shards)]
+        assert len({shard.numel for shard in shards}) == 1
+        assert (shards[0].start, shards[-1].stop) == (bucket.in_buffer.start, bucket.in_buffer.stop)
+        assert all(left.stop == right.start for left, right in pairwise(shards))
+        assert all(shard.start % unit == 0 for shard in shards)
+        slots = [slot.in_buffer for slot in layout.slots if slot.bucket == bucket.index]
+        stops = [slot.stop - bucket.in_buffer.start for slot in slots]
+        assert bucket.in_buffer.start <= slots[0].start
+        assert bucket.numel_unpadded == stops[-1]
+        assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards * unit
+        if bucket_size is not None:  # a bucket is closed by the first param that fills it
+            assert all(stop < bucket_size for stop in stops[:-1])
+            assert stops[-1] >= bucket_size or bucket is layout.buckets[-1]
     shuffled = list(layout.slots)
     random.shuffle(shuffled)
-    adopted = adopt(
-        shuffled,
-        [bucket.in_buffer for bucket in layout.buckets],
-        num_shards=num_shards,
-        numel_unpadded=[bucket.numel_unpadded for bucket in layout.buckets],
-    )
-    assert adopted == layout
+    unpadded = [bucket.numel_unpadded for bucket in layout.buckets]
+    assert adopt(shuffled, spans, num_shards=num_shards, numel_unpadded=unpadded) == layout
 
 
 def a_layout(

@@ -24,10 +24,6 @@ LAYOUTS = st.builds(
 )
 
 
-def all_shards(layout: BufferLayout) -> list[ParamShard]:
-    return [shard for rank in range(layout.num_shards) for shard in owned_shards(layout, rank)]
-
-
 @pytest.mark.parametrize(
     ("numels", "num_shards", "owned"),
     [
@@ -65,38 +61,31 @@ def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused(rank: int)
 
 @settings(deadline=None)
 @given(layout=LAYOUTS)
-def test_owned_shards_when_all_ranks_are_taken_then_every_param_is_tiled_once(layout: BufferLayout) -> None:
-    shards = all_shards(layout)
+def test_owned_shards_when_all_ranks_are_taken_then_every_param_is_tiled_once_and_index_spaces_agree(
+    layout: BufferLayout,
+) -> None:
+    shards: list[ParamShard] = []
+    for rank in range(layout.num_shards):
+        owned = owned_shards(layout, rank)
+        assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(owned))
+        assert {shard.rank for shard in owned} <= {rank}
+        shards += owned
     for slot in layout.slots:
         pieces = sorted(shard.in_param for shard in shards if shard.name == slot.name)
         assert pieces[0].start == 0
         assert pieces[-1].stop == slot.in_buffer.numel
         assert all(left.stop == right.start for left, right in pairwise(pieces))
-    assert all(shard.in_param.numel > 0 for shard in shards)
-    # Each border between two ranks cuts at most one param of the bucket.
-    assert len(shards) <= len(layout.slots) + (layout.num_shards - 1) * len(layout.buckets)
-
-
-@settings(deadline=None)
-@given(layout=LAYOUTS)
-def test_owned_shards_when_one_is_looked_at_then_its_index_spaces_agree(layout: BufferLayout) -> None:
-    for shard in all_shards(layout):
+    for shard in shards:
         slot, bucket = layout.slot_of[shard.name], layout.buckets[shard.bucket]
         shard_numel = bucket.in_buffer.numel // layout.num_shards
+        assert shard.in_param.numel > 0
         assert slot.bucket == shard.bucket
         assert shard.in_param.moved_by(slot.in_buffer.start) == shard.in_buffer
         assert shard.in_bucket.moved_by(bucket.in_buffer.start) == shard.in_buffer
         assert shard.in_shard.moved_by(shard.rank * shard_numel) == shard.in_bucket
         assert shard.in_shard.stop <= shard_numel
-
-
-@settings(deadline=None)
-@given(layout=LAYOUTS)
-def test_owned_shards_when_of_one_rank_then_in_buffer_order_with_its_number(layout: BufferLayout) -> None:
-    for rank in range(layout.num_shards):
-        shards = owned_shards(layout, rank)
-        assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(shards))
-        assert {shard.rank for shard in shards} <= {rank}
+    # Each border between two ranks cuts at most one param of the bucket.
+    assert len(shards) <= len(layout.slots) + (layout.num_shards - 1) * len(layout.buckets)
 
 
 class CountedSlots(tuple[ParamSlot, ...]):
