@@ -13,6 +13,7 @@ import shlex
 from pathlib import Path
 
 from megatron_distopt.cli import main as cli
+from megatron_distopt.cli import plan_command
 from megatron_distopt.cli.show import Answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,8 +31,7 @@ def printed(command: str, title: str) -> str:
         title: what the titles of the wanted parts begin with, or "all".
     """
     words = [str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command)]
-    parsed = cli._parser().parse_args(words)
-    answer: Answer = parsed.run(parsed)
+    answer = plan_command.answer(cli._parser().parse_args(words))
     texts = [Answer({}, [part]).as_text(WIDTH) for part in answer.parts]
     return "\n\n".join(text for text in texts if title == "all" or text.startswith(title))
 
