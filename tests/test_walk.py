@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,17 @@ import torch
 
 import megatron_distopt
 from megatron_distopt.optimizer import step
+from tests.support.cases import Case
+from tests.support.mini_fork import MiniFork
+from tests.support.spawn import run_ranks
 
 PACKAGE = Path(megatron_distopt.__file__).parent
 #: From the hook of the gradient until the main param is updated and rounded, in plain torch: eager, one microbatch, one
 #: rank, one param.
 MOST_FILES, MOST_CALLS = 16, 60
+#: What the calls that a Megatron makes of our optimizer in one step go through, for a whole model on one rank. How
+#: often a function is called depends on the number of params, so functions are counted. They may only fall.
+MOST_IN_MEGATRON = {"2023": (19, 63), "core": (20, 61)}  # files, functions
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
@@ -33,6 +40,10 @@ class Walk:
     def end(self) -> None:
         """Counts no further calls."""
         self._is_over = True
+
+    @property
+    def functions(self) -> set[tuple[str, str]]:
+        return set(self.calls)
 
     @property
     def files(self) -> set[str]:
@@ -80,3 +91,51 @@ def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(monkeyp
     assert walk.calls[0][0] == "hosts/torch/grads.py" and walk.calls[-1][1] in ("write_model", "rounds_itself")
     assert len(walk.files) <= MOST_FILES, sorted(walk.files)
     assert len(walk.calls) <= MOST_CALLS, walk.calls
+
+
+def _step_in_core(rank: int, size: int) -> Walk:
+    from tests.support import gpt
+
+    with contextlib.closing(gpt.Training(Case("distopt", precision="bf16"))) as training:
+        for _ in range(3):
+            training.forward_backward()
+            with walking() as walk:
+                training.optimizer.step()
+    return walk
+
+
+def _step_in_2023(rank: int, size: int) -> Walk:
+    fork, walks = MiniFork.imported(file_layout="gathered"), list[Walk]()
+    train_step = fork.training.train_step
+
+    def walked(forward_step: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        walks.append(Walk())
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("reduce_model_grads", "step", "gather_model_params"):
+                patch.setattr(optimizer, name, _followed(walks[-1], getattr(optimizer, name)))
+            return train_step(forward_step, iterator, model, optimizer, scheduler)
+
+    fork.training.train_step = walked
+    fork.train("--bf16", "--use-distributed-optimizer", "--clip-grad", "1.0", "--train-iters", "3")
+    return walks[-1]
+
+
+def _followed(walk: Walk, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        sys.setprofile(walk)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    return call
+
+
+@pytest.mark.parametrize(("host", "make_step"), [("2023", _step_in_2023), ("core", _step_in_core)])
+def test_step_when_it_is_followed_in_a_megatron_then_the_way_is_no_longer_than_it_was(
+    host: str, make_step: Callable[[int, int], Walk]
+) -> None:
+    (walk,) = run_ranks(make_step, 1, seconds=120.0)
+    files, functions = MOST_IN_MEGATRON[host]
+    assert len(walk.files) <= files, sorted(walk.files)
+    assert len(walk.functions) <= functions, sorted(walk.functions)

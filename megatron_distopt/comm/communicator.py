@@ -29,9 +29,9 @@ from megatron_distopt.comm.collectives import (
 )
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
-from megatron_distopt.comm.pending import NO_TIME, CommTime, Pending, profiled, waited_since
+from megatron_distopt.comm.pending import NO_TIME, CommTime, profiled, waited_since
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 
 #: By group, the communicator that launched the last overlapped bucket of grads in it.
 _last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = WeakKeyDictionary()
@@ -167,7 +167,11 @@ class Communicator:
             LayoutError: its bucket is under way.
         """
         if self.is_reducing(name):
-            raise _arrived_too_late(name)
+            raise LayoutError(
+                f"The gradient of {name!r} arrived after its bucket was reduced, and has to arrive as often in every "
+                "microbatch as in the first step. Call all but the last backward of a step inside no_sync(), or write "
+                "overlap_grad_reduce=False."
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,7 +219,10 @@ class Communicator:
         known = _last_launcher.get(self.group.own_handle)
         last = None if known is None else known()
         if last is not None and last is not self and last.num_reducing:
-            raise _shared_group()
+            raise LayoutError(
+                "The data-parallel group is shared by two optimizers with buckets under way. Give the second one "
+                "process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False for both."
+            )
 
     def defer(self, name: str) -> None:
         """Notes that a gradient is changed after backward: from now on its bucket is launched by `finish_grads`.
@@ -224,7 +231,10 @@ class Communicator:
             LayoutError: its bucket is under way already.
         """
         if self.is_reducing(name):
-            raise _changed_too_late(name)
+            raise LayoutError(
+                f"The gradient of {name!r} was changed after backward, when its bucket was under way. Write "
+                "--distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
+            )
         self._arrivals.defer(name)
 
     def finish_grads(self) -> CommTime:
@@ -235,7 +245,10 @@ class Communicator:
             self._launch(number)
         time = self._grads.wait(list(self._grads.under_way))
         self._grads.under_way.clear()
-        self._grads.agree(self._arrivals.end_step())
+        self._arrivals.learn()
+        if not self._grads.is_agreed:
+            self._grads.agree(self._arrivals.order())
+        self._arrivals.begin_step()
         return time
 
     def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> CommTime:
@@ -268,7 +281,8 @@ class Communicator:
             self.gather_now()
             return
         self.finish_params()
-        self._params.agree(self._met if self._met and self._is_met_by_reads else None)
+        if not self._params.is_agreed:
+            self._params.agree(self._met if self._met and self._is_met_by_reads else None)
         self._met, self._is_met_by_reads, self._param_time = [], False, NO_TIME
         self._published.clear()
         for number in self._params.order:
@@ -314,7 +328,7 @@ class Communicator:
             wait_for_copy = self._published.get(id(self._params.transfers[number].buffer))
             if wait_for_copy is not None:
                 wait_for_copy()
-            elif _has_ended(pending):
+            elif getattr(pending, "is_completed", lambda: True)():  # one that cannot tell has ended
                 # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
 
@@ -337,30 +351,3 @@ class Communicator:
             self._wait_for(tuple(self._params.under_way))
             self._params.under_way.clear()
         return self._param_time
-
-
-def _has_ended(pending: Pending) -> bool:
-    """Whether a collective that was waited for has ended; one that cannot tell has."""
-    is_completed = getattr(pending, "is_completed", None)
-    return is_completed is None or bool(is_completed())
-
-
-def _arrived_too_late(name: str) -> LayoutError:
-    got, rule = "arrived after its bucket was reduced", "arrive as often in every microbatch as in the first step"
-    remedy = "Call all but the last backward of a step inside no_sync(), or write overlap_grad_reduce=False"
-    return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
-
-
-def _changed_too_late(name: str) -> LayoutError:
-    got, rule = "changed after backward, when its bucket was under way", "be complete when backward ends"
-    remedy = "Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False"
-    return LayoutError(refusal(f"gradient of {name!r}", got, rule, remedy))
-
-
-def _shared_group() -> LayoutError:
-    got = "shared by two optimizers with buckets under way"
-    rule = "be used by one optimizer that overlaps grads with backward"
-    remedy = (
-        "Give the second one process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False for both"
-    )
-    return LayoutError(refusal("data-parallel group", got, rule, remedy))

@@ -78,7 +78,8 @@ class Launches:
         self.number_of: dict[str, int] = {}
         self.order: list[int] = []
         self.under_way: dict[int, Pending] = {}
-        self._is_agreed = False
+        #: Whether all ranks have taken one order; then no other one is asked for.
+        self.is_agreed = False
 
     def add(self, transfers: Sequence[Transfer], *, backwards: bool = False) -> None:
         """Takes over further transfers, on all ranks alike. The order is agreed on anew after the next step.
@@ -91,7 +92,7 @@ class Launches:
         self.transfers += transfers
         self.number_of |= {name: number for number in numbers for name in self.transfers[number].names}
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
-        self._is_agreed = False
+        self.is_agreed = False
 
     def launch(self, number: int) -> None:
         """Collective: begins one of them."""
@@ -104,16 +105,14 @@ class Launches:
         return waited({f"wait for {self._kind} {number}": self.under_way[number] for number in numbers})
 
     def agree(self, wanted: list[int] | None) -> None:
-        """Collective until an order is agreed on: the one that the first of the ranks with a wish wants.
+        """Collective: takes the order that the first of the ranks with a wish wants; to be called until `is_agreed`.
 
         Args:
             wanted: all numbers in the order that this rank has seen; None where it has seen none.
         """
-        if self._is_agreed:
-            return
         known = [each for each in exchange(wanted, self._group) if each is not None]
         if known:
-            self.order, self._is_agreed = known[0], True
+            self.order, self.is_agreed = known[0], True
 
 
 class Arrivals:
@@ -130,15 +129,16 @@ class Arrivals:
         self._each: Counter[str] = Counter()
         #: Gradients that do not arrive as often in every microbatch, and those that are changed after backward.
         self._irregular: set[str] = set()
-        self._begin_step()
+        self.begin_step()
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Forgets the gradients of the step before, but not what was learned from them."""
         self._arrived: Counter[str] = Counter()
         self._num_arrived = 0
         self._microbatches = 1
         #: By bucket, the number of arrivals when its last gradient so far arrived.
         self._last: dict[int, int] = {}
-        self._missing = [set(names) for names in self._names]
+        self._num_missing = [len(names) for names in self._names]
 
     def add(self, names: Sequence[frozenset[str]]) -> None:
         """Takes over further buckets.
@@ -147,7 +147,7 @@ class Arrivals:
             names: by bucket, of the params whose gradients it waits for.
         """
         self._names += names
-        self._missing += [set(each) for each in names]
+        self._num_missing += [len(each) for each in names]
 
     @property
     def has_any(self) -> bool:
@@ -167,34 +167,34 @@ class Arrivals:
         self._last[bucket] = self._num_arrived
         is_last = self._arrived[name] == self._each[name] * self._microbatches and name not in self._irregular
         if is_last:
-            self._missing[bucket].discard(name)
+            self._num_missing[bucket] -= 1
         return is_last
 
     def is_complete(self, bucket: int) -> bool:
         """Whether all gradients of a bucket have arrived."""
-        return not self._missing[bucket]
+        return self._num_missing[bucket] == 0
 
     def defer(self, name: str) -> None:
         """Notes that a gradient is changed after backward: its bucket is never complete before the step asks."""
         self._irregular.add(name)
 
-    def end_step(self) -> list[int]:
-        """Learns from the step and begins the next one.
-
-        Returns:
-            The buckets in the order in which this step completed them. Those that cannot be launched early come last,
-            so that no other one waits for them.
-        """
+    def learn(self) -> None:
+        """Learns from a step that has ended how often each gradient arrives in a microbatch."""
         for name, times in self._arrived.items():
             each, rest = divmod(times, self._microbatches)
             self._each[name] = max(self._each[name], each)
             if rest:
                 self._irregular.add(name)
-        order = sorted(range(len(self._names)), key=self._turn)
-        self._begin_step()
-        return order
 
-    def _turn(self, bucket: int) -> tuple[bool, int, int]:
-        names = self._names[bucket]
-        is_early = names <= self._each.keys() and not names & self._irregular
-        return not is_early, self._last.get(bucket, 0), bucket
+    def order(self) -> list[int]:
+        """The buckets in the order in which this step completed them, after `learn`.
+
+        Those that cannot be launched early come last, so that no other one waits for them.
+        """
+
+        def turn(bucket: int) -> tuple[bool, int, int]:
+            names = self._names[bucket]
+            is_early = names <= self._each.keys() and not names & self._irregular
+            return not is_early, self._last.get(bucket, 0), bucket
+
+        return sorted(range(len(self._names)), key=turn)

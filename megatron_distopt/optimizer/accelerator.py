@@ -6,7 +6,6 @@ imported before an optimizer is built: importing DeepSpeed takes seconds and ini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -98,11 +97,8 @@ def usable_device(device_type: str) -> torch.device:
 
 def stats_dtype(device: torch.device) -> torch.dtype:
     """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
-    return torch.float64 if _has_float64(device.type) else torch.float32
-
-
-def _has_float64(device_type: str) -> bool:
-    return device_type not in _WITHOUT_FLOAT64 and has_dtype(device_type, torch.float64)
+    has_float64 = device.type not in _WITHOUT_FLOAT64 and has_dtype(device.type, torch.float64)
+    return torch.float64 if has_float64 else torch.float32
 
 
 @cache
@@ -115,28 +111,3 @@ def has_dtype(device_type: str, dtype: torch.dtype) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of the device's libraries that decides whether they repeat their results to the bit."""
-
-    name: str  # as it is written
-    found: str  # its value now; "not set" where it has none
-    allowed: tuple[str, ...]  # values with which results are repeated
-    remedy: str  # what to type
-
-
-def repeatable_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """The settings of an NVIDIA GPU. Source: torch's notes on reproducibility, and cuBLAS's on results.
-
-    Args:
-        environ: of this process, as it was before the device was used first.
-    """
-    workspace = "CUBLAS_WORKSPACE_CONFIG"
-    remedy = f"Write {workspace}=:4096:8 in the environment of all ranks"
-    benchmark = "torch.backends.cudnn.benchmark"
-    return (
-        Setting(workspace, environ.get(workspace, "not set"), (":4096:8", ":16:8"), remedy),
-        Setting(benchmark, str(torch.backends.cudnn.benchmark), ("False",), f"Write {benchmark} = False"),
-    )

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from megatron_distopt.optimizer.inner import RoundsItself
+from megatron_distopt.optimizer.inner import FlatOptimizer
 
 #: Elements of a block for each thread: a smaller one costs more in calls than it saves, a larger one leaves the cache.
 _BLOCK_NUMEL = 1 << 19
@@ -45,10 +44,10 @@ class _Piece(NamedTuple):
         yield from map(_Piece._make, zip(*parts, strict=False))
 
 
-class _InBlocks(RoundsItself, Optimizer):
+class _InBlocks(FlatOptimizer):
     """Mixed into one of torch's fused optimizers: rounds the main params in the sweep that updates them."""
 
-    reads_tensors = True  # see `inner.READS_TENSORS`
+    rounds_itself = reads_tensors = True
     _kernel: Callable[..., None]
     _is_decoupled: bool  # what the kernel does; a param group may ask for the other
 

@@ -11,7 +11,7 @@ from megatron_distopt.comm import Group, carrier_of
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.accelerator import CUDA, repeatable_settings
+from megatron_distopt.optimizer.accelerator import CUDA
 
 _INSTEAD = "leave deterministic out: --distopt-log-digests and megatron-distopt diff then say whether runs were equal"
 
@@ -25,7 +25,7 @@ def check_deterministic(
         config: merged.
         device: of the params.
         group: over which gradients are reduced.
-        environ: of this process.
+        environ: as it was before the device was used first.
 
     Raises:
         ConfigError: the first such thing, with what to type.
@@ -43,12 +43,18 @@ def check_deterministic(
             f"deterministic is known to hold on the CPU and on NVIDIA GPUs, and the device is "
             f"{device.type}{' of AMD' if is_amd else ''}. Train on one of these, or {_INSTEAD}."
         )
-    for setting in repeatable_settings(environ) if device.type == CUDA else ():
-        if setting.found not in setting.allowed:
-            raise ConfigError(
-                f"{setting.name} is {setting.found}, and deterministic needs {' or '.join(setting.allowed)}. "
-                f"{setting.remedy}."
-            )
+    # Of an NVIDIA GPU; source: torch's notes on reproducibility, and cuBLAS's on results.
+    workspace = environ.get("CUBLAS_WORKSPACE_CONFIG", "not set")
+    if device.type == CUDA and workspace not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG is {workspace}, and deterministic needs :4096:8 or :16:8. Write "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment of all ranks."
+        )
+    if device.type == CUDA and torch.backends.cudnn.benchmark:
+        raise ConfigError(
+            "torch.backends.cudnn.benchmark is True, and deterministic needs False. Write "
+            "torch.backends.cudnn.benchmark = False."
+        )
     carrier = carrier_of(device, group) if group.size > 1 else "gloo"
     if carrier not in ("gloo", "nccl"):
         raise ConfigError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,58 +26,59 @@ _MOMENTS = {
 #: Options of torch's param groups that choose a kernel and not a result.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
-#: Attribute of a class of ours that divides while it reads and leaves the gradients as they are.
-LEAVES_GRADS = "leaves_grads"
-
-#: Attribute of a class of ours that reads `grad_scale` and `found_inf` as torch's fused optimizers do.
-READS_TENSORS = "reads_tensors"
-
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 
 
-class RoundsItself:
-    """An inner optimizer that writes the rounded model param in the sweep that updates the main param."""
+class FlatOptimizer(Optimizer):
+    """An inner optimizer of ours. Its traits are those of torch's own classes where a class does not say otherwise."""
 
+    rounds_itself = False  # whether the update of a main param writes the rounded model param, too
+    reads_tensors = False  # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
+    leaves_grads = False  # whether it divides while it reads, and leaves the gradients as they are
     _models: Mapping[Tensor, Tensor] = {}
 
     def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """From now on the update of a main param is rounded into its model param.
+        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`.
 
         Args:
             models: from a main param to the model param of the same elements, both 1-D.
         """
         self._models = dict(models)
 
+    def update_with(
+        self,
+        mains: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        divisor: float | Tensor,
+        found_inf: Tensor | None,
+    ) -> bool:
+        """`update_mains` without `.grad`; False where nothing was done, so that `step` has to."""
+        return False
 
-class KeepsMoments:
-    """An inner optimizer that decides in which form moments are kept."""
+    def new_moment(self, main: Tensor, kind: str) -> Tensor | None:
+        """Zeros in the form of its own in which a moment is kept, to be filled and handed to `restore`.
 
-    def new_moment(self, main: Tensor, kind: str) -> Tensor:
-        """A moment of zeros, to be filled and handed to `restore`. The present one stays: it may be what is loaded.
+        The present one stays, because it may be what is loaded. None where moments have the form in which they come.
 
         Args:
             main: its main param.
             kind: "exp_avg" or "exp_avg_sq".
         """
-        raise NotImplementedError
+        return None
 
     def take_moments(self, main: Tensor) -> None:
-        """Brings moments that were put into the state of a main param into the form in which they are kept."""
-        raise NotImplementedError
+        """Brings moments that others have put into the state of a main param into the form in which they are kept."""
 
 
-class InParts(Optimizer):
+class InParts(FlatOptimizer):
     """An inner optimizer that updates whole matrices or params, and knows what its main params are pieces of.
 
     It may have several parts, each of which updates some of the param groups. They share its state and its param
     groups, and count updates where torch's classes do.
-
-    Attributes:
-        owners: who updates what, by buffer; the same on all ranks.
     """
 
-    owners: list[OwnerPlan]
+    owners: list[OwnerPlan]  # who updates what, by buffer; the same on all ranks
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
         """The part that updates a param group."""
@@ -152,9 +152,14 @@ def step_divided(
         found_inf: fp32 0-D on their device; where it is 1 nothing is changed, not even the count of updates. Only for
             an optimizer that `skips_by_itself`.
     """
-    if _has_some_momentum(inner):
-        with _not_fused(inner):  # once more, and from here on it does not divide by itself
+    if _has_some_momentum(inner):  # once without the fused kernel, and so without its division
+        for group in inner.param_groups:
+            group["fused"] = False
+        try:
             step_divided(inner, grads, divisor)
+        finally:
+            for group in inner.param_groups:
+                group["fused"] = True
         return
     given: dict[str, Tensor] = {} if found_inf is None else {"found_inf": found_inf}
     if grads and not (isinstance(divisor, float) and divisor == 1.0):
@@ -164,8 +169,13 @@ def step_divided(
             given["grad_scale"] = divisor
         else:
             torch._foreach_div_(list(grads), divisor)
-    with _given(inner, given):
+    for name, tensor in given.items():  # torch's fused kernels find them in attributes
+        setattr(inner, name, tensor)
+    try:
         inner.step()
+    finally:
+        for name in given:
+            delattr(inner, name)
 
 
 def update_mains(
@@ -183,8 +193,7 @@ def update_mains(
         grads: fp32, of the same shapes; None for one that is not updated.
         divisor, found_inf: as of `step_divided`.
     """
-    update = getattr(inner, "update_with", None)
-    if update is not None and update(mains, grads, divisor, found_inf):
+    if isinstance(inner, FlatOptimizer) and inner.update_with(mains, grads, divisor, found_inf):
         return
     for main, grad in zip(mains, grads, strict=True):
         main.grad = grad
@@ -197,7 +206,7 @@ def update_mains(
 
 def rounds_itself(inner: Optimizer) -> bool:
     """Whether its update writes the model params, too."""
-    return isinstance(inner, RoundsItself)
+    return isinstance(inner, FlatOptimizer) and inner.rounds_itself
 
 
 def _has_some_momentum(inner: Optimizer) -> bool:
@@ -212,39 +221,17 @@ def _has_some_momentum(inner: Optimizer) -> bool:
     return any(len(kind) > 1 for kind in kinds)
 
 
-@contextmanager
-def _not_fused(inner: Optimizer) -> Iterator[None]:
-    """In the block torch chooses the kernel of every group."""
-    for group in inner.param_groups:
-        group["fused"] = False
-    try:
-        yield
-    finally:
-        for group in inner.param_groups:
-            group["fused"] = True
-
-
 def divides_in_place(inner: Optimizer) -> bool:
     """Whether a gradient that was divided for a step stays divided."""
-    return not getattr(inner, LEAVES_GRADS, False)
-
-
-@contextmanager
-def _given(inner: Optimizer, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """torch's fused kernels find what they are given in attributes of the optimizer."""
-    for name, tensor in tensors.items():
-        setattr(inner, name, tensor)
-    try:
-        yield
-    finally:
-        for name in tensors:
-            delattr(inner, name)
+    return not (isinstance(inner, FlatOptimizer) and inner.leaves_grads)
 
 
 def _divides_itself(inner: Optimizer) -> bool:
     """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
-    is_known = type(inner).__module__.startswith("torch.optim.") or getattr(inner, READS_TENSORS, False)
-    return is_known and all(group.get("fused") for group in inner.param_groups)
+    reads = (
+        inner.reads_tensors if isinstance(inner, FlatOptimizer) else type(inner).__module__.startswith("torch.optim.")
+    )
+    return reads and all(group.get("fused") for group in inner.param_groups)
 
 
 def skips_by_itself(inner: Optimizer) -> bool:
@@ -279,8 +266,9 @@ def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype
     Returns:
         The present moment where it fits, or zeros in the form of the inner optimizer; None where neither is there.
     """
-    if isinstance(inner, KeepsMoments):
-        return inner.new_moment(main, kind)
+    made = inner.new_moment(main, kind) if isinstance(inner, FlatOptimizer) else None
+    if made is not None:
+        return made
     known = moments_of(inner, main).get(kind)
     return known if known is not None and known.dtype == dtype else None
 
@@ -315,12 +303,7 @@ def restore(
     inner.state.pop(main, None)
     if state:
         inner.state[main] = state
-    bring_into_form(inner, main)
-
-
-def bring_into_form(inner: Optimizer, main: Tensor) -> None:
-    """Brings moments that others have put into the state of a main param into the form of the inner optimizer."""
-    if isinstance(inner, KeepsMoments):
+    if isinstance(inner, FlatOptimizer):
         inner.take_moments(main)
 
 
@@ -335,19 +318,15 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
     """
     index = next(number for number, each in enumerate(group["params"]) if each is main)
     group["params"][index : index + 1] = list(parts.values())
-    state = inner.state.pop(main, None)
+    state = inner.state.pop(main, {})
+    # A moment is cut; a count of updates is each part's own from now on.
+    tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
     for part, tensor in parts.items() if state else ():
-        inner.state[tensor] = {key: _cut(value, part, main) for key, value in state.items()}
+        cut = {key: part_of(v, part) if v.shape == main.shape else v.clone() for key, v in tensors.items()}
+        inner.state[tensor] = {**state, **cut}
         stored = stored_of(tensor)
         if isinstance(stored, RemainderValues) and "exp_avg_sq" in state:
             inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(stored.second)
-
-
-def _cut(value: Any, part: Span, main: Tensor) -> Any:
-    """A moment is cut; a count of updates is each part's own from now on."""
-    if not torch.is_tensor(value):
-        return value
-    return part_of(value, part) if value.shape == main.shape else value.clone()
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:

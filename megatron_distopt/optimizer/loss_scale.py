@@ -48,18 +48,16 @@ class ConstantLossScale:
         self.value = scale
 
     def can_back_off(self) -> bool:
-        """No."""
         return False
 
     def update(self, found_nonfinite: bool) -> None:
-        """Does nothing."""
+        pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the scale is an option, not a state."""
-        return {}
+        return {}  # the scale is an option, not a state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        pass
 
 
 class DynamicLossScale:
@@ -83,11 +81,9 @@ class DynamicLossScale:
         self._tolerated = config.hysteresis
 
     def can_back_off(self) -> bool:
-        """Until the scale is at its minimum."""
         return self.value > self._min_scale
 
     def update(self, found_nonfinite: bool) -> None:
-        """Counts the step and changes the scale where it is time."""
         if found_nonfinite:
             self._good_steps = 0
             self._tolerated -= 1
@@ -101,11 +97,9 @@ class DynamicLossScale:
             self._set(min(self.value * 2, LARGEST_SCALE))
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and both counters."""
         return {"scale": self.value, "good_steps": self._good_steps, "tolerated": self._tolerated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict()` back."""
         self._set(state["scale"])
         self._good_steps, self._tolerated = state["good_steps"], state["tolerated"]
 
@@ -115,7 +109,6 @@ class DynamicLossScale:
 
 
 def make_loss_scale(config: DistOptConfig, device: torch.device) -> LossScale:
-    """The loss scale that the config asks for."""
     if config.loss_scale == "dynamic":
         return DynamicLossScale(config, device)
     return ConstantLossScale(float(config.loss_scale or 1.0), device)

@@ -43,9 +43,9 @@ from megatron_distopt.optimizer.deferred import HostCopy
 from megatron_distopt.optimizer.inner import (
     IMPLEMENTATION,
     Build,
+    FlatOptimizer,
     Groups,
     InnerChoice,
-    RoundsItself,
     divides_in_place,
     rounds_itself,
     update_mains,
@@ -235,7 +235,7 @@ class HostUpdates:
             ]
             self._on_host = self._build(groups)
             self._on_host.state = self._inner.state
-        if isinstance(self._on_host, RoundsItself):
+        if isinstance(self._on_host, FlatOptimizer):
             self._on_host.round_into({flat.main: host.model for flat, host in members})
         return self._on_host
 

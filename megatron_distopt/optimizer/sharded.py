@@ -39,11 +39,10 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import (
+    FlatOptimizer,
     Groups,
     InnerChoice,
     InParts,
-    RoundsItself,
-    bring_into_form,
     part_for,
     skips_by_itself,
     split_state,
@@ -125,7 +124,7 @@ class ShardedOptimizer:
         self.defers_check = wanted and is_exact and is_constant and skips_by_itself(self.inner)
         if isinstance(self.inner, InParts):
             self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
-        if isinstance(self.inner, RoundsItself):
+        if isinstance(self.inner, FlatOptimizer) and self.inner.rounds_itself:
             on_device = [flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None]
             self.inner.round_into({flat.main: flat.model for flat in on_device})
 
@@ -137,8 +136,9 @@ class ShardedOptimizer:
         Args:
             key_of: from a param's name.
         """
-        for flat in self.flat_params:
-            bring_into_form(self.inner, flat.main)
+        if isinstance(self.inner, FlatOptimizer):
+            for flat in self.flat_params:
+                self.inner.take_moments(flat.main)
         parts = {flat: split_flat_param(flat, key_of) for flat in self.flat_params}
         for flat, into in parts.items():
             if len(into) > 1:
@@ -157,7 +157,9 @@ class ShardedOptimizer:
     @property
     def num_skipped(self) -> int:
         """Steps that changed nothing because a gradient was not finite; waits for a deferred check that is open."""
-        return self._num_skipped + self._skips(self.deferred_check)
+        check = self.deferred_check
+        is_skipped = check is not None and self.config.policy is NonFinitePolicy.SKIP and not check.stats.is_finite
+        return self._num_skipped + is_skipped
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
@@ -165,17 +167,10 @@ class ShardedOptimizer:
         self.forget_deferred_check()
         self._num_skipped = value
 
-    def _skips(self, check: DeferredCheck | None) -> bool:
-        if check is None or self.config.policy is not NonFinitePolicy.SKIP:
-            return False
-        return not check.stats.is_finite
-
     def take_deferred_check(self) -> DeferredCheck | None:
         """Returns the check of the last step if it is open, and drops it; counts the step if it was skipped."""
-        check = self.deferred_check
-        if check is not None:
-            self._num_skipped += self._skips(check)
-            self.forget_deferred_check()
+        check, self._num_skipped = self.deferred_check, self.num_skipped
+        self.forget_deferred_check()
         return check
 
     def forget_deferred_check(self) -> None:
@@ -222,7 +217,9 @@ class ShardedOptimizer:
         self.flat_params += flat_params
         if self.host_updates is None:
             self.host_updates = _host_updates(self.plan, flat_params, self.inner, self.device)
-        self.plan = replace(self.plan, groups=_joined(self.plan.groups, groups))
+        pairs = zip_longest(self.plan.groups, groups)
+        joined = (ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
+        self.plan = replace(self.plan, groups=tuple(joined))
         self._show_flat_params()
 
     @torch.no_grad()
@@ -245,11 +242,6 @@ class ShardedOptimizer:
         for flat in self.flat_params:
             if not flat.can_tell_changes or flat.differs_from_model():
                 flat.read_model()
-
-
-def _joined(known: Sequence[ParamGroup], added: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
-    pairs = zip_longest(known, added)
-    return tuple(ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
 
 
 def _flatten(
@@ -298,14 +290,14 @@ class Memory:
 
 
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
-    """Adds up what `optimizer` holds."""
-    owning = [flat for flat in optimizer.flat_params if flat.owns_memory]
+    owned, (elsewhere, _) = optimizer.flat_params, _elsewhere(optimizer)
+    owning = [flat for flat in owned if flat.owns_memory]
     on_host = [(flat, flat.on_host) for flat in owning if flat.on_host is not None]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(_main_nbytes(flat) for flat in owning),
-        moment_nbytes=_moments_nbytes(optimizer),
+        moment_nbytes=elsewhere + sum(_nbytes(each) for flat in owned for each in _moments(optimizer, flat)),
         host_nbytes=sum(_main_nbytes(flat) + sum(map(_nbytes, _moments(optimizer, flat))) for flat, _ in on_host),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
         undistributed_state_nbytes=_undistributed(optimizer),
@@ -330,30 +322,22 @@ def _undistributed(optimizer: ShardedOptimizer) -> int:
 
 def _moment_nbytes_by_name(optimizer: ShardedOptimizer) -> Callable[[str], float]:
     """Bytes of moments of an element, from a param's name: the most that a part of the inner optimizer has for one."""
-    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
-    most: dict[Optimizer, float] = {}
-    for flat in optimizer.flat_params:
-        part = parts[flat.plan.key.group]
-        most[part] = max(most.get(part, 0), _moment_nbytes_an_element(optimizer, flat))
     nbytes, numel = _elsewhere(optimizer)
     if numel:
         return lambda name: nbytes / numel
+    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
+    most: dict[Optimizer, float] = {}
+    for flat in optimizer.flat_params:
+        moments = [each for each in _moments(optimizer, flat) if each.shape == flat.main.shape]
+        part = parts[flat.plan.key.group]
+        most[part] = max(most.get(part, 0), sum(_nbytes(each) / each.numel() for each in moments))
     usual = max(most.values(), default=0)
     part_of_name = {name: parts[number] for number, group in enumerate(optimizer.plan.groups) for name in group.names}
     return lambda name: most.get(part_of_name.get(name, optimizer.inner), usual)
 
 
-def _moment_nbytes_an_element(optimizer: ShardedOptimizer, flat: FlatParam) -> float:
-    return sum(_nbytes(each) / each.numel() for each in _moments(optimizer, flat) if each.shape == flat.main.shape)
-
-
 def _elsewhere(optimizer: ShardedOptimizer) -> tuple[int, int]:
     return optimizer.inner.state_elsewhere() if isinstance(optimizer.inner, InParts) else (0, 0)
-
-
-def _moments_nbytes(optimizer: ShardedOptimizer) -> int:
-    elsewhere, _ = _elsewhere(optimizer)
-    return elsewhere + sum(_nbytes(tensor) for flat in optimizer.flat_params for tensor in _moments(optimizer, flat))
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:

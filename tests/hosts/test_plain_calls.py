@@ -370,9 +370,9 @@ GROUPS = ("list of dicts with 'params'", "Write [{'params': [...], 'weight_decay
 BY_PARAM = ("Use one that does, such as torch.optim.AdamW or torch.optim.Adafactor",)
 
 BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
-    "bare list": (_bare_list, everyone(LayoutError, "a list with a Parameter", *GROUPS)),
+    "bare list": (_bare_list, everyone(LayoutError, "a Parameter", *GROUPS)),
     "group without params": (_no_params_key, everyone(LayoutError, "a dict without 'params'", *GROUPS)),
-    "empty list": (_empty_list, everyone(LayoutError, "an empty list", *GROUPS)),
+    "empty list": (_empty_list, everyone(LayoutError, "empty", *GROUPS)),
     "second time": (
         _second_time,
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
@@ -398,7 +398,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     "other buckets": (_other_buckets, differing("options", "bucket_size=100", "bucket_size=None")),
     "bucket too small": (
         _bucket_too_small,
-        everyone(ConfigError, "bucket_size: 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
+        everyone(ConfigError, "bucket_size is 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
     ),
     "other excluded from the norm": (_other_excluded, differing("params excluded from the norm", "bias", "nothing")),
     "other class of instance": (
@@ -424,7 +424,7 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
     ),
     "bad variable": (
         _bad_variable,
-        one_rank(2, ConfigError, "'ignore'", "raise, skip, log", "Write MEGATRON_DISTOPT_NONFINITE=raise"),
+        one_rank(2, ConfigError, "MEGATRON_DISTOPT_NONFINITE is 'ignore'", "one of raise, skip, log"),
     ),
     "other variable": (_other_variable, differing("options", "nonfinite='skip'", "nonfinite='raise'")),
     "shape in one data group": (

@@ -302,7 +302,7 @@ def test_overlap_when_a_rank_takes_another_branch_then_it_alone_is_later(found: 
 def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["late"].startswith("LayoutError: ")
-        assert "'layers.3.bias': arrived after its bucket was reduced" in each["late"]
+        assert "'layers.3.bias' arrived after its bucket was reduced" in each["late"]
         assert "Call all but the last backward of a step inside no_sync()" in each["late"]
         assert "overlap_grad_reduce=False" in each["late"]
 
@@ -320,7 +320,7 @@ def test_overlap_when_a_layer_is_unfrozen_while_buckets_are_under_way_then_every
 
 def test_overlap_when_a_backward_inside_no_sync_comes_last_then_it_is_refused(found: list[dict[str, Any]]) -> None:
     for each in found:
-        assert "'layers.3.bias': arrived after its bucket was reduced" in each["reversed no_sync"]
+        assert "'layers.3.bias' arrived after its bucket was reduced" in each["reversed no_sync"]
 
 
 def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_begin_with_either(

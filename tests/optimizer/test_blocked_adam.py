@@ -13,7 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from megatron_distopt import DistOptConfig
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.inner import RoundsItself, skips_by_itself, step_divided
+from megatron_distopt.optimizer.inner import rounds_itself, skips_by_itself, step_divided
 
 #: Several blocks and a rest that fills no vector, several params in a block, exactly two blocks, one element.
 NUMELS = (1000, 37, 90, 128, 1)
@@ -45,7 +45,7 @@ def _train(kind: type[Optimizer], *, divisor: float, bad: int = -1, **options: A
     mains = _mains()
     inner = _built(kind, mains, **options)
     models = {main: main.bfloat16() for main in mains[:-1]}
-    rounds = isinstance(inner, RoundsItself)
+    rounds = rounds_itself(inner)
     if rounds:
         inner.round_into(models)
     for step in range(STEPS):

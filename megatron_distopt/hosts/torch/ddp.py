@@ -18,12 +18,11 @@ from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 
 #: Attribute of a DistributedDataParallel: whether it prepared the averaging of the next backward.
 _PREPARES = "_distopt_prepares"
@@ -102,17 +101,30 @@ class DDPWatch:
         """
         self._count, self._models_of = _known.count, {}
         for model in _known.models:
-            for param in _params_of(model):
-                self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
+            for name, param in model.module.named_parameters():
+                if param.requires_grad and name not in model.parameters_to_ignore:
+                    self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
 
     def complaints(self) -> Iterator[DistOptError]:
         """What was wrong with the backward passes since the last step; asked before a step."""
-        if not all(_is_any_prepared(models) for models in self.used.values()):
-            yield _not_averaged()
+        are_averaged = (any(getattr(model(), _PREPARES, False) for model in models) for models in self.used.values())
+        if not all(are_averaged):
+            yield LayoutError(
+                "A model is in DistributedDataParallel, which did not average its gradients. Call the wrapped model "
+                "outside of its no_sync() for the last backward of a step, or do not wrap the model."
+            )
         elif self.used and self._overlaps:
-            yield _averaged_twice()
+            yield ConfigError(
+                "overlap_grad_reduce is True for a model in DistributedDataParallel, which averages gradients by "
+                "itself. Leave overlap_grad_reduce out, or do not wrap the model."
+            )
         elif self.used and self._must_repeat:
-            yield _in_other_buckets()
+            # DDP fills its buckets anew after its first backward, and a ring adds up in an order that depends on them.
+            yield ConfigError(
+                "deterministic needs gradients that are summed in one order, and DistributedDataParallel sums those "
+                "of its first backward in another one. Do not wrap the model: distribute(...) averages gradients by "
+                "itself."
+            )
 
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
@@ -121,32 +133,3 @@ class DDPWatch:
                 if model is not None:
                     setattr(model, _PREPARES, False)
         self.used.clear()
-
-
-def _is_any_prepared(models: tuple[ReferenceType[DistributedDataParallel], ...]) -> bool:
-    return any(getattr(model(), _PREPARES, False) for model in models)
-
-
-def _params_of(model: DistributedDataParallel) -> Iterator[Tensor]:
-    for name, param in model.module.named_parameters():
-        if param.requires_grad and name not in model.parameters_to_ignore:
-            yield param
-
-
-def _not_averaged() -> LayoutError:
-    got, rule = "of a model in DistributedDataParallel, which did not average them", "be averaged by it or all be ours"
-    remedy = "Call the wrapped model outside of its no_sync() for the last backward of a step, or do not wrap the model"
-    return LayoutError(refusal("gradients", got, rule, remedy))
-
-
-def _averaged_twice() -> ConfigError:
-    rule = "be False for a model in DistributedDataParallel, which averages gradients by itself"
-    remedy = "Leave overlap_grad_reduce out, or do not wrap the model"
-    return ConfigError(refusal("overlap_grad_reduce", True, rule, remedy))
-
-
-def _in_other_buckets() -> ConfigError:
-    """DDP fills its buckets anew after its first backward, and a ring adds up in an order that depends on them."""
-    got = "gradients of a model in DistributedDataParallel, which sums those of its first backward in another order"
-    remedy = "Do not wrap the model: distribute(...) averages gradients by itself"
-    return ConfigError(refusal("deterministic", got, "have gradients that are summed in one order", remedy))

@@ -121,13 +121,13 @@ class ParamGather:
         for handle in self._handles:
             handle.remove()
         modules = {module: None for chunk in self._chunks for module in chunk.modules()}
-        self._handles = [handle for module in modules for handle in self._hooked(module)]
-
-    def _hooked(self, module: Module) -> Iterable[RemovableHandle]:
-        own = [param for param in module.parameters(recurse=False) if param in self._names]
-        if own and not isinstance(module, torch.jit.ScriptModule):  # a script module takes no hooks
-            # In front of whatever else is hooked there, which may read params.
-            yield module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
+        self._handles = []
+        for module in modules:
+            own = [param for param in module.parameters(recurse=False) if param in self._names]
+            if own and not isinstance(module, torch.jit.ScriptModule):  # a script module takes no hooks
+                # In front of whatever else is hooked there, which may read params.
+                hook = module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
+                self._handles.append(hook)
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
@@ -143,7 +143,10 @@ class ParamGather:
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return
-        _watch_compiler()
+        # torch's compiler is watched once the program has imported it, because the import takes seconds.
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and _compiler_starts not in handler.start_callbacks:
+            handler.register_start_callback(_compiler_starts)
         if self._is_compiled or self._communicator.group.size == 1:
             self._communicator.finish_params()
             return
@@ -206,14 +209,6 @@ class _BeforeForward:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _BeforeForward, ()
-
-
-def _watch_compiler() -> None:
-    """Watches torch's compiler once the program has imported it, because the import takes seconds."""
-    compiler = sys.modules.get("torch._dynamo.callback")
-    handler = getattr(compiler, "callback_handler", None)
-    if handler is not None and _compiler_starts not in handler.start_callbacks:
-        handler.register_start_callback(_compiler_starts)
 
 
 def _compiler_starts(*_: Any) -> None:

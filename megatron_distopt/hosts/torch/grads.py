@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
 from megatron_distopt.comm import NO_TIME, CommTime, Communicator, sum_over
-from megatron_distopt.errors import ConfigError, DistOptError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 from megatron_distopt.optimizer.loss_scale import LossScale
@@ -105,12 +105,9 @@ class Grads:
             self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             slot.param.requires_grad_(not was_frozen)
         if self.phase is Phase.REDUCED:  # as the other gradients of this step are reduced already
-            self._reduce_added(buffers, slots)
-
-    def _reduce_added(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        for slot in slots:
-            slot.take()
-        self._communicator.reduce_now(buffers)
+            for slot in slots:
+                slot.take()
+            self._communicator.reduce_now(buffers)
 
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
@@ -130,23 +127,25 @@ class Grads:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Marks a loss as scaled, so that its backward is accepted; returns it."""
+
+        def end() -> None:
+            self._is_scaled = False
+
+        def begin(_: Tensor) -> None:
+            self._is_scaled = True
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
         if loss.requires_grad:
-            loss.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
+            loss.register_hook(begin)  # type: ignore[no-untyped-call]
         return loss
-
-    def _begin_scaled(self, _: Tensor) -> None:
-        self._is_scaled = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)
-
-    def _end_scaled(self) -> None:
-        self._is_scaled = False
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
         """Called before autograd adds to `param.grad`."""
         if self._needs_scaling and not self._is_scaled:
-            got, rule = f"of {slot.name!r} by a loss that is not scaled", "come from optimizer.scale_loss(loss)"
-            remedy = "Write optimizer.scale_loss(loss).backward(), or leave loss_scale out"
-            raise ConfigError(refusal("gradient", got, rule, remedy))
+            raise ConfigError(
+                f"The gradient of {slot.name!r} comes from a loss that is not scaled. Write "
+                "optimizer.scale_loss(loss).backward(), or leave loss_scale out."
+            )
         if self.phase is not Phase.LOCAL:
             self._reopen()
         if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
@@ -183,8 +182,10 @@ class Grads:
             and self._needs_scaling
             and (kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots))
         ):
-            got, rule = "kept over a step under a loss scale", "be cleared first, because the scale may have changed"
-            raise ConfigError(refusal("gradients", got, rule, "Call optimizer.zero_grad() before backward"))
+            raise ConfigError(
+                "Gradients were kept over a step under a loss scale, which may have changed in it. Call "
+                "optimizer.zero_grad() before backward."
+            )
         for buffer in self._buffers:
             divisor = self._divisor_of(buffer)
             for name in [each.name for each in buffer.layout.slots if each.name in kept]:
@@ -242,13 +243,20 @@ class Grads:
 
         All ranks must have cleared the same gradients since the last reduction: a sum needs the parts of all ranks.
         """
-        kept = _mark_of(self._shown) if self.phase is Phase.REDUCED else self._mark()
+        # By slot, whether `param.grad` is what the buffer holds, and not zeroed.
+        shown = [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
+        kept = _mark_of(shown) if self.phase is Phase.REDUCED else self._mark()
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
         local, total, squares = sums.tolist()
         if self._was_reduced and self._data.size * squares != total**2:
-            self.complaints.append(_cleared_somewhere())
+            self.complaints.append(
+                LayoutError(
+                    "Gradients were cleared on some ranks after clip_grad_norm_ or full_grad. Clear gradients before, "
+                    "or on all ranks alike."
+                )
+            )
         return bool(local)
 
     @property
@@ -285,24 +293,29 @@ class Grads:
             if slot.is_missing:
                 slot.view.zero_()
             elif slot.param.grad is not slot.shown:
-                self.complaints.append(_assigned(slot.name))
+                self.complaints.append(
+                    LayoutError(
+                        f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or full_grad. Assign it "
+                        "first, or call optimizer.zero_grad() in between."
+                    )
+                )
 
     def _contribute(self, slot: GradSlot, *, for_step: bool) -> None:
         """Makes a missing gradient zero, and takes one that the user assigned, unless its bucket is under way."""
         if self._communicator.is_reducing(slot.name):
             if slot.param.grad is not slot.shown:
-                self.complaints.append(_changed(slot.name))
+                self.complaints.append(
+                    LayoutError(
+                        f"The grad of param {slot.name!r} was assigned or cleared after backward, when its bucket was "
+                        "under way. Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False."
+                    )
+                )
         elif slot.is_missing:
             slot.view.zero_()
         elif for_step and self._ddp.has(slot.param):
             slot.copy()
         else:
             slot.take()
-
-    @property
-    def _shown(self) -> list[bool]:
-        """By slot, whether `param.grad` is what the buffer holds, and not zeroed."""
-        return [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
 
     def _mark(self) -> int:
         return _mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
@@ -372,20 +385,3 @@ def _mark_of(is_kept: Sequence[bool]) -> int:
     Ranks compare it through sums. It is small so that the sum of squares over thousands of ranks is exact in fp32.
     """
     return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
-
-
-def _cleared_somewhere() -> LayoutError:
-    got, rule = "cleared on some ranks after clip_grad_norm_ or full_grad", "be cleared on all of them"
-    return LayoutError(refusal("gradients", got, rule, "Clear gradients before, or on all ranks alike"))
-
-
-def _assigned(name: str) -> LayoutError:
-    got, rule = "assigned after clip_grad_norm_ or full_grad", "be there before"
-    remedy = "Assign it first, or call optimizer.zero_grad() in between"
-    return LayoutError(refusal(f"grad of param {name!r}", got, rule, remedy))
-
-
-def _changed(name: str) -> LayoutError:
-    got, rule = "assigned or cleared after backward, when its bucket was under way", "stay as backward left it"
-    remedy = "Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False"
-    return LayoutError(refusal(f"grad of param {name!r}", got, rule, remedy))

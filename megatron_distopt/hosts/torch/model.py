@@ -7,7 +7,7 @@ broadcast after each step, so that every forward pass begins with the same value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from megatron_distopt.comm import (
     share_initial,
     sum_over,
 )
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.base import named_params, spec_of
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
@@ -54,17 +54,14 @@ def compare_models(named: Mapping[str, Parameter], chunks: Sequence[Module], dat
     Raises:
         RanksDisagreeError: on all ranks.
     """
-    params = tuple(f"{name} {_look_of(param)}, {_kind_of(param)}" for name, param in named.items())
-    buffers = tuple(f"{name} {_look_of(buffer)}" for chunk in chunks for name, buffer in chunk.named_buffers())
+
+    def described(name: str, tensor: Tensor) -> str:
+        return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+    kinds = {name: "trained" if param.requires_grad else "frozen" for name, param in named.items()}
+    params = tuple(f"{described(name, param)}, {kinds[name]}" for name, param in named.items())
+    buffers = tuple(described(name, buffer) for chunk in chunks for name, buffer in chunk.named_buffers())
     compare([Field("params of the model", params), Field("module buffers", buffers)], data)
-
-
-def _look_of(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-def _kind_of(param: Parameter) -> str:
-    return "trained" if param.requires_grad else "frozen"
 
 
 class ShardedModel:
@@ -150,9 +147,10 @@ class ShardedModel:
             LayoutError
         """
         if [list(map(id, group["params"])) for group in self._torch_groups] != self._members:
-            got, rule = "other params than they were given", "keep their params"
-            remedy = "Call optimizer.add_param_group(...) for more, and param.requires_grad_(False) for fewer"
-            raise LayoutError(refusal("param_groups", got, rule, remedy))
+            raise LayoutError(
+                "The param_groups have other params than they were given. Call optimizer.add_param_group(...) for "
+                "more, and param.requires_grad_(False) for fewer."
+            )
 
     def take_options(self) -> None:
         """Copies the options that the user has written into the param groups to the inner optimizer.
@@ -262,12 +260,11 @@ class ShardedModel:
             LayoutError
         """
         if lost := self._lost(changed):
-            got, rule = "written to, or its .data read, between two steps", "be left to the optimizer"
-            remedy = (
-                "Call optimizer.reload_model_params() after you have changed weights, and read them by detach(); "
-                "or write main_params_dtype='float32'"
+            raise LayoutError(
+                f"Param {lost[0]!r} with main_params_dtype='remainder' was written to, or its .data read, between two "
+                "steps. Call optimizer.reload_model_params() after you have changed weights, and read them by "
+                "detach(); or write main_params_dtype='float32'."
             )
-            raise LayoutError(refusal(f"param {lost[0]!r} with main_params_dtype='remainder'", got, rule, remedy))
 
     def _lost(self, changed: frozenset[str]) -> list[str]:
         """Names of changed params of which a main param cannot know how, in the order of the main params."""
@@ -299,14 +296,6 @@ class ShardedModel:
 # --- see [Note: module buffers]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """A buffer as it was looked at last; what changed it since is a new tensor, or an operation in place."""
-
-    identity: int
-    version: int
-
-
 class ModuleBuffers:
     """The buffers of a model's modules on this rank.
 
@@ -318,11 +307,18 @@ class ModuleBuffers:
 
     def __init__(self, chunks: Sequence[Module], data: Group, device: torch.device) -> None:
         self._data, self._device = data, device
-        self._modules = dict(_with_buffers(chunks)) if data.size > 1 else {}
+        self._modules = {
+            f"{number}.{name}": module
+            for number, chunk in enumerate(chunks if data.size > 1 else ())
+            for name, module in chunk.named_modules()
+            if module._buffers
+        }
         #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
         self._changing: dict[str, tuple[str, ...]] = {}
         self._seen = {name: _seen_in(module) for name, module in self._modules.items()}
-        self.learn([name for name, module in self._modules.items() if _updates_statistics(module)])
+        # The kernels of torch's norms change running statistics without counting a version.
+        norms = {name: module for name, module in self._modules.items() if isinstance(module, _NormBase)}
+        self.learn([name for name, module in norms.items() if module.track_running_stats])
 
     @property
     def has_any(self) -> bool:
@@ -331,12 +327,15 @@ class ModuleBuffers:
 
     def begun(self) -> list[str]:
         """Modules whose buffers have changed for the first time, or have another shape now; the ranks may differ."""
-        return [name for name, module in self._modules.items() if self._has_begun(name, module)]
-
-    def _has_begun(self, name: str, module: Module) -> bool:
-        if name in self._changing:
-            return self._changing[name] != _described(module)
-        return self._seen[name] != _seen_in(module)
+        return [
+            name
+            for name, module in self._modules.items()
+            if (
+                self._changing[name] != _described(module)
+                if name in self._changing
+                else self._seen[name] != _seen_in(module)
+            )
+        ]
 
     def learn(self, begun: Sequence[str]) -> None:
         """Collective: from now on these modules' buffers are broadcast, whichever rank has named them.
@@ -358,13 +357,6 @@ class ModuleBuffers:
         share_initial(tensors, self._data, self._device)
 
 
-def _with_buffers(chunks: Sequence[Module]) -> Iterator[tuple[str, Module]]:
-    for number, chunk in enumerate(chunks):
-        for name, module in chunk.named_modules():
-            if module._buffers:
-                yield f"{number}.{name}", module
-
-
 def _described(module: Module) -> tuple[str, ...]:
     return tuple(f"{tensor.dtype}{list(tensor.shape)}" for tensor in _tensors_of(module))
 
@@ -373,10 +365,6 @@ def _tensors_of(module: Module) -> list[Tensor]:
     return [buffer for _, buffer in sorted(module._buffers.items()) if buffer is not None]
 
 
-def _updates_statistics(module: Module) -> bool:
-    """Whether it is a norm of torch's, whose kernel changes running statistics without counting a version."""
-    return isinstance(module, _NormBase) and bool(module.track_running_stats)
-
-
-def _seen_in(module: Module) -> tuple[_Seen, ...]:
-    return tuple(_Seen(id(buffer), buffer._version) for buffer in _tensors_of(module))
+def _seen_in(module: Module) -> tuple[tuple[int, int], ...]:
+    """By buffer its identity and version: what changes one is a new tensor, or an operation in place."""
+    return tuple((id(buffer), buffer._version) for buffer in _tensors_of(module))

@@ -304,25 +304,27 @@ _CALLS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict
 
 def _refuse_calls(given: Optimizer) -> None:
     """Makes the methods of one of several optimizers errors: its groups are still live, for schedulers."""
+
+    def refused(name: str, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{name} of {type(given).__name__} was called on one of several optimizers. Call {name} of what "
+            "distribute(...) returned."
+        )
+
     hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
     for name in (*_CALLS, *hooks):
-        setattr(given, name, _refused_call(type(given).__name__, name))
-
-
-def _refused_call(optimizer: str, name: str) -> Callable[..., NoReturn]:
-    def refused(*_: Any, **__: Any) -> NoReturn:
-        rule, remedy = "be called for all params together", f"Call {name} of what distribute(...) returned"
-        raise ConfigError(refusal(f"{name} of {optimizer}", "called on one of several optimizers", rule, remedy))
-
-    refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
-    return refused
+        call = partial(refused, name)
+        call._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
+        setattr(given, name, call)
 
 
 class _StateElsewhere(MutableMapping[Any, Any]):
     """In the place of the state of an optimizer that was given: a method of its class that uses it would do nothing."""
 
     def _refuse(self, *_: Any) -> NoReturn:
-        rule, remedy = "be that of what distribute(...) returned", "Use the optimizer that distribute(...) returned"
-        raise AccessError(refusal("state of an optimizer", "used after it was given to distribute", rule, remedy))
+        raise AccessError(
+            "The state of an optimizer was used after it was given to distribute. Use the optimizer that "
+            "distribute(...) returned."
+        )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse

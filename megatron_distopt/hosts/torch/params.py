@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left
 from megatron_distopt.hosts.written import data_watch
 
@@ -148,11 +148,9 @@ class Params:
         for trained in self._params:
             if any(held.get(key) is not trained.param for held, key in trained.homes):
                 if any((id(held), key) in new_at for held, key in trained.homes):
-                    raise _replaced(trained.name)
+                    raise LayoutError(
+                        f"Param {trained.name!r} was replaced by another Parameter, which no optimizer has. Write "
+                        "param.copy_(...) or load_state_dict(...) without assign=True, or build the optimizer "
+                        "afterwards."
+                    )
                 trained.homes = tuple(homes.get(trained.param, ()))
-
-
-def _replaced(name: str) -> LayoutError:
-    got, rule = "replaced by another Parameter, which no optimizer has", "stay the Parameter that was optimized"
-    remedy = "Write param.copy_(...) or load_state_dict(...) without assign=True, or build the optimizer afterwards"
-    return LayoutError(refusal(f"param {name!r}", got, rule, remedy))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import CommTime, Group, exchange, raise_together, sum_over
-from megatron_distopt.errors import LayoutError, RanksDisagreeError, refusal
+from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
@@ -175,7 +175,15 @@ def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
     if everyone.size * squares != rounds**2:
         raise _in_different_rounds(model.grads.num_rounds, everyone)
     if data.size * squares_of_kept != kept**2:
-        raise _kept_on_some(model.grads.kept, data)
+        said = exchange(model.grads.kept, data)
+        usual = max(set(said), key=said.count)
+        odd, other = (
+            data.global_rank(r) for r in (next(r for r, k in enumerate(said) if k != usual), said.index(usual))
+        )
+        raise RanksDisagreeError(
+            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were summed. Call "
+            "optimizer.zero_grad() on all ranks, or on none."
+        )
     if complaints:
         raise_together(model.grads.raise_complaint, everyone, "step")
     if begun and model.module_buffers is not None:
@@ -205,25 +213,14 @@ def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) ->
     rounds = [each for each, _ in said]
     if len(set(rounds)) == 1:
         ranks = ", ".join(str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped)
-        got = f"made on other ranks while rank {ranks} cleared the gradients of round {own + 1}"
-        remedy = "Call step() and zero_grad() on all ranks alike"
-        return RanksDisagreeError(refusal("step", got, "be made on all ranks or on none", remedy))
+        return RanksDisagreeError(
+            f"A step was made on other ranks while rank {ranks} cleared the gradients of round {own + 1}. Call step() "
+            "and zero_grad() on all ranks alike."
+        )
     usual = max(set(rounds), key=rounds.count)
     odd = next(rank for rank, each in enumerate(rounds) if each != usual)
     one, other = group.global_rank(odd), group.global_rank(rounds.index(usual))
-    got = f"rank {one} is in round {rounds[odd] + 1} of gradients where rank {other} is in {usual + 1}"
-    rule, remedy = "be in the same one on all ranks", "Call step() on all ranks after each backward, or on none"
-    return RanksDisagreeError(refusal("step", got, rule, remedy))
-
-
-def _kept_on_some(own: int, group: Group) -> RanksDisagreeError:
-    """Collective: makes the error that says which rank went on with other gradients."""
-    kept = exchange(own, group)
-    usual = max(set(kept), key=kept.count)
-    odd = next(rank for rank, each in enumerate(kept) if each != usual)
-    one, other = group.global_rank(odd), group.global_rank(kept.index(usual))
-    got, rule = (
-        f"cleared on rank {one} otherwise than on rank {other} after they were summed",
-        "be cleared on all alike",
+    return RanksDisagreeError(
+        f"In a step, rank {one} is in round {rounds[odd] + 1} of gradients where rank {other} is in {usual + 1}. Call "
+        "step() on all ranks after each backward, or on none."
     )
-    return RanksDisagreeError(refusal("gradients", got, rule, "Call optimizer.zero_grad() on all ranks, or on none"))

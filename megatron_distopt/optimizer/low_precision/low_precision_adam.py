@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, Groups, KeepsMoments, RoundsItself
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
 from megatron_distopt.optimizer.low_precision.one_pass import OnePass
 from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
@@ -42,7 +42,7 @@ class _Stretch:
     second: Tensor
 
 
-class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
+class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any precision.
 
     Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
@@ -54,7 +54,7 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
         by_kernel: whether Triton's kernel may update; torch's operators do otherwise.
     """
 
-    reads_tensors = True  # see `inner.READS_TENSORS`
+    rounds_itself = reads_tensors = True
 
     def __init__(
         self,
@@ -78,7 +78,6 @@ class LowPrecisionAdam(KeepsMoments, RoundsItself, torch.optim.AdamW):
             group["decoupled_weight_decay"] = decoupled
         self.decoupled, self.precision, self._device_type = decoupled, precision, device_type
         self._one_pass = OnePass(decoupled=decoupled) if by_kernel else None
-        self.leaves_grads = False  # see `inner.LEAVES_GRADS`
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
