@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distopt.optimizer.inner import FlatOptimizer
 
 #: Elements of a block for each thread: a smaller one costs more in calls than it saves, a larger one leaves the cache.
-_BLOCK_NUMEL = 1 << 19
+_BLOCK_NUMEL = 1 << 20
 
 #: What the blocks leave to torch.
 _UNUSUAL = ("amsgrad", "capturable", "differentiable", "maximize")

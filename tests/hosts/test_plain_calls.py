@@ -1,4 +1,4 @@
-"""The plain host on four ranks: what users bring along (schedulers, groups, optimizers), and a model whose halves are
+"""The plain host on four ranks: what users bring along (groups, optimizers), and a model whose halves are
 held by two data-parallel groups."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, LayoutError, RanksDisagreeError
@@ -27,11 +27,6 @@ CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weigh
 STEPS = 4
 
 Raised = tuple[type[Exception], str] | None
-#: By name: what a user writes after building an optimizer.
-SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
-    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
-    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1),
-}
 
 
 def averaged(step: int) -> dict[str, Tensor]:
@@ -62,27 +57,6 @@ def train_whole(model: Params, optimizer: Optimizer, scheduler: LRScheduler | No
         if scheduler is not None:
             scheduler.step()
     return flat(model)
-
-
-def schedulers(rank: int) -> dict[str, Any]:
-    """Each with the same scheduler around torch's own AdamW on whole params."""
-    facts: dict[str, Any] = {}
-    plain = Params()
-    without = train(plain, distribute(plain, CONFIG), rank)
-    for name, schedule in SCHEDULERS.items():
-        model, whole = Params(), Params()
-        optimizer = distribute(model, CONFIG)
-        options = {"lr": CONFIG.lr, "betas": CONFIG.betas, "eps": CONFIG.eps, "weight_decay": CONFIG.weight_decay}
-        reference = torch.optim.AdamW(whole.parameters(), **options, foreach=True)  # type: ignore[arg-type]
-        ours = train(model, optimizer, rank, schedule(optimizer))
-        theirs = train_whole(whole, reference, schedule(reference))
-        facts[name] = {
-            "equal": torch.equal(ours, theirs),
-            "changed": not torch.equal(ours, without),
-            "lr": optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] != CONFIG.lr,
-            "betas": optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"],
-        }
-    return facts
 
 
 def forms_of_groups(rank: int) -> dict[str, Any]:
@@ -443,7 +417,6 @@ BAD: dict[str, tuple[Callable[[int], object], list[Refusal]]] = {
 GOOD: dict[str, Callable[[int], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        schedulers,
         forms_of_groups,
         instances,
         fp16_loss,
@@ -490,14 +463,6 @@ def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(
     name: str, results: list[dict[str, Any]]
 ) -> None:
     check_refusals(of_ranks(results, name), BAD[name][1])
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_scheduler_when_around_the_returned_optimizer_then_every_update_is_torchs(
-    name: str, results: list[dict[str, Any]]
-) -> None:
-    wanted = {"equal": True, "changed": True, "lr": True, "betas": True}
-    assert [found[name] for found in of_ranks(results, "schedulers")] == [wanted] * SIZE
 
 
 @pytest.mark.parametrize("form", ["list", "generator", "tuple of groups", "single tensors"])

@@ -412,9 +412,9 @@ def read_after_clipping(loop: Loop) -> None:
 REFUSALS: dict[str, tuple[Callable[[Loop], None], type[DistOptError], tuple[str, ...]]] = {
     "never_called": (never_called, LayoutError, ("DistributedDataParallel", "Call the wrapped model")),
     "never_averaged": (never_averaged, LayoutError, ("DistributedDataParallel", "no_sync()")),
-    "averaged_twice": (averaged_twice, ConfigError, ("overlap_grad_reduce: True", "Leave overlap_grad_reduce out")),
+    "averaged_twice": (averaged_twice, ConfigError, ("overlap_grad_reduce is True", "Leave overlap_grad_reduce out")),
     "scale_kept": (scale_kept, ConfigError, ("loss scale", "Call optimizer.zero_grad() before backward")),
-    "other_rank": (other_rank, ConfigError, ("to: 1", "torch.save on rank 0")),
+    "other_rank": (other_rank, ConfigError, ("to", "1", "torch.save on rank 0")),
     "read_after_clipping": (read_after_clipping, AccessError, ("first.weight", "optimizer.clip_grad_norm_(max_norm)")),
 }
 
