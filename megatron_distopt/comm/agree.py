@@ -70,11 +70,6 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
     One rank that raised while the others went into a collective would leave them hanging in it. That holds for every
     exception, not only for those of the package.
 
-    Args:
-        check: what may raise.
-        group: all ranks that run it.
-        what: its name in the error.
-
     Raises:
         Exception: this rank's own, as it was, or
         RanksDisagreeError: another rank's, with its number and text.
@@ -86,8 +81,6 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
 
 def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
     """Collective: returns what `check` returned on every rank, by rank of the group, if it passed on all of them.
-
-    Args: as of `raise_together`; what `check` returns is sent to all ranks.
 
     Raises: as of `raise_together`.
     """
@@ -169,9 +162,6 @@ _KEY, _HERE, _LOADED = "megatron_distopt", "here", "loaded"
 
 def show_presence(why_not: str = "") -> Callable[[], None]:
     """Tells the other ranks that the package is loaded, now or when `torch.distributed.init_process_group` returns.
-
-    Args:
-        why_not: why it will not be used on this rank, where that is known.
 
     Returns:
         A function that puts `init_process_group` back.

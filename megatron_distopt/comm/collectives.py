@@ -158,12 +158,7 @@ def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
-    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that.
-
-    Args:
-        tensor: one of those that are communicated.
-        group: as of the collectives.
-    """
+    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that."""
     if group.size > 1 and carrier_of(tensor.device, group) in _COALESCING:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
@@ -227,11 +222,6 @@ def sum_over(tensor: Tensor, group: Group) -> None:
 
 def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> None:
     """Collective: tries a reduce-scatter and an all-gather of one number a rank, before training needs them.
-
-    Args:
-        device: of the tensors that training communicates.
-        group: of the ranks that take part.
-        how: grads will be added up.
 
     Raises:
         ConfigError: the backend does not have one of them, or gives a wrong result.

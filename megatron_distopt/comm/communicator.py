@@ -43,11 +43,6 @@ def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_A
     Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
     (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
     not lose small values to a division before it is added up.
-
-    Args:
-        buffer: whose grads are reduced.
-        group: the ranks that take part.
-        how: division and dtype, see `Reduction`.
     """
     if group.size == 1 and how.divide_by == 1:
         return

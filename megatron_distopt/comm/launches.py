@@ -36,12 +36,7 @@ class Transfer:
 
 
 def transfers_of_grads(buffer: ShardedBuffer, frozen: frozenset[str]) -> list[Transfer]:
-    """The reduce-scatters of a grad buffer, one a bucket.
-
-    Args:
-        buffer: whose grads are reduced.
-        frozen: params in it that never have a gradient.
-    """
+    """The reduce-scatters of a grad buffer, one a bucket."""
     names = [frozenset(slot.name for slot in slots) - frozen for slots in buffer.layout.slots_of_bucket]
     return [Transfer(buffer, *each, of_bucket) for each, of_bucket in zip(buffer.reduces, names, strict=True)]
 
@@ -116,11 +111,7 @@ class Launches:
 
 
 class Arrivals:
-    """Counts the gradients of a step and says which buckets are complete, see [Note: complete buckets].
-
-    Args:
-        num_microbatches: of the step that begins; called once a step.
-    """
+    """Counts the gradients of a step and says which buckets are complete, see [Note: complete buckets]."""
 
     def __init__(self, num_microbatches: Callable[[], int]) -> None:
         self._num_microbatches = num_microbatches

@@ -72,11 +72,7 @@ class Pending(Protocol):
 
 
 class _InThread:
-    """A collective that a thread of this process carries out.
-
-    Args:
-        future: gives the seconds that it took.
-    """
+    """A collective that a thread of this process carries out."""
 
     def __init__(self, future: Future[float]) -> None:
         self._future = future
@@ -244,11 +240,7 @@ def waited_since(start: float, buffers: Sequence[ShardedBuffer]) -> CommTime:
 
 
 def waited(pending: Mapping[str, Pending]) -> CommTime:
-    """Waits for collectives in the order given.
-
-    Args:
-        pending: by the name of the wait in a profiler.
-    """
+    """Waits for collectives in the order given."""
     start, total = perf_counter(), 0.0
     is_known = True
     for name, each in pending.items():
@@ -260,22 +252,13 @@ def waited(pending: Mapping[str, Pending]) -> CommTime:
 
 
 class CommLog:
-    """Logs the communication of a step at INFO, every so many steps; the first rank has one.
-
-    Args:
-        every: steps.
-    """
+    """Logs the communication of a step at INFO, every so many steps; the first rank has one."""
 
     def __init__(self, every: int) -> None:
         self._every, self._num_steps = every, 0
 
     def step(self, grads: CommTime, params: CommTime) -> None:
-        """Counts a step, and logs where it is its turn.
-
-        Args:
-            grads: time of its reduce-scatters.
-            params: time of the all-gathers that its forward pass needed.
-        """
+        """Counts a step, and logs where it is its turn."""
         self._num_steps += 1
         if self._num_steps % self._every == 0:
             both = f"reduce-scatter {_described(grads)}; all-gather {_described(params)}"

@@ -83,10 +83,6 @@ class _Segment:
     def mapped(cls, descriptor: int, process: int) -> _Segment:
         """Maps a segment.
 
-        Args:
-            descriptor: of the memory; may be closed afterwards.
-            process: of the process; closed with the segment, or where mapping fails.
-
         Raises:
             OSError, ValueError, MemoryError: there is no address space for it.
         """

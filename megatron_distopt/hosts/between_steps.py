@@ -28,9 +28,6 @@ torch_data: Any = torch._C.TensorBase.data
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
     """Refuses two Parameters in the same memory: torch would update it twice, and here each would get its own memory.
 
-    Args:
-        named: all params that are updated, by name.
-
     Raises:
         LayoutError: two of them share memory.
     """
@@ -58,11 +55,7 @@ class PlacedParam:
 
     @torch.no_grad()
     def bring_back(self, *, with_values: bool) -> None:
-        """Makes `param.data` the view again.
-
-        Args:
-            with_values: whether to copy the values of the other memory into the view; otherwise they are dropped.
-        """
+        """Makes `param.data` the view again."""
         if with_values:
             self.view.copy_(torch_data.__get__(self.param))
         torch_data.__set__(self.param, self.view)
@@ -70,9 +63,6 @@ class PlacedParam:
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
     """Finds the params to bring back, see [Note: params that have left].
-
-    Args:
-        params: all that an optimizer updates.
 
     Raises:
         LayoutError: one cannot be brought back: its dtype, shape or device changed, or it shares another's memory.
@@ -112,11 +102,7 @@ def _tied(name: str, got: str) -> LayoutError:
 
 
 class GroupMembers:
-    """Notes which params the inner optimizer's groups have; users must not change that.
-
-    Args:
-        inner: the inner optimizer; its params are flat main params.
-    """
+    """Notes which params the inner optimizer's groups have; users must not change that."""
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
@@ -165,11 +151,7 @@ def raising(error: Exception | None) -> Callable[[], None]:
 
 
 def not_copied(how: str) -> AccessError:
-    """Returns the error of copying or pickling an optimizer.
-
-    Args:
-        how: what was tried, as part of a sentence.
-    """
+    """Returns the error of copying or pickling an optimizer."""
     rule = "stay where its model is, whose params lie in its buffers"
     remedy = (
         "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"

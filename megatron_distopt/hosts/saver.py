@@ -13,12 +13,7 @@ from megatron_distopt.optimizer.step import finish_deferred_check
 
 
 class Saver:
-    """Saves the checkpoints of one optimizer of a host.
-
-    Args:
-        config: `async_save`, `async_buffer_mb` and `keep_last`.
-        everyone: all ranks that hold a part of the model.
-    """
+    """Saves the checkpoints of one optimizer of a host."""
 
     def __init__(self, config: DistOptConfig, everyone: Group) -> None:
         self._config, self._everyone = config, everyone

@@ -109,10 +109,6 @@ def in_one_memory(named: Mapping[str, Parameter]) -> tuple[str, str] | None:
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:
     """Announces every gradient after the host has added it to its buffer, in a hook on the same node of autograd.
 
-    Args:
-        named: the params.
-        arrived: called with the name of a param.
-
     Returns:
         The nodes: the hooks live as long as these.
     """

@@ -80,12 +80,7 @@ data_watch = _DataWatch()
 
 
 class _Writes:
-    """Counts writes to one param and to its aliases.
-
-    Args:
-        name: of the param.
-        param: of the model.
-    """
+    """Counts writes to one param and to its aliases."""
 
     __slots__ = ("__weakref__", "_aliases", "_version", "_was_written", "name", "param")
 
@@ -128,10 +123,6 @@ class RemainderWatch:
 
     A main param of its own wins over weights that were changed in a Megatron, whose step overwrites them. A remainder
     becomes that of other weights, which nobody wants.
-
-    Args:
-        sharded: whose main params they are.
-        named: the model params by name.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:

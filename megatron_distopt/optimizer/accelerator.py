@@ -34,9 +34,6 @@ class Accelerator:
 def find_accelerator(choice: str = "auto") -> Accelerator:
     """The accelerator of this process.
 
-    Args:
-        choice: "deepspeed", "torch", or "auto" for DeepSpeed where it is installed.
-
     Raises:
         ConfigError: "deepspeed" was asked for and is not installed.
     """

@@ -67,13 +67,7 @@ def _chosen(name: str, config: DistOptConfig, why: tuple[str, ...]) -> InnerChoi
 
 
 def adam_on_host(config: DistOptConfig, options: Mapping[str, Any] | None = None, *, for_each: bool = False) -> Build:
-    """Builds torch's Adam for the fp32 state of the host.
-
-    Args:
-        config: see `low_precision_adam`, as are the options.
-        options: as given, or those of the config.
-        for_each: whether the device has torch's for-each kernel; torch's fused one otherwise, where torch has it.
-    """
+    """Builds torch's Adam for the fp32 state of the host."""
     given = {**adam_options(config), "decoupled": config.is_decoupled} if options is None else dict(options)
     is_decoupled = given.pop("decoupled")
     if for_each or not has_torch_fused(CPU):
@@ -91,11 +85,6 @@ def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
 
 def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None) -> Build:
     """Builds Adam for state in the precision that a config asks for.
-
-    Args:
-        config: says the precision, and the other options where these are not given.
-        device_type: of the main params.
-        options: lr, betas, eps, weight_decay and decoupled.
 
     Raises:
         ConfigError: another Adam was asked for by name, or one that is not there; or, from the function that is

@@ -47,11 +47,6 @@ _FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
 def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams | None = None) -> InnerChoice:
     """Picks the inner optimizer.
 
-    Args:
-        config: `optimizer` and `adam` say what is wanted.
-        device_type: of the main params.
-        params: that it is for; needed by a class that updates whole params.
-
     Raises:
         ConfigError: what was asked for by name is not there, or updates neither elements nor params by themselves.
     """
@@ -83,11 +78,6 @@ def adopt_instance(
     instance: Optimizer, params: TrainedParams | None = None, config: DistOptConfig | None = None
 ) -> InnerChoice:
     """The user's own optimizer object, whose param groups will hold main params in place of model params.
-
-    Args:
-        instance: updates each element by itself, or each param; not yet stepped.
-        params: see `choose_inner`.
-        config: merged; the defaults where None.
 
     Raises:
         ConfigError: it was stepped or loaded before, or looks across params.
@@ -132,11 +122,6 @@ def _check_not_distributed_itself(kind: type[Optimizer]) -> None:
 
 def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice | None:
     """The fused kernel in place of a class of torch's own whose user chose no kernel.
-
-    Args:
-        instance: of any class; its defaults are kept.
-        config: `adam` may name another source, which is then for others to find.
-        device_type: of the main params.
 
     Returns:
         None where the instance is to be used itself.

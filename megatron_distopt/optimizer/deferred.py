@@ -139,21 +139,12 @@ def _described(plan: FlatParamPlan[FlatParamKey]) -> str:
 
 
 def found_inf_of(numbers: Tensor) -> Tensor:
-    """fp32 0-D: 1 where something is not finite on any rank.
-
-    Args:
-        numbers: see `DeferredCheck`.
-    """
+    """fp32 0-D: 1 where something is not finite on any rank."""
     return (numbers[2] > 0).to(torch.float32)
 
 
 def deferred_norm(numbers: Tensor, divisor: float) -> Tensor:
-    """float64 0-D: `GradStats.norm` on the device.
-
-    Args:
-        numbers: see `DeferredCheck`.
-        divisor: of the gradient.
-    """
+    """float64 0-D: `GradStats.norm` on the device."""
     return torch.sqrt(numbers[0]) / _constant(divisor, numbers)
 
 

@@ -21,12 +21,6 @@ def check_deterministic(
 ) -> None:
     """Refuses with `deterministic=True` what would let a run differ from itself.
 
-    Args:
-        config: merged.
-        device: of the params.
-        group: over which gradients are reduced.
-        environ: as it was before the device was used first.
-
     Raises:
         ConfigError: the first such thing, with what to type.
     """

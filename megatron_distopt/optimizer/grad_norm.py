@@ -63,11 +63,6 @@ def local_stats(
 ) -> Tensor:
     """What this rank contributes: sum of squares, zeros, 1 if something is not finite.
 
-    Args:
-        flat_params: of this rank.
-        grads: their main grads.
-        device: of the result.
-
     Returns:
         [3], float64 where the device has it: sums of exactly representable squares stay exact in any order.
     """
@@ -144,12 +139,6 @@ def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
 
 def report_nonfinite(names: Sequence[str], group: Group, *, raises: bool, when: str = "") -> None:
     """Collective: says on which ranks the gradient is not finite, and of which params.
-
-    Args:
-        names: of what is not finite on this rank.
-        group: all ranks that hold a part of the model.
-        raises: as an error; otherwise as a warning.
-        when: if it is not this step.
 
     Raises:
         NonFiniteGradError: on all ranks.

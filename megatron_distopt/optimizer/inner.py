@@ -39,11 +39,7 @@ class FlatOptimizer(Optimizer):
     _models: Mapping[Tensor, Tensor] = {}
 
     def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`.
-
-        Args:
-            models: from a main param to the model param of the same elements, both 1-D.
-        """
+        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`."""
         self._models = dict(models)
 
     def update_with(
@@ -87,21 +83,11 @@ class InParts(FlatOptimizer):
     def hold(
         self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
     ) -> None:
-        """Says what the main params are pieces of, whenever they are other ones.
-
-        Args:
-            buffers: as the ranks of the data-parallel group have them, in the same order.
-            flat_params: of this rank.
-            groups: with the names of all params that are updated.
-        """
+        """Says what the main params are pieces of, whenever they are other ones."""
         raise NotImplementedError
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Excludes params from the next step.
-
-        Args:
-            names: the same on all ranks.
-        """
+        """Excludes params, the same on all ranks, from the next step."""
         raise NotImplementedError
 
     def state_elsewhere(self) -> tuple[int, int]:

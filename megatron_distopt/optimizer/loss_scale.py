@@ -36,12 +36,7 @@ class LossScale(Protocol):
 
 
 class ConstantLossScale:
-    """Never changes; 1.0 means none.
-
-    Args:
-        scale: above 0.
-        device: where `scale` is needed.
-    """
+    """Never changes; 1.0 means none."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.scale = torch.tensor([scale], dtype=torch.float32, device=device)
@@ -65,10 +60,6 @@ class DynamicLossScale:
 
     Once the hysteresis is used up every further overflow halves the scale; a growth fills it again. These are the rules
     of Megatron's DynamicGradScaler, so that loss-scale curves can be compared; but the scale stays below infinity.
-
-    Args:
-        config: `initial_loss_scale`, `min_loss_scale`, `growth_interval`, `hysteresis`.
-        device: where `scale` is needed.
     """
 
     def __init__(self, config: DistOptConfig, device: torch.device) -> None:

@@ -189,12 +189,7 @@ def _mains_by_place(models: Sequence[Tensor], hosts: Sequence[OnHost | None], pr
 
 
 def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
-    """Cuts a flat param between neighbours with different keys; all parts are views of its memory.
-
-    Args:
-        flat: what is cut; it is returned as it is where all its params have one key.
-        key_of: from a param's name.
-    """
+    """Cuts a flat param between neighbours with different keys; all parts are views of its memory."""
     members = [tuple(shards) for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))]
     return (flat,) if len(members) == 1 else tuple(_part_of(flat, shards) for shards in members)
 
@@ -221,12 +216,7 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 copies of tensors of one device, in one allocation.
-
-    Args:
-        tensors: 1-D.
-        beside: each copy is in phase with one of these, see [Note: in phase].
-    """
+    """fp32 copies of tensors of one device, in one allocation."""
     spans, stop = [], 0
     for tensor, other in zip(tensors, beside, strict=True):
         start = stop + (_phase(other) - stop) % IN_PHASE
@@ -248,12 +238,7 @@ def _phase(tensor: Tensor) -> int:
 
 
 def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros of the shape of a flat param, in phase with it; see [Note: in phase].
-
-    Args:
-        main: 1-D.
-        dtype: that of `main` where None.
-    """
+    """Zeros of the shape of a flat param, in phase with it; see [Note: in phase]."""
     phase = _phase(main)
     if phase == 0:
         return torch.zeros_like(main, dtype=dtype)

@@ -87,10 +87,6 @@ class StepPlan:
 class ShardedOptimizer:
     """The main params and the optimizer state that this rank owns.
 
-    Args:
-        buffers: of all params, as this rank sees them.
-        plan: see `StepPlan`.
-
     Attributes:
         config, loss_scale: of the plan.
         device: of the params, also where this rank owns none.
@@ -132,9 +128,6 @@ class ShardedOptimizer:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
 
         State stays where it is in memory.
-
-        Args:
-            key_of: from a param's name.
         """
         if isinstance(self.inner, FlatOptimizer):
             for flat in self.flat_params:

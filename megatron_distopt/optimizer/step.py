@@ -158,12 +158,7 @@ def measure_now(
     *,
     count_zeros: bool | None = None,
 ) -> GradStats:
-    """Collective: `measure` where the CPU has to know the statistics at once, and waits for them.
-
-    Args:
-        optimizers, grads, group, notice: as of `measure`.
-        count_zeros: as the config says where None.
-    """
+    """Collective: `measure` where the CPU has to know the statistics at once, and waits for them."""
     count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
     flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
     with profiled("measure gradients"):
@@ -257,10 +252,7 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 def update(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
     """Divides the gradients, updates the main params and rounds them into the param buffers.
 
-    Args:
-        optimizer: whose step it is.
-        grads: its main grads, None for a flat param that is left out; their values are of no use afterwards.
-        decision: about its step.
+    The values of the gradients are of no use afterwards.
     """
     advance(optimizer, grads, decision)
     write_model(optimizer)

@@ -93,12 +93,7 @@ def _pending_class(usual: type[Parameter]) -> type[Parameter]:
 
 
 class ParamGather:
-    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for it.
-
-    Args:
-        communicator: of the model.
-        chunks: of the model; their modules wait for their own params.
-    """
+    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for it."""
 
     def __init__(self, communicator: Communicator, chunks: Sequence[Module]) -> None:
         self._communicator, self._chunks = communicator, chunks
@@ -191,11 +186,7 @@ class ParamGather:
 
 
 class _BeforeForward:
-    """Waits for a module's own params before its forward pass; a copy of the module waits for the same params.
-
-    Args:
-        params: of the module; none in another process.
-    """
+    """Waits for a module's own params before its forward pass; a copy of the module waits for the same params."""
 
     def __init__(self, params: Sequence[Parameter] = ()) -> None:
         self._params = params

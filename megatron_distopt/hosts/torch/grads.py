@@ -86,12 +86,7 @@ class Grads:
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params, between two steps, on all ranks alike. The communicator has their buffers already.
-
-        Args:
-            buffers: of the params.
-            slots: in the order of the buffers.
-        """
+        """Takes over further params, whose buffers the communicator has already, between two steps, on all ranks alike."""
         self._buffers += buffers
         self.slots += slots
         self.present += [slot.param.grad is not None for slot in slots]
@@ -321,11 +316,7 @@ class Grads:
         return _mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
 
     def settle(self, is_active: Sequence[bool]) -> None:
-        """Gives a param a gradient on every rank where it has one on any rank.
-
-        Args:
-            is_active: by slot, whether any rank has a gradient.
-        """
+        """Gives a param a gradient on every rank where it has one on any rank."""
         for slot, active in zip(self.slots, is_active, strict=True):
             if active and slot.is_missing:
                 slot.show()

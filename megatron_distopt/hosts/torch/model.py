@@ -222,20 +222,13 @@ class ShardedModel:
             self.grow(self.newcomers())
 
     def grow_to(self, saved: Iterable[str]) -> None:
-        """Collective: gives frozen params a state that is about to be loaded, for when they are unfrozen.
-
-        Args:
-            saved: names of params that have a state.
-        """
+        """Collective: gives frozen params a state that is about to be loaded, for when they are unfrozen."""
         names = {without_wrappers(name) for name in saved}
         waiting = self._named(self._waiting())
         self.grow({name: p for name, p in waiting.items() if without_wrappers(name) in names and p.numel()})
 
     def grow(self, named: Mapping[str, Parameter]) -> None:
         """Collective: trains further params from now on, wherever one rank has named them.
-
-        Args:
-            named: that this rank knows of; the others may know of more.
 
         Raises:
             ConfigError, LayoutError, RanksDisagreeError: on all ranks; nothing is changed then.
@@ -297,13 +290,7 @@ class ShardedModel:
 
 
 class ModuleBuffers:
-    """The buffers of a model's modules on this rank.
-
-    Args:
-        chunks: of the model.
-        data: ranks that hold the same model.
-        device: one that the group's backend carries.
-    """
+    """The buffers of a model's modules on this rank."""
 
     def __init__(self, chunks: Sequence[Module], data: Group, device: torch.device) -> None:
         self._data, self._device = data, device

@@ -23,13 +23,7 @@ from megatron_distopt.hosts.written import data_watch
 
 
 class TrainedParam(PlacedParam):
-    """A param of a user's module whose values lie in a param buffer.
-
-    Args:
-        name: of the param.
-        param: `param.data` is a view of the buffer.
-        homes: where modules hold it: the dict of the module, and the key.
-    """
+    """A param of a user's module whose values lie in a param buffer."""
 
     __slots__ = ("__weakref__", "aliases", "homes", "is_short", "version")
 
@@ -53,11 +47,7 @@ class TrainedParam(PlacedParam):
 
 
 class Params:
-    """All params that an optimizer updates, as the user's modules have them.
-
-    Args:
-        chunks: of the model.
-    """
+    """All params that an optimizer updates, as the user's modules have them."""
 
     def __init__(self, chunks: Sequence[Module]) -> None:
         self._chunks = chunks
@@ -69,12 +59,7 @@ class Params:
         self.changed: frozenset[str] = frozenset()
 
     def add(self, named: Mapping[str, Parameter], buffer: Tensor) -> None:
-        """Watches further params.
-
-        Args:
-            named: `param.data` of each is a view of `buffer`.
-            buffer: 1-D.
-        """
+        """Watches further params."""
         homes = self._homes()
         added = [TrainedParam(name, param, homes.get(param, ())) for name, param in named.items()]
         self._params += added

@@ -73,11 +73,6 @@ def decide(
 ) -> Plan:
     """Decides about params, buffers and the inner optimizer, and moves nothing.
 
-    Args:
-        chunks, config, param_groups: as of `distribute`.
-        optimizers: none, one, or Muon and another one.
-        data: the data-parallel group.
-
     Raises:
         ConfigError, LayoutError
     """
@@ -190,13 +185,7 @@ def _check_backend(group: Group, device: torch.device) -> None:
 
 
 def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> tuple[ParamSet, ...]:
-    """Lays out one buffer for each dtype of the params.
-
-    Args:
-        named: in the order in which their gradients are expected.
-        config: merged.
-        num_shards: data-parallel ranks.
-    """
+    """Lays out one buffer for each dtype of the params."""
     by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
     for name, param in named.items():
         by_dtype.setdefault(param.dtype, {})[name] = param

@@ -129,12 +129,7 @@ def _leave_out_absent(model: ShardedModel, census: Tensor) -> MainGrads | None:
 
 
 def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
-    """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks.
-
-    Args:
-        model: on this rank.
-        is_dropped: whether the round ends without a step.
-    """
+    """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks."""
     grads = model.grads
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
     newcomers = len(model.newcomers()) if model.may_grow else 0
