@@ -86,7 +86,7 @@ class Grads:
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params, whose buffers the communicator has already, between two steps, on all ranks alike."""
+        """Takes over further params, which the communicator has already; between two steps, on all ranks alike."""
         self._buffers += buffers
         self.slots += slots
         self.present += [slot.param.grad is not None for slot in slots]
