@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.checkpoint.digests import GRADS, LoggedRun, differing, read_run
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError
-from megatron_distopt.optimizer.accelerator import repeatable_settings
 from megatron_distopt.optimizer.deterministic import check_deterministic
 from tests.support.spawn import run_ranks
 
@@ -273,8 +272,8 @@ def test_deterministic_when_all_of_it_repeats_then_taken(algorithm: str, repeata
     repeatable("cpu", "gloo", {"CUBLAS_WORKSPACE_CONFIG": "", "NCCL_ALGO": ""})
 
 
-def test_deterministic_when_cudnn_benchmarks_then_its_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_when_cudnn_benchmarks_then_refused(monkeypatch: pytest.MonkeyPatch, repeatable: Any) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert [each.name for each in repeatable_settings(CUDA_ENVIRONMENT) if each.found not in each.allowed] == [
-        "torch.backends.cudnn.benchmark"
-    ]
+    with pytest.raises(ConfigError, match=r"Write torch.backends.cudnn.benchmark = False"):
+        repeatable("cuda", "nccl", {"NCCL_ALGO": "Ring"})
+    repeatable("cpu", "gloo", {})
