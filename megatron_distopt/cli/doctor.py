@@ -36,12 +36,20 @@ from megatron_distopt.config import (
 from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
 from megatron_distopt.hosts.fixes import needed_fixes
+from megatron_distopt.hosts.fork_source import (
+    GROUP,
+    ClassInSource,
+    ParserOption,
+    PatchPointState,
+    SourceTree,
+    Survey,
+    classes_of,
+    fork_at,
+    importable_host,
+    survey,
+)
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
-from megatron_distopt.hosts.megatron_core.facts import REFUSED
-from megatron_distopt.hosts.megatron_core.fields import judged
-from megatron_distopt.hosts.source.block import GROUP
-from megatron_distopt.hosts.source.survey import ClassInSource, ParserOption, PatchPointState, Survey, survey
-from megatron_distopt.hosts.source.tree import SourceTree, classes_of, fork_at, importable_host
+from megatron_distopt.hosts.megatron_core.facts import REFUSED, judged
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 

@@ -17,9 +17,17 @@ from pathlib import Path
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError
 from megatron_distopt.hosts.detect import recognise
-from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, as_bytes, has_marker, intact_block
-from megatron_distopt.hosts.source.survey import find_patch_point
-from megatron_distopt.hosts.source.tree import SourceTree, fork_at
+from megatron_distopt.hosts.fork_source import (
+    BEGIN,
+    BLOCK,
+    END,
+    SourceTree,
+    as_bytes,
+    find_patch_point,
+    fork_at,
+    has_marker,
+    intact_block,
+)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,7 @@ SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
 
 def is_wanted(has_flag: bool) -> bool:
-    """Whether this package's optimizer is to be built.
-
-    Args:
-        has_flag: whether the host was started with its flag.
+    """Whether this package's optimizer is to be built: the host has its flag, and MEGATRON_DISTOPT allows it.
 
     Raises:
         ConfigError: it is not, and MEGATRON_DISTOPT=require.
@@ -52,13 +49,9 @@ def is_wanted(has_flag: bool) -> bool:
 
 
 def is_used(has_flag: bool, hint: str = "") -> bool:
-    """Whether the host's factory builds ours on all ranks. Ranks that do wait for the others.
+    """Collective: whether the host's factory builds ours on all ranks.
 
-    Where it does not, rank 0 says so in one line: the package is loaded, and its user may expect it to be used.
-
-    Args:
-        has_flag: whether the host was started with its flag.
-        hint: what else there is to say where it was not.
+    Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its user may expect it.
 
     Raises:
         ConfigError: it is not, and MEGATRON_DISTOPT=require.
@@ -75,11 +68,7 @@ def is_used(has_flag: bool, hint: str = "") -> bool:
 
 
 def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
-    """Returns `options` with those that the host decides, by name of our option.
-
-    Raises:
-        ConfigError: code gave one of them another value.
-    """
+    """`options` with those that the host decides, of which code must not have given another value."""
     merged = dataclasses.replace(options, **own)
     for name in own:
         given, value = getattr(options, name), getattr(merged, name)
@@ -99,11 +88,6 @@ def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
     return {name: param for param, name in name_of.items()}
 
 
-def named_trainable(chunks: Sequence[Module]) -> dict[str, Parameter]:
-    """The same without frozen params."""
-    return {name: param for name, param in named_params(chunks).items() if param.requires_grad}
-
-
 def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
     """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
     found = named_params(chunks)
@@ -116,11 +100,7 @@ def spec_of(name: str, param: Parameter) -> ParamSpec:
 
 
 def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
-    """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that nothing obeys.
-
-    Raises:
-        LayoutError, ConfigError
-    """
+    """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that nothing obeys."""
     supported = ", ".join(dtype_name(dtype) for dtype in SUPPORTED_DTYPES)
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
@@ -138,11 +118,7 @@ def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None
 
 
 def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """Returns the dtype in which grads are communicated; None for their own.
-
-    Raises:
-        ConfigError: grads that are kept in 16 bits would be rounded.
-    """
+    """The dtype in which grads are communicated, None for their own; grads in 16 bits must not be rounded further."""
     if config.reduce_dtype is None:
         return None
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
@@ -153,11 +129,7 @@ def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -
 
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns param groups in every form that `torch.optim` takes, as dicts with a list of params.
-
-    Raises:
-        LayoutError: something that is no param group.
-    """
+    """Param groups in any form that `torch.optim` takes, as dicts with a list of params."""
     param_groups = list(param_groups)
     wrong = [group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)]
     if wrong or not param_groups:
@@ -174,14 +146,9 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
 
 
 def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Returns param groups with names in place of params, each param in exactly one.
+    """Param groups as for `torch.optim`, with names in place of params.
 
-    Args:
-        named: all params that lie in a buffer.
-        torch_groups: as for `torch.optim`; all other keys are kept.
-
-    Raises:
-        LayoutError: a param in no group, in two groups, or in no buffer.
+    Each of `named`, the params that lie in a buffer, must be in exactly one, and no other param in any.
     """
     name_of = {param: name for name, param in named.items()}
     groups = []
@@ -201,11 +168,7 @@ def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[s
 
 
 def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
-    """Collective: every param group must have a param on some rank.
-
-    Raises:
-        LayoutError: on all ranks.
-    """
+    """Collective: refuses, on all ranks, a param group that has no param on any rank."""
     counts = exchange([len(param_group.names) for param_group in groups], group)
     # A rank that has no group at all counts as one with empty groups.
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
@@ -274,39 +237,30 @@ class StartUp:
     def of_data_parallel(self) -> list[Field]:
         """What ranks that hold the same params must have alike."""
         specs = [spec_of(name, param) for name, param in self.named.items()]
-        groups = list(enumerate(self.plan.groups))
-        options = [sorted(group.options.items()) for group in self.plan.groups]
-        shown = [", ".join(f"{key}={value!r}" for key, value in items) for items in options]
-        members = tuple(f"{name} in {index}" for index, group in groups for name in group.names)
+        groups, members, layout = [], [], []
+        for index, group in enumerate(self.plan.groups):
+            options = ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
+            groups.append(f"group {index}: {options}")
+            members += [f"{name} in {index}" for name in group.names]
+        for buffer, dtype in zip(self.layouts, self.grad_dtypes, strict=True):
+            layout.append(f"{buffer.num_shards} shards of {dtype} grads")
+            layout += [*map(str, buffer.buckets), *map(str, buffer.slots)]
         return [
             Field("param names", tuple(spec.name for spec in specs)),
             Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
             Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
-            Field("param groups", tuple(f"group {index}: {text}" for index, text in enumerate(shown))),
-            Field("param group members", members),
+            Field("param groups", tuple(groups)),
+            Field("param group members", tuple(members)),
             Field("params excluded from the norm", tuple(filter(self.plan.excluded_from_norm, self.named))),
             Field("inner optimizer", (self.plan.choice.name, *self.plan.choice.defaults)),
-            Field("buffer layout", tuple(self._layout_items())),
+            Field("buffer layout", tuple(layout)),
         ]
-
-    def _layout_items(self) -> Iterator[str]:
-        for layout, dtype in zip(self.layouts, self.grad_dtypes, strict=True):
-            yield f"{layout.num_shards} shards of {dtype} grads"
-            yield from map(str, layout.buckets)
-            yield from map(str, layout.slots)
 
 
 def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_empty: bool = False) -> None:
     """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
 
-    Args:
-        start_up: of this rank.
-        data: ranks that hold the same params.
-        everyone: all ranks of the model.
-        may_be_empty: whether a param group may have no trained param on any rank.
-
-    Raises:
-        RanksDisagreeError: on all ranks.
+    `may_be_empty`: a param group may have no trained param on any rank.
     """
     if not may_be_empty:
         check_groups_are_used(start_up.plan.groups, everyone)
@@ -316,12 +270,9 @@ def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_emp
 
 @contextmanager
 def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
-    """Times what runs meanwhile with a timer of the host, and names it in a profiler.
+    """Times what runs in the block with the host's timer of that name, if it has `timers`, and names it in a profiler.
 
-    Args:
-        timers: of the host; None where it has none.
-        name: that the host's log expects.
-        barrier: whether ranks wait for each other before.
+    `barrier`: ranks wait for each other before.
     """
     with profiled(name):
         if timers is None:

@@ -106,13 +106,7 @@ GENERATIONS = (
 
 
 def recognise(has_module: Callable[[str], bool]) -> Generation:
-    """Returns the generation of a fork.
-
-    Args:
-        has_module: whether the fork has a module of that dotted name.
-
-    Raises:
-        UnknownHostError: no generation has these modules.
+    """The generation of a fork, which `has_module` asks for a module of a dotted name.
 
     >>> recognise({"megatron.optimizer.distrib_optimizer", "megatron.arguments"}.__contains__).name
     'Megatron of 2023'
@@ -128,11 +122,7 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
 
 
 def find_host() -> Generation:
-    """Returns the generation of the Megatron that this process imports.
-
-    Raises:
-        UnknownHostError: no generation is importable, or one without an adapter.
-    """
+    """The generation of the Megatron that this process imports; it must have an adapter."""
     generation = recognise(_is_importable)
     reason = generation.refusal()
     if reason is not None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.source.tree import SourceTree
+from megatron_distopt.hosts.fork_source import SourceTree
 
 Undo = Callable[[], None]
 
@@ -145,8 +145,7 @@ def applied_fixes() -> tuple[Fix, ...]:
 def apply_fixes(fixes: Sequence[Fix]) -> Undo:
     """Makes fixes that are not in force yet: around the import of their modules, or at once where one is loaded.
 
-    Returns:
-        A function that takes them back. Modules that were imported meanwhile keep the stand-ins that they imported.
+    Returns the undo. Modules that were imported meanwhile keep the stand-ins that they imported.
     """
     new = [fix for fix in fixes if fix not in _applied]
     finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules])
@@ -212,10 +211,8 @@ class _RefusingModule(ModuleType):
             raise AttributeError(name)
 
         def refuse(*args: object, **kwargs: object) -> None:
-            text = (
-                f"{self.__name__}.{name} is used, and {self.__name__} is not installed. Install a version that has it."
-            )
-            raise UnknownHostError(text)
+            found = f"{self.__name__}.{name} is used, and {self.__name__} is not installed"
+            raise UnknownHostError(f"{found}. Install a version that has it.")
 
         made = type(name, (), {"__init__": refuse, "__module__": self.__name__})
         setattr(self, name, made)

@@ -47,11 +47,7 @@ def own_entry(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def check_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """Checks that a state of one rank is of the class of the run, as far as one of them updates whole params.
-
-    Raises:
-        CheckpointError
-    """
+    """Refuses a state of one rank of another class than that of the run, where one of them updates whole params."""
     choice, entry = optimizer.plan.choice, state.get(_ENTRY, {})
     if is_of_other_class(choice, entry):
         raise CheckpointError(

@@ -70,14 +70,13 @@ def _number(part: str, parent: str, modules: Mapping[str, Module], path: str, ex
 
 
 def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
-    """Returns where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on it.
+    """Where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on it.
 
-    Args:
-        name: in the whole model.
-        is_expert: whether other ranks of the data-parallel group hold other experts.
+    `name` is that in the whole model; of an expert, other ranks of the data-parallel group hold others.
     """
     shape, (rank, size) = tuple(param.shape), ranks.expert_tensor if is_expert else ranks.tensor
-    if is_expert and ranks.expert[1] > 1 and not _is_numbered(name):
+    is_numbered = any(f".{experts}." in name for experts in _EXPERT_LISTS)
+    if is_expert and ranks.expert[1] > 1 and not is_numbered:
         name = f"{name}@expert{ranks.expert[0]}of{ranks.expert[1]}"
     if not getattr(param, "tensor_model_parallel", False):
         return Placement(name, shape, is_padded=name.endswith(_VOCABULARY))
@@ -88,10 +87,6 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
     is_gated = ranks.is_gated and name.rstrip(digits).endswith(_GATED)  # experts of a grouped layer have numbers
     stride = max(getattr(param, "partition_stride", 1), 2 if is_gated else 1)
     return Placement(name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0)
-
-
-def _is_numbered(name: str) -> bool:
-    return any(f".{each}." in name for each in _EXPERT_LISTS)
 
 
 #: The same params, as the forks of 2023 call them and as megatron-core does; the second is what both become.

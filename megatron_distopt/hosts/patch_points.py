@@ -37,7 +37,7 @@ class PatchPoint:
     parameters: tuple[str, ...]  # the names that its signature must start with
 
     def find(self) -> Callable[..., Any]:
-        """Returns the host's own function, also where it is replaced already, after checking its signature.
+        """The host's own function, also where it is replaced already, after checking its signature.
 
         Raises:
             UnknownHostError: the module cannot be imported.
@@ -64,11 +64,7 @@ class PatchPoint:
         return isinstance(self.current, Replacement)
 
     def checked(self, found: Any) -> Callable[..., Any]:
-        """Returns `found`, where it is the function that this patch point expects.
-
-        Raises:
-            HostMismatchError
-        """
+        """Returns `found`, where it is the function that this patch point expects."""
         if not inspect.isfunction(found) or found.__module__ != self.module:
             owner = getattr(found, "__module__", None) or type(found).__name__
             remedy = "Take the other patcher out, or install megatron_distopt before it"
@@ -94,7 +90,5 @@ def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterat
         yield
     finally:
         for name in ours:
-            if name in before:
-                host[name] = before[name]
-            else:
-                del host[name]
+            del host[name]
+        host.update(before)

@@ -36,15 +36,7 @@ def describe(
     device: torch.device,
     *more: str,
 ) -> str:
-    """Describes in several lines what is active and why.
-
-    Args:
-        host: its name.
-        patch_points: what was replaced, or called.
-        optimizers: of this rank, with one plan.
-        device: of the params.
-        more: lines of the host's own, such as its groups.
-    """
+    """What is active and why, in several lines; `patch_points` were replaced or called, `more` is the host's own."""
     plan = optimizers[0].plan
     accelerator = find_accelerator(plan.config.accelerator)
     lines = [
@@ -66,21 +58,20 @@ def describe(
             nbytes["moments"] = round(sum(widths))
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
         lines += [f"  owners     {line}" for line in _describe_owners(optimizer)]
-        lines += [f"  host state {line}" for line in _describe_host_state(optimizer)]
+        if optimizer.config.offload_fraction:
+            lines.append(f"  host state {_describe_host_state(optimizer)}")
     return "\n".join(lines)
 
 
-def _describe_host_state(optimizer: ShardedOptimizer) -> list[str]:
-    """How much of the state is on the host, see optimizer/offload.py; nothing where none was asked for."""
-    if not optimizer.config.offload_fraction:
-        return []
+def _describe_host_state(optimizer: ShardedOptimizer) -> str:
+    """How much of the state is on the host, see optimizer/offload.py."""
     if optimizer.device.type == CPU:
-        return ["all of it, because the params are on the CPU; offload_fraction changes nothing"]
+        return "all of it, because the params are on the CPU; offload_fraction changes nothing"
     moved = [flat.main.numel() for flat in optimizer.flat_params if flat.on_host is not None]
     total = sum(flat.main.numel() for flat in optimizer.flat_params)
     staged = measure_memory(optimizer).staging_nbytes
-    place = f"of {sum(moved):,} of {total:,} elements of this rank, in fp32"
-    return [f"{place}, with {_with_unit(staged)} of pinned memory"]
+    where = f"of {sum(moved):,} of {total:,} elements of this rank, in fp32"
+    return f"{where}, with {_with_unit(staged)} of pinned memory"
 
 
 def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
@@ -98,7 +89,7 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
-    """Says over how many ranks the optimizer is sharded, and how they communicate; after the first collective."""
+    """Over how many ranks the optimizer is sharded, and how they communicate; after the first collective."""
     carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
     return f"optimizer sharded over {data.size}{carrier}"
 

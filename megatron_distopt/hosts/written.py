@@ -38,12 +38,7 @@ class _DataWatch:
         self._users: WeakSet[Any] = WeakSet()
 
     def add(self, user: object, params: Iterable[WatchedParam]) -> None:
-        """Tells some params from now on of their aliases.
-
-        Args:
-            user: as long as one exists that was not removed, `Parameter.data` is replaced.
-            params: held weakly.
-        """
+        """Tells these params, held weakly, of their aliases; until the last user is gone or removed."""
         self._watched |= {id(each.param): ref(each) for each in params}
         if user not in self._users:
             self._users.add(user)
@@ -134,11 +129,7 @@ class RemainderWatch:
             data_watch.add(self, self._writes.values())
 
     def check(self) -> None:
-        """Checks that no weights were written to whose main params would change with them.
-
-        Raises:
-            LayoutError: some were, on this rank.
-        """
+        """Refuses weights that were written to, if their main params would change with them."""
         written = {name for name, each in self._writes.items() if each.is_written}
         for flat in self._sharded.flat_params if written else ():
             names = [shard.name for shard in flat.plan.shards if shard.name in written]

@@ -20,8 +20,8 @@ from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostE
 from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import Generation, find_host, recognise
 from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
+from megatron_distopt.hosts.fork_source import importable_host
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.hosts.source.tree import importable_host
 from megatron_distopt.plugin.arguments import parser_with_ours
 
 Undo = Callable[[], None]

@@ -17,9 +17,7 @@ from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok, problem
 from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.device import CPU
-from megatron_distopt.hosts.source.block import GROUP
-from megatron_distopt.hosts.source.survey import Survey, survey
-from megatron_distopt.hosts.source.tree import fork_at
+from megatron_distopt.hosts.fork_source import GROUP, Survey, fork_at, survey
 from megatron_distopt.optimizer.accelerator import CUDA, Accelerator
 from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_distopt.cli import doctor
 from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
-from megatron_distopt.hosts.source.block import BLOCK, GROUP
+from megatron_distopt.hosts.fork_source import BLOCK, GROUP
 from megatron_distopt.version import VERSION
 from tests.support.fork_trees import per_rank_2023
 from tests.support.refusals import assert_mentions

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from megatron_distopt.cli import patch
 from megatron_distopt.cli.patch import Edit, as_diff, is_patched, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.source.block import BEGIN, BLOCK, END, GROUP, as_bytes, has_marker, intact_block
-from megatron_distopt.hosts.source.tree import fork_at
+from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, as_bytes, fork_at, has_marker, intact_block
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,

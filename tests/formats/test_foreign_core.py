@@ -121,7 +121,7 @@ def resume(
     import torch.distributed as dist
 
     from megatron_distopt.checkpoint.whole_model import owned_pieces
-    from megatron_distopt.hosts.megatron_core.whole import whole_model_of
+    from megatron_distopt.hosts.megatron_core.model_parallel import whole_model_of
     from tests.support import gpt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -97,7 +97,7 @@ def _core_takes_over(rank: int, size: int, folder: str) -> dict[str, list[str]]:
 
 
 def _params_that_differ(training: Any, source: Source) -> list[str]:
-    from megatron_distopt.hosts.megatron_core.whole import whole_model_of
+    from megatron_distopt.hosts.megatron_core.model_parallel import whole_model_of
 
     model = whole_model_of(training.optimizer.chained_optimizers)
     keys, differs = _keys(source), []

@@ -422,7 +422,7 @@ def _patch_experts(gpt: Any, patch: pytest.MonkeyPatch, ep: int, etp: int) -> No
 
 
 def _model_of(training: Any) -> WholeModel:
-    from megatron_distopt.hosts.megatron_core.whole import whole_model_of
+    from megatron_distopt.hosts.megatron_core.model_parallel import whole_model_of
 
     return whole_model_of(training.optimizer.chained_optimizers)
 
@@ -796,11 +796,8 @@ def test_load_when_the_host_has_not_read_it_then_all_say_so(by_rank: list[dict[s
     for found in by_rank:
         kind, text, unchanged = found["refusals"]["not read"]
         assert (kind, unchanged) == ("CheckpointError", True)
-        assert re.fullmatch(
-            r"Invalid 'main/[\w.]+ (\[[\d, ]+\]) (\[[\d, ]+\])' in the optimizer state: a ShardedTensor\. "
-            r"Must be a tensor of \2\. Load what megatron\.core\.dist_checkpointing\.load returned\.",
-            text,
-        )
+        assert re.search(r"'main/[\w.]+ \[[\d, ]+\] (\[[\d, ]+\])' .*a ShardedTensor.*a tensor of \1\.", text)
+        assert text.endswith("Load what megatron.core.dist_checkpointing.load returned.")
 
 
 def test_host_load_when_another_inner_optimizer_saved_then_the_host_refuses_and_all_keep_what_they_have(

@@ -27,12 +27,15 @@ from tests.support.exact_core import (
     OVERLAPPED,
     PLAIN,
     TIED,
-    distance,
+    assert_equal,
+    assert_learns,
+    compared,
+    crossed,
     exact_training,
+    in_worlds_of_two_and_four,
     refusals,
     train_exactly,
 )
-from tests.support.spawn import run_ranks
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -179,10 +182,10 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, both in CASES.items():
         if both.case.ranks == size:
-            whole, ours = _whole(both), _ours(both)
-            found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
+            found[name] = compared(_ours(both), _whole(both))
     if size == 2:
-        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": refusals(REFUSED)}
+        from_adam = crossed(SAVED, {**ADAM, "OPTIMIZER": "muon"}, folder, with_head=False)  # Muon has more groups
+        found |= {"resumed": _resumed(folder), "crossed": from_adam, "refused": refusals(REFUSED)}
     return found
 
 
@@ -205,22 +208,6 @@ def _resumed(folder: str) -> dict[str, Any]:
             training.optimizer.save(f"{folder}/{name}")
             training.steps_taken = 2
             found[name] = [training.step().loss for _ in range(2)]
-    return found
-
-
-def _crossed(folder: str) -> dict[str, Any]:
-    """Collective: from Adam to Muon and back; losses after the load, and what begins anew."""
-    found = {}
-    for name, saves, loads in (("to Muon", {}, {"OPTIMIZER": "muon"}), ("to Adam", {"OPTIMIZER": "muon"}, {})):
-        with _training(SAVED, **saves) as training:
-            training.step()
-            training.optimizer.save(f"{folder}/{name}")
-            params = training.params()
-        with _training(SAVED, **loads) as training:
-            training.optimizer.load(f"{folder}/{name}")
-            same = distance(training.params(), params) == 0.0
-            training.steps_taken = 1
-            found[name] = same, [training.step().loss for _ in range(3)]
     return found
 
 
@@ -248,18 +235,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[Any]]:
-    everyones = [each for size in (2, 4) for each in run_ranks(collect, size, str(folder))]
-    names = (*CASES, "resumed", "crossed", "refused")
-    return {name: [each[name] for each in everyones if name in each] for name in names}
+    return in_worlds_of_two_and_four(collect, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_when_muon_is_sharded_then_it_is_that_of_whole_matrices(name: str, found: dict[str, Any]) -> None:
-    assert len(found[name]) == CASES[name].case.ranks
-    for apart, ours, whole in found[name]:
-        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
-        assert ours == whole
-        assert ours[-1] != ours[0]
+    assert_equal(found[name], CASES[name].case.ranks)
 
 
 def test_load_when_muon_was_saved_then_the_run_goes_on(found: dict[str, Any]) -> None:
@@ -283,10 +264,7 @@ def test_load_when_the_layout_is_another_then_it_saves_what_it_loaded(
 
 
 def test_load_when_the_optimizer_is_another_then_params_stay_and_it_learns(found: dict[str, Any]) -> None:
-    for crossed in found["crossed"]:
-        for is_same, losses in crossed.values():
-            assert is_same
-            assert losses[-1] < 4.9, losses
+    assert_learns(found["crossed"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_distopt.errors import DistOptError, LayoutError, RanksDisagreeError
 from tests.support.cases import Case
+from tests.support.exact_core import variables
 from tests.support.spawn import run_ranks
 
 SIZE = 2
@@ -115,17 +115,6 @@ def _freed(case: Case) -> Facts:
         }
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    given = {f"MEGATRON_DISTOPT_{name}": value for name, value in variables.items()}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            del os.environ[name]
-
-
 def _refused_meanwhile(rank: int, case: Case, folder: str) -> Facts:
     from tests.support import gpt
 
@@ -145,7 +134,27 @@ def _refused_meanwhile(rank: int, case: Case, folder: str) -> Facts:
                 state["exp_avg"] = state["exp_avg"].to("meta")
         for name, call in calls.items():
             facts[name] = _text_of(call)
+    for name, change in CHANGES.items():
+        with contextlib.closing(gpt.Training(case)) as training:
+            training.step()
+            training.forward_backward()
+            if rank == 1:
+                change(_parts(training.optimizer)[0])
+            facts[name] = _text_of(training.optimizer.step)
     return facts
+
+
+def _empty_a_moment(part: Any) -> None:
+    """AReaL's megatron_adapter.py leaves empty tensors in the state until it loads them again."""
+    next(iter(part.optimizer.state.values()))["exp_avg"] = torch.empty(0)
+
+
+def _replace_grads(part: Any) -> None:
+    """ROLL's offload_states_patch.py assigns to `data` of the host's buffers."""
+    part.buffers[0].grad_data.data = torch.zeros_like(part.buffers[0].grad_data)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"exp_avg": _empty_a_moment, "grad buffer": _replace_grads}
 
 
 def _refused_elsewhere() -> tuple[type, str] | None:
@@ -173,8 +182,8 @@ def _text_of(call: Callable[[], object]) -> tuple[type, str] | None:
 
 def collect(rank: int, size: int, folder: str) -> Facts:
     facts: Facts = {name: [_trained(case, moves=moves) for moves in (True, False)] for name, case in CASES.items()}
-    for name, variables in FORMS.items():
-        with _environment(variables):
+    for name, options in FORMS.items():
+        with variables(options):
             facts[name] = [_trained(CASES["bf16"], moves=moves) for moves in (True, False)]
     facts["freed"] = {name: _freed(CASES[name]) for name in ("bf16", "fp32")}
     return facts | {"refused": _refused_meanwhile(rank, CASES["bf16"], folder), "elsewhere": _refused_elsewhere()}
@@ -212,6 +221,11 @@ def test_call_when_the_state_of_one_rank_is_emptied_then_refused_on_all_ranks(fo
     assert "emptied" in own and "exp_avg" in own and "load it again" in own
     assert theirs is RanksDisagreeError
     assert "rank 1" in text
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_step_when_one_rank_emptied_or_replaced_memory_then_refused_on_all(found: list[Facts], what: str) -> None:
+    assert all(what in facts["refused"][what][1] for facts in found)
 
 
 def test_main_params_when_something_of_another_size_is_assigned_then_refused(found: list[Facts]) -> None:

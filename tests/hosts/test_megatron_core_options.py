@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.hosts.megatron_core.facts import REFUSED, Refused
-from megatron_distopt.hosts.megatron_core.fields import judged
+from megatron_distopt.hosts.megatron_core.facts import REFUSED, Refused, judged
 from tests.support.cases import Case, Curve, train_all
 from tests.support.core_version import core_folder, core_mentions
 from tests.support.spawn import run_ranks
@@ -37,7 +36,7 @@ def test_fields_when_this_version_of_the_host_has_them_then_each_was_judged(wher
     file, name = CONFIGS[where]
     found = fields_of(core_folder() / file, name)
     assert len(found) > 8
-    assert not found - judged(where), "decide in hosts/megatron_core/fields.py whether it is served, idle or refused"
+    assert not found - judged(where), "decide in hosts/megatron_core/facts.py whether it is served, idle or refused"
 
 
 @pytest.mark.parametrize("each", REFUSED, ids=lambda each: f"{each.where}.{each.option}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,12 +23,15 @@ from tests.support.exact_core import (
     OVERLAPPED,
     PLAIN,
     TIED,
-    distance,
+    assert_equal,
+    assert_learns,
+    compared,
+    crossed,
     exact_training,
+    in_worlds_of_two_and_four,
     refusals,
     train_exactly,
 )
-from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, tried_once
 
 NAMED = {"OPTIMIZER": "torch.optim:Adafactor"}
@@ -85,9 +87,10 @@ def collect(rank: int, size: int, folder: str) -> dict[str, Any]:
                 whole = train_exactly(both.case.of(optimizer="host-plain", **PLAIN))
             with contextlib.nullcontext() if both.options else _in_place_of_adam(both.optimizer):
                 ours = train_exactly(both.case, **both.options)
-            found[name] = distance(ours.params, whole.params), ours.losses, whole.losses
+            found[name] = compared(ours, whole)
     if size == 2:
-        found |= {"resumed": _resumed(folder), "crossed": _crossed(folder), "refused": refusals(REFUSED)}
+        from_adam = crossed(SAVED, NAMED, folder, with_head=True)
+        found |= {"resumed": _resumed(folder), "crossed": from_adam, "refused": refusals(REFUSED)}
     return found
 
 
@@ -117,23 +120,6 @@ def _resumed(folder: str) -> dict[str, Any]:
     return found
 
 
-def _crossed(folder: str) -> dict[str, tuple[bool, list[float]]]:
-    """Collective: from Adam to Adafactor and back; whether params stay, and losses after the load."""
-    found = {}
-    for name, saves, loads in (("to Adafactor", {}, NAMED), ("to Adam", NAMED, {})):
-        with exact_training(SAVED, **saves) as training:
-            training.step()
-            training.optimizer.save(f"{folder}/{name}")
-            params, head = training.params(), training.optimizer.state_dict()
-        with exact_training(SAVED, **loads) as training:
-            training.optimizer.load_state_dict(head)
-            training.optimizer.load(f"{folder}/{name}")
-            same = distance(training.params(), params) == 0.0
-            training.steps_taken = 1
-            found[name] = same, [training.step().loss for _ in range(3)]
-    return found
-
-
 def _call(call: Callable[[Any], object]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A call on the optimizer of a run that updates whole params."""
 
@@ -157,21 +143,14 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    folder: Path = tmp_path_factory.mktemp("whole")
-    everyones = [each for size in (2, 4) for each in run_ranks(collect, size, str(folder))]
-    names = (*CASES, "resumed", "crossed", "refused")
-    return {name: [each[name] for each in everyones if name in each] for name in names}
+    return in_worlds_of_two_and_four(collect, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_when_whole_params_are_updated_then_it_is_that_of_the_class_without_sharding(
     name: str, found: dict[str, Any]
 ) -> None:
-    assert len(found[name]) == CASES[name].case.ranks
-    for apart, ours, whole in found[name]:
-        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
-        assert ours == whole
-        assert ours[-1] != ours[0]
+    assert_equal(found[name], CASES[name].case.ranks)
 
 
 def test_load_when_whole_params_were_saved_then_the_run_goes_on(found: dict[str, Any]) -> None:
@@ -191,10 +170,7 @@ def test_load_when_parts_of_params_are_others_then_their_state_begins_anew(found
 
 
 def test_load_when_the_optimizer_is_another_then_params_stay_and_it_learns(found: dict[str, Any]) -> None:
-    for crossed in found["crossed"]:
-        for is_same, losses in crossed.values():
-            assert is_same
-            assert losses[-1] < 4.9, losses
+    assert_learns(found["crossed"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

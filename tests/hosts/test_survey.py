@@ -11,9 +11,15 @@ import pytest
 
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
-from megatron_distopt.hosts.source.block import as_bytes
-from megatron_distopt.hosts.source.survey import PatchPointState, Survey, survey
-from megatron_distopt.hosts.source.tree import UnreadableSourceError, fork_at, importable_host
+from megatron_distopt.hosts.fork_source import (
+    PatchPointState,
+    Survey,
+    UnreadableSourceError,
+    as_bytes,
+    fork_at,
+    importable_host,
+    survey,
+)
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_core.host_state import host_state_of
+from megatron_distopt.hosts.megatron_core.host_config import offload_of
 from megatron_distopt.layout import BufferLayout, ParamSpec, lay_out
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.offload import buckets_on_host, check_offload, host_nbytes
@@ -103,12 +103,12 @@ def test_inner_when_it_has_no_kernel_on_the_host_then_refused(name: str) -> None
 
 def test_flags_when_megatron_core_asks_for_state_on_the_host_then_its_fraction_counts() -> None:
     host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    assert host_state_of(host) == {"offload_fraction": 0.5}
+    assert offload_of(host) == {"offload_fraction": 0.5}
     host.optimizer_cpu_offload = False
-    assert host_state_of(host) == {}
+    assert offload_of(host) == {}
 
 
 def test_flags_when_megatron_core_is_not_to_pin_then_refused() -> None:
     host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False)
     with pytest.raises(ConfigError, match="--no-pin-cpu-grads"):
-        host_state_of(host)
+        offload_of(host)

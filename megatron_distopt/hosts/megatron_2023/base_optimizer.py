@@ -17,7 +17,7 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
-from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
+from megatron_distopt.hosts.inner_optimizers import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner

@@ -24,7 +24,19 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
-from megatron_distopt.hosts.inner import groups_of
+from megatron_distopt.hosts.inner_optimizers import (
+    MUON,
+    FusedWeights,
+    MuonRequest,
+    check_is_adam,
+    config_for_adam,
+    groups_of,
+    is_matrix_of_layer,
+    matrices_of,
+    muon_and_adam,
+    muon_params,
+    with_muon_groups,
+)
 from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     Inner,
     check_model,
@@ -34,18 +46,6 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import (
 )
 from megatron_distopt.hosts.megatron_2023.forks import check_flags, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
-from megatron_distopt.hosts.megatron_muon import (
-    MUON,
-    FusedWeights,
-    MuonRequest,
-    check_is_adam,
-    config_for_adam,
-    is_matrix_of_layer,
-    matrices_of,
-    muon_and_adam,
-    muon_params,
-    with_muon_groups,
-)
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer.deterministic import check_deterministic

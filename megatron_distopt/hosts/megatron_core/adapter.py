@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from torch.nn import Module
@@ -25,27 +26,27 @@ from megatron_distopt.comm import Group, is_initialized, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError
 from megatron_distopt.hosts.base import is_used, is_wanted
-from megatron_distopt.hosts.megatron_core.config import (
-    Merged,
-    check_model,
-    check_parallel_state,
-    merge_config,
-    missing_parallel_state,
+from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save
+from megatron_distopt.hosts.megatron_core.core_muon import is_hosts_muon, is_layer_wise_muon
+from megatron_distopt.hosts.megatron_core.facts import (
+    CHAIN,
+    CLASS,
+    CLASS_MAY_TAKE,
+    CLASS_PARAMETERS,
+    FIRST_ORDER,
+    LAYER_WISE,
 )
-from megatron_distopt.hosts.megatron_core.core_muon import as_adam, is_hosts_muon, is_layer_wise_muon
-from megatron_distopt.hosts.megatron_core.dist_checkpointing import check_script_can_save
-from megatron_distopt.hosts.megatron_core.facts import CHAIN, CLASS, CLASS_MAY_TAKE, CLASS_PARAMETERS, FIRST_ORDER
+from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model, check_parallel_state, merge_config
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
-from megatron_distopt.hosts.megatron_core.precision import in_full_precision
-from megatron_distopt.hosts.megatron_core.start import start_together
+from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement
 
-#: What `constructing` gives to the constructors that run inside it; the last one counts.
+#: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.
 _merged: list[Merged] = []
 
 
 def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """Returns what takes the place of the host's factory when the package is installed."""
+    """What takes the place of the host's factory when the package is installed."""
     return Replacement(original, partial(build, original, options))
 
 
@@ -60,22 +61,28 @@ def build(
     """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
     if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), _why_reset(config)):
         return original(config, model_chunks, *args, **kwargs)
-    if not is_initialized():
-        raise missing_parallel_state()
+    check_parallel_state(is_initialized())
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
 
     def merge() -> Merged:
         """Everything that this rank can see by itself."""
         check_class()
-        check_parallel_state(call.get("pg_collection"))
+        has_groups = call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
+        check_parallel_state(has_groups)
         merged = merge_config(config_from_environment(os.environ, options), config)
         choice = check_model(model_chunks, merged)
         check_script_can_save(sys.modules.get("megatron.training.global_vars"), choice)
         return merged
 
     merged = raise_together(merge, Group.of())
-    with taken_over(options), constructing(merged), in_full_precision(config), as_adam(config, merged.muon):
-        optimizer = original(config, model_chunks, *args, **kwargs)
+    undo = take_over(options)
+    _merged.append(merged)
+    try:
+        with _as_usual_adam(config, merged):
+            optimizer = original(config, model_chunks, *args, **kwargs)
+    finally:
+        _merged.pop()
+        undo()
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
     return optimizer
 
@@ -90,15 +97,31 @@ def _why_reset(config: Any) -> str:
     return f"; the host resets it for optimizer={name!r}"
 
 
-def take_over(options: DistOptConfig) -> Callable[[], None]:
-    """Replaces both constructors, and returns the undo.
+@contextmanager
+def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
+    """In the block the host builds an inner optimizer in fp32 on the device, and an Adam for Muon: ours replaces it.
 
-    Args:
-        options: of the installation; variables and the host's config say the others.
-
-    Raises:
-        HostMismatchError: the class differs from what is supported, or other code has changed it.
+    Its optimizer keeps the config object, so a copy would not do.
     """
+    usual: dict[str, object] = {
+        "use_precision_aware_optimizer": False,
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8": False,
+        "optimizer_cpu_offload": False,
+    }
+    if merged.muon is not None:
+        usual |= {"optimizer": "adam", "use_distributed_optimizer": True, LAYER_WISE: False}
+    before = {name: getattr(config, name) for name in usual if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, usual[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def take_over(options: DistOptConfig) -> Callable[[], None]:
+    """Replaces both constructors, and returns the undo; variables and the host's config add to `options`."""
     if hasattr(HostDistributedOptimizer.__init__, "replaces"):  # taken over already
         return lambda: None
     check_class()
@@ -117,40 +140,16 @@ def take_over(options: DistOptConfig) -> Callable[[], None]:
     return undo
 
 
-@contextmanager
-def taken_over(options: DistOptConfig) -> Iterator[None]:
-    """Replaces both constructors for a while; nothing where they are replaced already."""
-    undo = take_over(options)
-    try:
-        yield
-    finally:
-        undo()
-
-
-@contextmanager
-def constructing(merged: Merged) -> Iterator[None]:
-    """Gives constructors options that were merged and checked on all ranks already."""
-    _merged.append(merged)
-    try:
-        yield
-    finally:
-        _merged.pop()
-
-
 def check_class() -> None:
-    """Checks the constructor's parameters, and that no method that ours takes the place of was changed by other code.
-
-    Raises:
-        HostMismatchError
-    """
+    """Refuses a constructor with other parameters, and a method that other code changed where ours takes its place."""
     found = tuple(inspect.signature(HostDistributedOptimizer.__init__).parameters)[1:]
     if tuple(name for name in found if name not in CLASS_MAY_TAKE) != CLASS_PARAMETERS:
-        rule = f"they must be ({', '.join(CLASS_PARAMETERS)})"
-        remedy = "Use a megatron-core that docs/hosts.md lists"
-        text = f"The parameters of the constructor of {CLASS} are ({', '.join(found)}); {rule}. {remedy}."
-        raise HostMismatchError(text)
+        raise HostMismatchError(
+            f"The parameters of the constructor of {CLASS} are ({', '.join(found)}); they must be "
+            f"({', '.join(CLASS_PARAMETERS)}). Use a megatron-core that docs/hosts.md lists."
+        )
     mro = DistributedOptimizer.__mro__
-    replaced = {name for each in mro[: mro.index(HostDistributedOptimizer)] for name in vars(each)}
+    replaced = {name for base in mro[: mro.index(HostDistributedOptimizer)] for name in vars(base)}
     for name, method in vars(HostDistributedOptimizer).items():
         owner = getattr(method, "__globals__", {}).get("__name__", "megatron.core")
         if name in replaced and owner.split(".")[0] not in ("torch", "megatron", "megatron_distopt"):
@@ -194,12 +193,13 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def construct(self: Any, chained_optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         kind = type(self)
-        ours = [each for each in chained_optimizers if isinstance(each, DistributedOptimizer)]
+        ours = [optimizer for optimizer in chained_optimizers if isinstance(optimizer, DistributedOptimizer)]
         if ours and (len(ours) != len(chained_optimizers) or kind is not HostChainedOptimizer):
-            others = {type(each).__name__ for each in chained_optimizers if each not in ours} or {kind.__name__}
-            remedy = "Set MEGATRON_DISTOPT=0, or use adam or sgd for all params"
-            found = f"The distributed optimizer is chained with {', '.join(sorted(others))}"
-            raise ConfigError(f"{found}, and must be alone in its chain. {remedy}.")
+            others = {type(other).__name__ for other in chained_optimizers if other not in ours} or {kind.__name__}
+            raise ConfigError(
+                f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must be alone in its "
+                "chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
+            )
         if not ours and kind is HostChainedOptimizer and switch_from(os.environ) is Switch.REQUIRE:
             is_wanted(False)
         original(self, chained_optimizers, *args, **kwargs)

@@ -19,33 +19,19 @@ from megatron_distopt.optimizer.main_params import FlatParam
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
-    """One `_ParamAndGradBuffer` of the host.
-
-    Args:
-        buffer: with `param_index_map` {param: (start, stop, bucket)}, `buckets`, `param_data`, `grad_data`.
-        name_of: names of its params.
-    """
-    group = buffer.data_parallel_group
-    return ShardedBuffer(_layout_of(buffer, name_of, group.size()), group.rank(), buffer.grad_data, buffer.param_data)
+    """One `_ParamAndGradBuffer` of the host: `param_index_map` {param: (start, stop, bucket)}, `buckets` and memory."""
+    rank = buffer.data_parallel_group.rank()
+    return ShardedBuffer(layout_of(buffer, name_of), rank, buffer.grad_data, buffer.param_data)
 
 
 def groups_by_name(named: Mapping[str, Parameter], buffers: Iterable[Any]) -> Callable[[str], Group]:
-    """From the name of a param to the data-parallel ranks over which the host shards it.
-
-    Args:
-        named: params that are updated, by name.
-        buffers: of the host.
-    """
+    """From the name of a param to the data-parallel ranks over which the host shards it."""
     group_of = {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
     return lambda name: Group.of(group_of[named[name]])
 
 
-def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
-    """Checks that the layout of one `_ParamAndGradBuffer` can be adopted, and returns it.
-
-    Raises:
-        LayoutError
-    """
+def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
+    """The layout of one `_ParamAndGradBuffer`, where it can be adopted."""
     for param, (start, _, bucket) in buffer.param_index_map.items():
         first = buffer.buckets[bucket].offset
         if start < first:
@@ -54,19 +40,16 @@ def check_layout(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
                 "--untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it misplaces an "
                 "embedding that pipeline stages share."
             )
-    return _layout_of(buffer, name_of, buffer.data_parallel_group.size())
-
-
-def _layout_of(buffer: Any, name_of: Mapping[Parameter, str], num_shards: int) -> BufferLayout:
     slots = [
         ParamSlot(name_of[param], bucket, Span(start, stop))
         for param, (start, stop, bucket) in buffer.param_index_map.items()
     ]
     spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
     # The host's layer-wise layout has gaps between params, and counts params alone.
-    stops = {bucket: stop for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda place: place[1])}
+    stops = {bucket: stop for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda entry: entry[1])}
     used = [stops[number] - bucket.offset for number, bucket in enumerate(buffer.buckets)]
-    numel_unpadded = [max(bucket.numel_unpadded, each) for bucket, each in zip(buffer.buckets, used, strict=True)]
+    numel_unpadded = [max(bucket.numel_unpadded, numel) for bucket, numel in zip(buffer.buckets, used, strict=True)]
+    num_shards = buffer.data_parallel_group.size()
     return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)
 
 
@@ -74,10 +57,6 @@ def check_params_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
     """Refuses params that have left their place in a buffer of the host; see [Note: params that have left].
 
     The host's own optimizer goes on updating the buffer, and such a param would never change again.
-
-    Args:
-        buffer: one `_ParamAndGradBuffer` of the host.
-        named: params of any of its buffers, by name.
     """
     start_of = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
     first, nbytes = buffer.param_data.data_ptr(), buffer.param_data.element_size()
@@ -92,17 +71,10 @@ def check_buffers_stay(adopted: Sequence[ShardedBuffer], flat_params: Sequence[F
     """Refuses buffers of the host that were given other memory (`buffer.grad_data.data = ...`).
 
     Flat params are views of the memory before: gradients would not reach them, nor their updates the model.
-
-    Args:
-        adopted: the host's buffers, of which the tensors themselves are kept.
-        flat_params: views of them.
-
-    Raises:
-        LayoutError
     """
     for kind, buffers, views in (
-        ("param", [each.param for each in adopted], [flat.model for flat in flat_params]),
-        ("grad", [each.grad for each in adopted], [flat.grad for flat in flat_params]),
+        ("param", [buffer.param for buffer in adopted], [flat.model for flat in flat_params]),
+        ("grad", [buffer.grad for buffer in adopted], [flat.grad for flat in flat_params]),
     ):
         live = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         if any(view.untyped_storage().data_ptr() not in live for view in views):

@@ -2,38 +2,74 @@
 
 `save` and `load` are our own and need nothing of the host's. `save_parameter_state` and `load_parameter_state` are what
 its training loop calls for checkpoints of its first kind, `sharded_state_dict` for those of its `dist_checkpointing`.
+
+[Note: boxes in dist_checkpointing] Every rank gives the boxes that it owns, each a `ShardedTensor` of the whole param.
+Boxes form no regular grid, so they have no `axis_fragmentations`; the host's torch_dist strategy then hands them to
+torch's DCP one by one, which checks that together they are the whole tensor. Keys are "optimizer.distopt.KIND.NAME",
+NAME as on every host. What is no tensor is one text, the manifest of checkpoint/manifest.py without files, in the part
+of the state that is the same on all ranks: the host lets rank 0 alone write that, so it is joined from all ranks first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import folder_beside, not_found
+from megatron_distopt.checkpoint.load import load_state
+from megatron_distopt.checkpoint.load_plan import Loadable, Read
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Chunk,
+    TensorRecord,
+    check_joined,
+    from_text,
+    join,
+    key_of,
+    kind_of,
+    name_of,
+    to_text,
+)
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
+from megatron_distopt.checkpoint.save import Written, contribution_of
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.compatibility import Feature, check_compatible
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.heads import head_entry, is_of_other_class
-from megatron_distopt.hosts.megatron_core.dist_checkpointing import (
-    check_has_boxes,
-    check_takes_boxes,
-    load_sharded_state,
-    state_to_load,
-    state_to_save,
-)
-from megatron_distopt.hosts.megatron_core.resume import HasHostBuffers, load_nameless
-from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
+from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.saver import Saver
-from megatron_distopt.optimizer.inner import count_updates
+from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.inner import InnerChoice, count_updates, moments_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+
+#: Where the text is in `sharded_state_dict()`; every other entry is one box.
+HEAD = "distopt"
+_PREFIX = "optimizer.distopt"
+#: Of Megatron-LM's --ckpt-format: those that are written by `dist_checkpointing`.
+_DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
+#: In errors, where a path would be: the host does not say which folder it reads.
+_WHERE = "of the host"
 
 
 class CheckpointCalls(MegatronOptimizer):
@@ -41,7 +77,7 @@ class CheckpointCalls(MegatronOptimizer):
 
     _saver: Saver | None = None
 
-    def ours(self) -> Sequence[HasHostBuffers]:
+    def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers whose state it is."""
         raise NotImplementedError
 
@@ -54,12 +90,7 @@ class CheckpointCalls(MegatronOptimizer):
         return (DigestLog(config, lambda: whole_model_of(self.ours()), Group.of()),)
 
     def check_is_there(self, what: str) -> None:
-        """Collective: refuses `what` on all ranks where other code has emptied the state of one, see offload.py.
-
-        Raises:
-            LayoutError: on a rank where it is.
-            RanksDisagreeError: on the others.
-        """
+        """Collective: refuses `what` on all ranks where other code has emptied the state of one."""
 
         def check() -> None:
             for optimizer in self.ours():
@@ -99,13 +130,13 @@ class CheckpointCalls(MegatronOptimizer):
         """
         self.finish_saving()
         self.check_is_there("load")
-        path, everyone = Path(folder), Group.of()
+        path, everyone, resume_step = Path(folder), Group.of(), self.ours()[0].sharded.config.resume_step
         nameless = exchange_together(lambda: not is_checkpoint(path) and is_nameless(path), everyone, "load")
         with self._new_params():
             if any(nameless):
-                load_nameless(path, self.ours(), everyone, resume_step=self._resume_step)
+                load_nameless(path, self.ours(), everyone, resume_step=resume_step)
             else:
-                load_any(path, whole_model_of(self.ours()), everyone, resume_step=self._resume_step)
+                load_any(path, whole_model_of(self.ours()), everyone, resume_step=resume_step)
 
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params.
@@ -113,8 +144,9 @@ class CheckpointCalls(MegatronOptimizer):
         Raises: as `load`.
         """
         self.check_is_there("load")
+        model = whole_model_of(self.ours())
         with self._new_params():
-            load_sharded_state(whole_model_of(self.ours()), state, Group.of())
+            load_state(lambda: _loadable(model, state), model, Group.of())
 
     @contextmanager
     def _new_params(self) -> Iterator[None]:
@@ -123,9 +155,10 @@ class CheckpointCalls(MegatronOptimizer):
         A gather that is in flight is ended first: it would write over them, and the host would take it for ours.
         """
         chunks = list(dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks))
-        for group in [each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]:
-            if group.param_gather_handle is not None:
-                group.start_param_sync(force_sync=True)
+        for chunk in chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
         yield
         for optimizer in self.ours():
             optimizer.written.forget()
@@ -153,10 +186,6 @@ class CheckpointCalls(MegatronOptimizer):
         # The host's own has a file in each folder of a model-parallel rank; all of them together are opened.
         self.load(folder if found[0] else folder.parent)
 
-    @property
-    def _resume_step(self) -> int | None:
-        return self.ours()[0].sharded.config.resume_step
-
     def sharded_state_dict(
         self,
         model_sharded_state_dict: Mapping[str, Any] | None = None,
@@ -164,7 +193,7 @@ class CheckpointCalls(MegatronOptimizer):
         sharding_type: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Collective: the state of this rank, for `dist_checkpointing` to save or to fill, see dist_checkpointing.py.
+        """Collective: the state of this rank, for `dist_checkpointing` to save or to fill.
 
         Args:
             model_sharded_state_dict: kept for the host; our names come from the model itself.
@@ -174,27 +203,23 @@ class CheckpointCalls(MegatronOptimizer):
         Raises:
             CheckpointError: this version of the host takes shards of a regular grid only.
         """
-        check_takes_boxes()
-        check_has_boxes(self.ours()[0].sharded.plan.choice)
+        _check_takes_boxes()
+        _check_has_boxes(self.ours()[0].sharded.plan.choice)
         self.check_is_there("load" if is_loading else "save")
         model = whole_model_of(self.ours())
-        return state_to_load(model) if is_loading else state_to_save(model, Group.of())
+        return _state_to_load(model) if is_loading else _state_to_save(model, Group.of())
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: nothing is gathered on one rank."""
-        _refuse("get_parameter_state_dp_zero")
+        raise CheckpointError(
+            "get_parameter_state_dp_zero and load_parameter_state_from_dp_zero need the whole state on one rank, where "
+            "this optimizer never has it. Call save(folder) and load(folder)."
+        )
 
-    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: nothing is gathered on one rank."""
-        _refuse("load_parameter_state_from_dp_zero")
-
-
-def _refuse(call: str) -> NoReturn:
-    remedy = "Call save(folder) and load(folder)"
-    raise CheckpointError(refusal(call, "called", "not gather the state on one rank", remedy))
+    load_parameter_state_from_dp_zero = get_parameter_state_dp_zero
 
 
-def head_of(optimizer: HoldsState) -> dict[str, Any]:
+def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
     """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
     step = count_updates(optimizer.sharded.inner)
     counted = {} if step is None else {"step": step}
@@ -207,27 +232,192 @@ def head_of(optimizer: HoldsState) -> dict[str, Any]:
     return state
 
 
-def check_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
-    """Whether `load_head` would take it.
-
-    Raises:
-        CheckpointError
-    """
-    remedy = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim"
+def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
+    """Refuses what `load_head` would not take."""
+    remedy = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
     if "param_groups" not in state.get("optimizer", {}):
-        got = f"one with {', '.join(map(str, state)) or 'nothing'}"
-        raise CheckpointError(refusal("optimizer state", got, "hold param groups", remedy))
-    saved, ours = state["optimizer"]["param_groups"], optimizer.param_groups
+        keys = ", ".join(map(str, state)) or "nothing"
+        raise CheckpointError(f"The optimizer state has {keys}, and no param groups. {remedy}")
     if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         return
-    if len(saved) != len(ours):
-        raise CheckpointError(refusal("number of param groups", len(saved), f"be {len(ours)}", remedy))
+    num_saved, num_groups = len(state["optimizer"]["param_groups"]), len(optimizer.param_groups)
+    if num_saved != num_groups:
+        found = f"The number of param groups is {num_saved} in the state and {num_groups} in this optimizer"
+        raise CheckpointError(f"{found}. {remedy}")
 
 
-def load_head(optimizer: HoldsState, state: Mapping[str, Any]) -> None:
+def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
     """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
     if not is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})
     if optimizer.grad_scaler is not None and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
+
+
+def check_script_can_save(script: ModuleType | None, choice: InnerChoice | None = None) -> None:
+    """Refuses at the start what the first save of Megatron-LM's training script would refuse: what was trained is lost.
+
+    `script` is its module with the arguments, None where another trains; `choice` is given where it is known.
+    """
+    args = getattr(script, "_GLOBAL_ARGS", None)
+    if not getattr(args, "save", None) or getattr(args, "no_save_optim", None):
+        return
+    ckpt_format = getattr(args, "ckpt_format", None)
+    if getattr(args, LAYER_WISE, False) and ckpt_format == "torch":
+        raise CheckpointError(
+            "ckpt_format is 'torch', and must be torch_dist with --optimizer muon --use-distributed-optimizer. Write "
+            "--ckpt-format torch_dist."
+        )
+    if ckpt_format in _DISTRIBUTED_FORMATS:
+        _check_takes_boxes()
+        if choice is not None:
+            _check_has_boxes(choice)
+
+
+def _check_takes_boxes() -> None:
+    """Refuses a `dist_checkpointing` before 0.14, where the offset of a shard has to be a multiple of its shape."""
+    try:
+        ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
+    except CheckpointingException as error:
+        raise CheckpointError(
+            "sharded_state_dict was called with a megatron-core whose dist_checkpointing takes shards of a regular "
+            "grid only. Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format "
+            "torch."
+        ) from error
+
+
+def _check_has_boxes(choice: InnerChoice) -> None:
+    """Refuses an inner optimizer whose state does not consist of shards of params."""
+    if choice.updates_whole_params:
+        features = {Feature.WHOLE_PARAMS: choice.name, Feature.HOST_BOXES: "sharded_state_dict()"}
+        check_compatible(DistOptConfig(), features)
+
+
+def _state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
+    """Collective: views of what this rank writes of the live state, and the text about all of it."""
+    contribution = raise_together(lambda: contribution_of(model), everyone, "save")
+    written = tuple(contribution.tensors)
+    records = {one.key: TensorRecord(one.shape, dtype_name(one.tensor.dtype), ()) for one in written}
+    head = join(exchange(replace(contribution.head, tensors=records), everyone))
+    check_joined(head)
+    state: dict[str, Any] = {HEAD: to_text(head)}
+    for one in (*written, *_not_begun(model)):
+        box, tensor = one.box, as_plain(one.tensor)
+        key, dtype = _whole_key(model, one.key), one.tensor.dtype
+        shard = ShardedTensor(key, tensor, dtype, box.sizes, one.shape, box.offsets, None)
+        state[_box_key(model, one.key, box)] = shard
+    return state
+
+
+def _state_to_load(model: WholeModel) -> dict[str, Any]:
+    """What the host has to fill, each in a tensor that it makes on the CPU: a load that fails changes nothing.
+
+    In fp32 whatever was saved: as wide as a main param, and what it takes does not depend on the checkpoint.
+    """
+    return {
+        _box_key(model, key, piece.piece.in_global): ShardedTensor(
+            _whole_key(model, key),
+            None,
+            torch.float32,
+            piece.piece.in_global.sizes,
+            piece.placement.global_shape,
+            piece.piece.in_global.offsets,
+            None,
+            replica_id=0 if piece.share.writes(piece.shard.name) else 1,
+            allow_shape_mismatch=piece.placement.is_padded,
+        )
+        for piece, keys in _pieces(model)
+        for key in keys
+    }
+
+
+def _box_key(model: WholeModel, key: str, box: Box) -> str:
+    """Of a box in the state."""
+    return f"{kind_of(key)}/{model.canonical(name_of(key))} {list(box.offsets)} {list(box.sizes)}"
+
+
+def _whole_key(model: WholeModel, key: str) -> str:
+    """Of a whole tensor in the host's checkpoint."""
+    return f"{_PREFIX}.{kind_of(key)}.{model.canonical(name_of(key))}"
+
+
+def _pieces(model: WholeModel) -> Iterator[tuple[OwnedPiece, tuple[str, ...]]]:
+    """All that this rank owns, with the keys of what a checkpoint of the host holds of it.
+
+    That is the same before the first step as after it: a run that loads has not begun, and the host asks for tensors
+    before it has read which there are.
+    """
+    kinds = _kinds_by_name(model)
+    for piece in owned_pieces(model):
+        name = piece.placement.name
+        yield piece, tuple(key_of(kind, name) for kind in (MAIN, *kinds[name]))
+
+
+def _not_begun(model: WholeModel) -> Iterator[Written]:
+    """Zeros for what the inner optimizer does not keep yet; the text does not know them, so nobody takes them over."""
+    for piece, keys in _pieces(model):
+        known = dict(piece.tensors())
+        for key in keys if piece.share.writes(piece.shard.name) else ():
+            if key not in known:
+                box = piece.piece.in_global
+                yield Written(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
+
+
+def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
+    """What the inner optimizer keeps, or will keep, for every element of the params of this rank."""
+    kinds_by_name: dict[str, tuple[str, ...]] = {}
+    for share in model.shares:
+        optimizer, choice = share.optimizer, share.optimizer.plan.choice
+        for number, group in enumerate(optimizer.plan.groups):
+            kinds = {
+                kind for flat in flat_params_of(optimizer, number) for kind in moments_of(optimizer.inner, flat.main)
+            }
+            kinds = kinds | choice.moments if choice.is_adam else kinds or _kinds_in_a_trial(optimizer, number)
+            kinds_by_name |= {share.placements[name].name: tuple(sorted(kinds)) for name in group.names}
+    return kinds_by_name
+
+
+def _kinds_in_a_trial(optimizer: ShardedOptimizer, number: int) -> set[str]:
+    """Of a class that says it after its first step: another instance of it takes one with a param of its own."""
+    param = torch.zeros(3, device=optimizer.buffers[0].grad.device)
+    param.grad = torch.zeros_like(param)
+    inner = optimizer.plan.choice.build([{**optimizer.inner.param_groups[number], "params": [param]}])
+    inner.step()
+    return set(moments_of(inner, param))
+
+
+def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
+    """What `_state_to_load` was filled with: the tensors that this run takes, in the boxes of this rank."""
+    head = from_text(state[HEAD], _WHERE)
+    boxes: dict[str, dict[Box, None]] = {}
+    for piece, keys in _pieces(model):
+        for key in keys:
+            if _is_filled(state, _box_key(model, key, piece.piece.in_global), piece.piece.in_global):
+                boxes.setdefault(_whole_key(model, key), {})[piece.piece.in_global] = None
+    kinds = {model.canonical(name): found for name, found in _kinds_by_name(model).items()}
+    tensors = {
+        key: replace(record, chunks=tuple(Chunk(box, 0, 0, 0) for box in boxes.get(_whole_key(model, key), ())))
+        for key, record in head.tensors.items()
+        if kind_of(key) in (MAIN, *kinds.get(model.canonical(name_of(key)), ()))
+    }
+
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+        for one in reads:
+            yield one, state[_box_key(model, one.key, one.chunk.box)][one.in_chunk.as_slices()]
+
+    return Loadable(replace(head, tensors=tensors), _WHERE, read)
+
+
+def _is_filled(state: Mapping[str, Any], key: str, box: Box) -> bool:
+    """A load that is not strict leaves out what the checkpoint lacks; the plan then says what is missing."""
+    found = state.get(key)
+    if found is None:
+        return False
+    if not isinstance(found, Tensor) or tuple(found.shape) != box.sizes:
+        kind = f"{list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise CheckpointError(
+            f"{key!r} in the optimizer state is {kind}, and must be a tensor of {list(box.sizes)}. Load what "
+            "megatron.core.dist_checkpointing.load returned."
+        )
+    return True

@@ -14,7 +14,6 @@ what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParalle
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.nn import Parameter
@@ -24,51 +23,40 @@ from megatron_distopt.comm import Group
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.inner import groups_of
-from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
-from megatron_distopt.hosts.megatron_core.capabilities import with_values
-from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
-from megatron_distopt.hosts.megatron_core.whole import is_expert, ranks_of, tensor_group_of
-from megatron_distopt.hosts.megatron_muon import (
+from megatron_distopt.hosts.inner_optimizers import (
     MUON,
     FusedWeights,
     MuonRequest,
     check_is_adam,
-    config_for_adam,
+    groups_of,
     is_matrix_of_layer,
     matrices_of,
-    muon_and_adam,
     muon_params,
     unsupported_base,
     with_muon_groups,
 )
+from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
+from megatron_distopt.hosts.megatron_core.model_parallel import is_expert, ranks_of, tensor_group_of
 from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, matrix_of
 
-#: Names of the host for its own.
-_HOSTS = (MUON, f"dist_{MUON}")
 #: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
 _GROUPED = ("experts.weight1", "experts.weight2")
 
 
 def is_hosts_muon(config: Any) -> bool:
     """Whether the host's own flags ask for Muon."""
-    return getattr(config, "optimizer", None) in _HOSTS
+    return getattr(config, "optimizer", None) in (MUON, f"dist_{MUON}")
 
 
 def check_layer_wise(config: Any) -> None:
-    """Checks that the host's layer-wise optimizer, whose place is taken, is asked for with Muon.
-
-    Raises:
-        ConfigError
-    """
+    """Refuses the host's layer-wise optimizer, whose place is taken, without Muon."""
     if getattr(config, LAYER_WISE, False) and not is_hosts_muon(config):
         raise ConfigError(
-            f"Invalid {LAYER_WISE}: set without Muon, and this distributed optimizer takes its place. Drop "
+            f"{LAYER_WISE} is set without Muon, and this distributed optimizer takes its place. Drop "
             "--use-layer-wise-distributed-optimizer."
         )
 
@@ -77,24 +65,16 @@ def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
     """Whether the host would build its layer-wise distributed optimizer for Muon, over buffers that are sharded.
 
     megatron.training sets that option in place of `use_distributed_optimizer` since 0.18.
-
-    Args:
-        config: the host's OptimizerConfig.
-        chunks: wrapped by the host's DistributedDataParallel.
     """
-    is_sharded = all(getattr(getattr(each, "ddp_config", None), "use_distributed_optimizer", False) for each in chunks)
+    ddp_configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    is_sharded = all(getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs)
     return is_hosts_muon(config) and getattr(config, LAYER_WISE, False) and is_sharded
 
 
 def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     """What a run wants of Muon; None where it wants another optimizer.
 
-    Args:
-        config: merged.
-        host: the OptimizerConfig.
-
-    Raises:
-        ConfigError: flags of the host that cannot be served with Muon, or options of ours beside the host's own.
+    Refuses flags of the host that cannot be served with Muon, and options of ours beside the host's own.
     """
     if config.optimizer != MUON:
         return None
@@ -102,7 +82,14 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
         if host.optimizer != "adam":
             raise unsupported_base(host.optimizer)
         return MuonRequest.of(config)
-    _check_hosts(config, host)
+    check_compatible(config, {Feature.HOSTS_MUON: "megatron-core's own Muon"})
+    for name, served, remedy in (
+        ("muon_scalar_optimizer", "adam", "Drop --muon-scalar-optimizer"),
+        ("decoupled_weight_decay", True, "Drop --no-weight-decay-decoupled, or use --optimizer adam"),
+    ):
+        value = getattr(host, name, served)
+        if value != served:
+            raise ConfigError(f"{name} is {value!r}, and must be {served!r} with this Muon. {remedy}.")
     options = MegatronMuonOptions(
         momentum=host.muon_momentum,
         nesterov=getattr(host, "muon_nesterov", getattr(host, "muon_use_nesterov", False)),
@@ -115,66 +102,26 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     return MuonRequest(options, "qkv" if host.muon_split_qkv else "none", host.muon_tp_mode, is_hosts=True)
 
 
-def _check_hosts(config: DistOptConfig, host: Any) -> None:
-    check_compatible(config, {Feature.HOSTS_MUON: "megatron-core's own Muon"})
-    for name, served, remedy in (
-        ("muon_scalar_optimizer", "adam", "Drop --muon-scalar-optimizer"),
-        ("decoupled_weight_decay", True, "Drop --no-weight-decay-decoupled, or use --optimizer adam"),
-    ):
-        value = getattr(host, name, served)
-        if value != served:
-            raise ConfigError(f"Invalid {name}: {value!r}. It must be {served!r} with this Muon. {remedy}.")
-
-
-def as_adam(host: Any, request: MuonRequest | None) -> AbstractContextManager[None]:
-    """In the block the host builds what it builds for Adam with a distributed optimizer, where Muon is wanted.
-
-    Args:
-        host: the OptimizerConfig.
-        request: what is wanted of Muon.
-    """
-    wanted = {"optimizer": "adam", "use_distributed_optimizer": True, LAYER_WISE: False}
-    return with_values(host, {} if request is None else wanted)
-
-
 def check_matrices(
     named: Mapping[str, Parameter], request: MuonRequest, config: DistOptConfig, chunks: Sequence[Any]
 ) -> None:
-    """Checks what `muon_for` is to build, of params in groups that do not say themselves whose they are.
-
-    Raises:
-        ConfigError, LayoutError
-    """
+    """Checks what `muon_matrices` is to make, of params in groups that do not say themselves whose they are."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     for name, param in named.items():
         if param.requires_grad and _is_for_muon(name, param, request):
             _matrices_of(name, param, request, chunks)
 
 
-def muon_for(
+def muon_matrices(
     optimizer: Optimizer | None,
     request: MuonRequest,
-    config: DistOptConfig,
     named: Mapping[str, Parameter],
     buffers: Sequence[Any],
     chunks: Sequence[Any],
-    device_type: str,
-) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """Muon with an Adam beside it, and the param groups of both.
+) -> tuple[Matrices, Sequence[Mapping[str, Any]]]:
+    """The matrices that Muon updates, and the param groups of Muon and of the Adam beside it.
 
-    Args:
-        optimizer: which the host built; None where the rank has no params.
-        request: what is wanted of Muon.
-        config: merged.
-        named: params that are updated, by name.
-        buffers: of the host, with those params.
-        chunks: of the model.
-        device_type: of the params.
-
-    Raises:
-        ConfigError: the host's own optimizer is no Adam, options that Muon does not serve, or a fused weight of another
-            shape than the host's config says.
-        LayoutError: a param that a group marked has not two dimensions.
+    Refuses another optimizer of the host's than Adam, and weights of other shapes than Muon or the config has.
     """
     name_of = {param: name for name, param in named.items()}
     groups: list[dict[str, Any]] = []
@@ -184,13 +131,11 @@ def muon_for(
             groups_of(optimizer), lambda param: _is_for_muon(name_of[param], param, request), request.options
         )
     specs = {name_of[param]: _matrices_of(name_of[param], param, request, chunks) for param in muon_params(groups)}
-    matrices = Matrices(
-        specs,
-        groups_by_name(named, buffers),
-        lambda name: Group.of(tensor_group_of(name, named[name], chunks)),
-    )
-    rest = choose_inner(config_for_adam(config), device_type)
-    return muon_and_adam(rest, matrices, config, request), groups
+
+    def tensor_group(name: str) -> Group:
+        return Group.of(tensor_group_of(name, named[name], chunks))
+
+    return Matrices(specs, groups_by_name(named, buffers), tensor_group), groups
 
 
 def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
@@ -200,12 +145,18 @@ def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
 
 
 def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
-    place = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
-    if name.endswith(_GROUPED) and not request.is_hosts:
-        return _experts_of(name, matrix_of(name, param), place.size, request, chunks)
-    if place.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
-        raise _cannot_join(name)
-    return matrices_of(name, param, place, request, _fused_weights(chunks[0].config))
+    placement = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
+    is_grouped = name.endswith(_GROUPED) and not request.is_hosts
+    is_cut = placement.size > 1 if is_grouped else getattr(param, "tensor_model_parallel", False)
+    if (is_grouped or placement.dim is None) and is_cut and request.tp_mode != "blockwise":
+        raise ConfigError(
+            f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and they cannot put "
+            "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's "
+            "Muon)."
+        )
+    if is_grouped:
+        return _experts_of(name, matrix_of(name, param), request, chunks)
+    return matrices_of(name, param, placement, request, _fused_weights(chunks[0].config))
 
 
 def _fused_weights(model: Any) -> FusedWeights:
@@ -222,22 +173,13 @@ def _fused_weights(model: Any) -> FusedWeights:
     )
 
 
-def _experts_of(name: str, spec: MatrixSpec, num_cut: int, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
+def _experts_of(name: str, spec: MatrixSpec, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
     """One matrix an expert. The first weight has the shape [hidden, all experts], and [experts, hidden, ...] inside."""
     model, count = chunks[0].config, chunks[0].config.num_moe_experts // ranks_of(chunks).expert[1]
-    if num_cut > 1 and request.tp_mode != "blockwise":
-        raise _cannot_join(name)
     if request.split == "all" and model.gated_linear_unit:
         raise ConfigError(
-            f"Invalid muon_split: 'all' where experts are grouped in one weight, as in {name!r}, whose gates cannot be "
-            f"taken apart. Write muon_split=qkv."
+            f"muon_split is 'all' where experts are grouped in one weight, as in {name!r}, whose gates cannot be taken "
+            "apart. Write muon_split=qkv."
         )
     rows = model.hidden_size if name.endswith(_GROUPED[0]) else spec.rows // count
     return MatrixSpec(rows * count, spec.numel // (rows * count), 0, (rows,) * count)
-
-
-def _cannot_join(name: str) -> ConfigError:
-    return ConfigError(
-        f"Invalid weight {name!r}: it is several matrices in one that tensor-parallel ranks share, and they cannot put "
-        "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's Muon)."
-    )

@@ -6,16 +6,19 @@ constructor, which allocates on CUDA by name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -25,32 +28,35 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.hosts.base import (
-    StartUp,
-    compare_ranks,
-    loss_scale_of,
-    names_by_param,
-    plan_groups,
-)
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.hosts.base import StartUp, compare_ranks, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
-from megatron_distopt.hosts.inner import groups_of, is_adam, is_sgd, unserved_options
+from megatron_distopt.hosts.inner_optimizers import (
+    config_for_adam,
+    groups_of,
+    is_adam,
+    is_sgd,
+    muon_and_adam,
+    unserved_options,
+)
 from megatron_distopt.hosts.megatron_core.buffers import (
     adopt_buffer,
     check_buffers_stay,
     check_params_are_in,
     groups_by_name,
 )
-from megatron_distopt.hosts.megatron_core.capabilities import expert_tensor_group, is_excluded_from_norm, stats_group_of
-from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, load_head
-from megatron_distopt.hosts.megatron_core.config import Merged
-from megatron_distopt.hosts.megatron_core.core_muon import muon_for
-from megatron_distopt.hosts.megatron_core.dist_checkpointing import HEAD
-from megatron_distopt.hosts.megatron_core.host_state import is_hosts_offloading
-from megatron_distopt.hosts.megatron_core.norm_groups import grads_of_group, groups_on_all_ranks, norm_group_of
-from megatron_distopt.hosts.megatron_core.start import PreparedStep
+from megatron_distopt.hosts.megatron_core.checkpoint import HEAD, CheckpointCalls, check_head, head_of, load_head
+from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
+from megatron_distopt.hosts.megatron_core.host_config import Merged
+from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
-from megatron_distopt.hosts.megatron_core.step import StepCalls, prepared_of
+from megatron_distopt.hosts.megatron_core.step import (
+    StepCalls,
+    grads_of_group,
+    groups_on_all_ranks,
+    norm_group_of,
+    prepared_of,
+)
 from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
@@ -60,34 +66,20 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measu
 
 
 class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):
-    """The host's class, with the sharded step inside.
-
-    Args:
-        optimizer: the host's inner optimizer; only its param groups are taken. None where the rank has none.
-        config: the host's OptimizerConfig.
-        grad_scaler: the host's, or None.
-        init_state_fn: kept for the host; the state's schema is discovered.
-        model_chunks: wrapped by the host's DistributedDataParallel.
-        per_model_buffers: by chunk number, the buffers of the params in question (dense or expert).
-        data_parallel_group: over which the host's buffers are sharded.
-        data_parallel_group_gloo: kept for the host, not used.
-        data_parallel_group_idx: kept for the host.
-        distributed_optimizer_instance_id: number of this copy; megatron-core 0.9 has one.
-        merged: what the host's config and the options of this package say.
-    """
+    """The host's class, with the sharded step inside."""
 
     def __init__(
         self,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | None,  # the host's inner optimizer; None where the rank has no params
         config: Any,
         grad_scaler: Any,
         init_state_fn: Any,
         model_chunks: Sequence[Module],
-        per_model_buffers: Mapping[int, Sequence[Any]] | None,
+        per_model_buffers: Mapping[int, Sequence[Any]] | None,  # by chunk, of dense or of expert params
         data_parallel_group: Any,
         data_parallel_group_gloo: Any,
         data_parallel_group_idx: int,
-        distributed_optimizer_instance_id: int = 0,
+        distributed_optimizer_instance_id: int = 0,  # number of this copy; megatron-core 0.9 has one
         *,
         merged: Merged,
     ) -> None:
@@ -108,12 +100,11 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.sharded = self._build(names, optimizer, merged)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: PreparedStep | None = None
-        #: Whether ranks were compared, see start.py.
         self.is_started = False
         self.norm_groups: tuple[str, ...] = ()
         published = _publish_main_params(self.sharded, self.named)
         main_params = main_params_of(self.sharded, published)
-        #: By the name under which frameworks look for what they offload, see offload.py.
+        #: By the name under which frameworks look for what they offload, see state_between_phases.py.
         self.shard_fp32_from_float16_groups = [[main] for main in main_params]
         self.offloaded = OffloadedState(self.sharded, main_params)
         self._members = GroupMembers(self.sharded.inner)
@@ -121,13 +112,17 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
 
     def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged) -> ShardedOptimizer:
         config = merged.options
-        device = next(iter(self.named.values())).device if self.named else _idle_device(config)
+        # On a rank without any param, where the backend of the statistics has its tensors.
+        device = torch.device(find_accelerator(config.accelerator).device_type)
+        if self.named:
+            device = next(iter(self.named.values())).device
         if merged.muon is None:
             params = TrainedParams.of(self.named, groups_by_name(self.named, self.buffers))
             choice, groups = _inner_for(optimizer, config, device.type, params)
         else:
-            of = self.named, self.buffers, self.model_chunks
-            choice, groups = muon_for(optimizer, merged.muon, config, *of, device.type)
+            matrices, groups = muon_matrices(optimizer, merged.muon, self.named, self.buffers, self.model_chunks)
+            adam = choose_inner(config_for_adam(config), device.type)
+            choice = muon_and_adam(adam, matrices, config, merged.muon)
         plan = StepPlan(
             groups=plan_groups(self.named, groups),
             choice=choice,
@@ -139,16 +134,18 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
     def is_duplicate(self, name: str) -> bool:
-        """Whether another rank counts the param of that name in its statistics."""
-        tp_group = getattr(self.model_chunks[0], "tp_group", None)
-        return is_excluded_from_norm(self.named[name], tp_group, expert_tensor_group())
+        """Whether another rank counts the param of that name in its statistics, by the host's own marks and rules."""
+        is_original = tensor_parallel.param_is_not_tensor_parallel_duplicate
+        param, groups = self.named[name], dict[str, Any]()
+        takes = inspect.signature(is_original).parameters
+        if "tp_group" in takes:  # from 0.16 on
+            groups["tp_group"] = getattr(self.model_chunks[0], "tp_group", None)
+        if "expert_tp_group" in takes:  # from 0.19 on
+            groups["expert_tp_group"] = expert_tensor_group()
+        return not (param_is_not_shared(param) and is_original(param, **groups))
 
     def check_start_up(self) -> None:
-        """Collective: what ranks must agree on.
-
-        Raises:
-            RanksDisagreeError, LayoutError: on all ranks.
-        """
+        """Collective: what ranks must agree on."""
         raise_together(self.check_between_steps, self.stats_group)
         buffers = self.sharded.buffers
         start_up = StartUp(
@@ -162,11 +159,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:
-        """Whether params are in the host's buffers, groups have their params and the state is not offloaded or lost.
-
-        Raises:
-            LayoutError: on this rank.
-        """
+        """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
         self._members.check()
         self.offloaded.check_is_back()
         check_buffers_stay(self.sharded.buffers, self.sharded.flat_params)
@@ -177,7 +170,9 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
     @property
     def stats_group(self) -> Group:
         """All ranks that hold a part of the model."""
-        return Group.of(stats_group_of(self))
+        # megatron-core 0.9 calls it model-parallel.
+        find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
+        return Group.of(find())
 
     def get_parameters(self) -> list[Tensor]:
         """The flat main params."""
@@ -289,6 +284,9 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
 
     chained_optimizers: list[DistributedOptimizer]
 
+    __deepcopy__ = DistributedOptimizer.__deepcopy__
+    __reduce_ex__ = DistributedOptimizer.__reduce_ex__
+
     def ours(self) -> Sequence[DistributedOptimizer]:
         """All of them."""
         return self.chained_optimizers
@@ -302,12 +300,6 @@ class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
         """Moves back what `offload_to_cpu` has moved."""
         for optimizer in self.chained_optimizers:
             optimizer.restore_from_cpu()
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise not_copied("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copied("pickled")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each.
@@ -327,49 +319,38 @@ def _inner_for(
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
     """The inner optimizer and its param groups: the best implementation of what the host built, or that very object.
 
-    Args:
-        optimizer: which the host built, of its own class or of one that a framework put in its place.
-        config: merged.
-        device_type: of the params.
-        params: that it is for.
-
-    Raises:
-        ConfigError: the host's own has an option that ours has not; an implementation that was asked for by name cannot
-            take the place of another class; or that class updates neither elements nor params by themselves.
+    A framework may have put an optimizer of another class in the place of the host's.
     """
     if optimizer is None:
         return choose_inner(config, device_type, params), []
-    if is_hosts_offloading(optimizer):
+    if _is_hosts_offloading(optimizer):
         return choose_inner(config, device_type), groups_of(optimizer)
+    kind = type(optimizer).__name__
     if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
-        _check_options_of(optimizer)
+        if unserved := unserved_options(optimizer):
+            shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+            raise ConfigError(
+                f"The host's {kind} has {shown}, which must be off with this distributed optimizer. Drop it."
+            )
         choice = choose_inner(config, device_type, params)
         return choice, groups_of(optimizer, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
-        got, rule = f"{config.adam} with {type(optimizer).__name__}", "take the place of the host's own Adam"
-        raise ConfigError(refusal("adam", got, rule, "Drop --distopt-adam, or do not replace the host's Adam"))
+        raise ConfigError(
+            f"adam is {config.adam}, which takes the place of the host's own Adam, and the optimizer is {kind}. Drop "
+            "--distopt-adam, or do not replace the host's Adam."
+        )
     return adopt_instance(optimizer, params, config), optimizer.param_groups
 
 
-def _check_options_of(optimizer: Optimizer) -> None:
-    unserved = unserved_options(optimizer)
-    if unserved:
-        shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-        rule, remedy = "be off with this distributed optimizer", "Drop it"
-        raise ConfigError(refusal(f"options of the host's {type(optimizer).__name__}", shown, rule, remedy))
-
-
-def _idle_device(config: DistOptConfig) -> torch.device:
-    """Where a rank without any param takes part in the statistics: the backend carries tensors of this device."""
-    return torch.device(find_accelerator(config.accelerator).device_type)
+def _is_hosts_offloading(optimizer: Optimizer) -> bool:
+    """Whether a copied factory built the host's own optimizer over copies on the host, whose Adam or SGD we replace."""
+    kind = type(optimizer)
+    is_hosts = kind.__name__ == "HybridDeviceOptimizer" and kind.__module__.startswith("megatron.core.")
+    return is_hosts and optimizer.defaults["cpu_optimizer_cls"] in (torch.optim.AdamW, torch.optim.SGD)
 
 
 def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> list[Tensor]:
-    """`param.main_param`: live views of the main params, which the host's parameter norm and qk-clip read and write.
-
-    Returns:
-        All of them.
-    """
+    """Sets and returns `param.main_param`: live views, which the host's parameter norm and qk-clip read and write."""
     published = []
     for param in named.values():
         if param.dtype != torch.float32:
@@ -379,13 +360,10 @@ def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Paramete
         flat.main.tensor_model_parallel = True  # type: ignore[attr-defined]
         flat.main.shared = flat.plan.key.excluded_from_norm  # type: ignore[attr-defined]
         for shard in flat.plan.shards if flat.owns_memory else ():
-            published.append(flat.cut(flat.main, shard))
-            _publish_main_param(named[shard.name], published[-1])
+            param, main_param = named[shard.name], flat.cut(flat.main, shard)
+            copy_tensor_model_parallel_attributes(main_param, param)
+            if hasattr(param, "shared"):
+                main_param.shared = param.shared  # type: ignore[attr-defined]
+            param.main_param = main_param  # type: ignore[attr-defined]
+            published.append(main_param)
     return published
-
-
-def _publish_main_param(param: Any, main_param: Any) -> None:
-    copy_tensor_model_parallel_attributes(main_param, param)
-    if hasattr(param, "shared"):
-        main_param.shared = param.shared
-    param.main_param = main_param

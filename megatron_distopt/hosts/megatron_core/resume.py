@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from megatron.core import parallel_state
 from torch import Tensor
@@ -36,65 +35,55 @@ from megatron_distopt.formats.megatron_core.nameless import (
     OptimizerPlace,
     open_nameless,
 )
-from megatron_distopt.hosts.megatron_core.whole import HoldsState, whole_model_of
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What tells the host's param groups apart.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-
-
-class HasHostBuffers(HoldsState, Protocol):
-    """An optimizer of ours over the host's buffers."""
-
-    buffers: list[Any]
-    data_parallel_group_idx: int
+#: The saved buffer of a param, by its name in an optimizer.
+_Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
 
 def load_nameless(
-    path: Path, optimizers: Sequence[HasHostBuffers], everyone: Group, *, resume_step: int | None = None
+    path: Path, optimizers: Sequence[OneOptimizer], everyone: Group, *, resume_step: int | None = None
 ) -> None:
     """Collective: takes the state in an iteration folder of the host; the params are not gathered yet.
 
-    Args:
-        path: for which `is_nameless` holds.
-        optimizers: of the chain on this rank, over a model whose weights are those of the same iteration.
-        everyone: all ranks that hold a part of the model.
-        resume_step: updates so far, for files that lost them.
-
-    Raises: as `load_state`; also where the buffers are not those that were saved.
+    The model must have the weights of the same iteration. `resume_step`: updates so far, for files that lost them.
     """
     model = whole_model_of(optimizers)
     load_state(lambda: _loadable(path, optimizers, model, resume_step), model, everyone)
 
 
-def _loadable(path: Path, optimizers: Sequence[HasHostBuffers], model: WholeModel, resume_step: int | None) -> Loadable:
-    saved: dict[ShardedOptimizer, NamelessOptimizer] = {}
+def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel, resume_step: int | None) -> Loadable:
+    saved: list[NamelessOptimizer] = []
+    buffer_of: _Buffers = {}
     groups: list[GroupRecord] = []
     for number, (optimizer, share) in enumerate(zip(optimizers, model.shares, strict=True)):
         if optimizer.buffers:
-            saved[share.optimizer] = open_nameless(path, _place_of(optimizer, number))
-            groups += _records(saved[share.optimizer], optimizer, share, path)
-    values = _Values(saved)
+            saved.append(open_nameless(path, _place_of(optimizer, number)))
+            groups += _records(saved[-1], optimizer, share, path)
+            for adopted, buffer in zip(share.optimizer.buffers, saved[-1].buffers, strict=True):
+                buffer_of |= {(share.optimizer, name): buffer for name in adopted.layout.slot_of}
     for share in model.shares:
-        _check_rounds(share, values, path)
+        _check_rounds(share, buffer_of, path)
     pieces = list(owned_pieces(model))
-    tensors = dict(_records_of_tensors(model, pieces, values))
-    scaler = next((each.grad_scaler for each in saved.values() if each.grad_scaler), None)
+    tensors = dict(_tensor_records(model, pieces, buffer_of))
+    scaler = next((optimizer.grad_scaler for optimizer in saved if optimizer.grad_scaler), None)
     inner = inner_name(map(kind_of, tensors))
-    head = Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler))
-    head = with_step(head, resume_step, path)
+    head = with_step(Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler)), resume_step, path)
     check_step(head, path)
 
     def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
         owner = {(piece.placement.name, piece.piece.in_global): piece for piece in pieces}
-        for each in reads:
-            kind, name = each.key.split("/", 1)
-            yield each, values.of_piece(kind, owner[name, each.chunk.box])[each.in_chunk.as_slices()]
+        for one in reads:
+            kind, name = one.key.split("/", 1)
+            yield one, _values_of(owner[name, one.chunk.box], kind, buffer_of)[one.in_chunk.as_slices()]
 
     return Loadable(head, str(path), read)
 
 
-def _place_of(optimizer: HasHostBuffers, number: int) -> OptimizerPlace:
+def _place_of(optimizer: OneOptimizer, number: int) -> OptimizerPlace:
     """The folder has the name that the host's training script gives it."""
     folder = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -105,7 +94,7 @@ def _place_of(optimizer: HasHostBuffers, number: int) -> OptimizerPlace:
     return OptimizerPlace(folder, number, optimizer.data_parallel_group_idx, numels)
 
 
-def _records(saved: NamelessOptimizer, optimizer: HasHostBuffers, share: Share, path: Path) -> Iterator[GroupRecord]:
+def _records(saved: NamelessOptimizer, optimizer: OneOptimizer, share: Share, path: Path) -> Iterator[GroupRecord]:
     """The saved groups with names: the host makes the same groups in the same order in every run."""
     ours, step = optimizer.param_groups, the_step(saved.groups, path)
     identities = [[tuple(group.get(key) for key in _IDENTITY) for group in groups] for groups in (saved.groups, ours)]
@@ -120,50 +109,29 @@ def _records(saved: NamelessOptimizer, optimizer: HasHostBuffers, share: Share, 
         yield GroupRecord(names, options_of(options)[0], step)
 
 
-class _Values:
-    """The saved values of what this rank owns."""
-
-    def __init__(self, saved: dict[ShardedOptimizer, NamelessOptimizer]) -> None:
-        self._buffer_of: dict[tuple[ShardedOptimizer, str], NamelessBuffer] = {
-            (optimizer, name): buffer
-            for optimizer, state in saved.items()
-            for adopted, buffer in zip(optimizer.buffers, state.buffers, strict=True)
-            for name in adopted.layout.slot_of
-        }
-
-    def kinds(self, share: Share, name: str) -> dict[str, str]:
-        """Names of dtypes by kind, of a param by its name in the optimizer."""
-        kinds = self._buffer_of[share.optimizer, name].kinds
-        return {kind: dtype_name(dtype) for kind, dtype in kinds.items()}
-
-    def of_piece(self, kind: str, piece: OwnedPiece) -> Tensor:
-        """In the shape of its box."""
-        buffer, shard = self._buffer_of[piece.share.optimizer, piece.shard.name], piece.shard
-        in_bucket = piece.piece.in_param.moved_by(shard.in_bucket.start - shard.in_param.start)
-        values = buffer.read(kind, shard.bucket, in_bucket).view(piece.piece.sizes)
-        return values[piece.piece.inside.as_slices()]
-
-    def mains(self, share: Share) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, saved main values, and the model's values of each shard, 1-D."""
-        for flat, shard in shards_of(share.optimizer):
-            buffer = self._buffer_of[share.optimizer, shard.name]
-            yield shard.name, buffer.read(MAIN, shard.bucket, shard.in_bucket), flat.cut(flat.model, shard)
-
-
-def _check_rounds(share: Share, values: _Values, path: Path) -> None:
+def _check_rounds(share: Share, buffer_of: _Buffers, path: Path) -> None:
     """Refuses buffers in which params lie elsewhere, and a model whose weights are others."""
-    for name, main, model in values.mains(share):
-        num_unlike = count_unlike(main, model.detach().to(main.device))
+    for flat, shard in shards_of(share.optimizer):
+        main = buffer_of[share.optimizer, shard.name].read(MAIN, shard.bucket, shard.in_bucket)
+        num_unlike = count_unlike(main, flat.cut(flat.model, shard).detach().to(main.device))
         if num_unlike:
             raise CheckpointError(
-                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps {name!r} are not the "
-                "model's. Load the model's weights of the same iteration first, at the layout and with the bucket "
-                f"size of the run that saved. {REMEDY}"
+                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps {shard.name!r} are "
+                "not the model's. Load the model's weights of the same iteration first, at the layout and with the "
+                f"bucket size of the run that saved. {REMEDY}"
             )
 
 
-def _records_of_tensors(
-    model: WholeModel, pieces: Sequence[OwnedPiece], values: _Values
+def _values_of(piece: OwnedPiece, kind: str, buffer_of: _Buffers) -> Tensor:
+    """The saved values in the shape of the piece's box."""
+    shard = piece.shard
+    in_bucket = piece.piece.in_param.moved_by(shard.in_bucket.start - shard.in_param.start)
+    values = buffer_of[piece.share.optimizer, shard.name].read(kind, shard.bucket, in_bucket)
+    return values.view(piece.piece.sizes)[piece.piece.inside.as_slices()]
+
+
+def _tensor_records(
+    model: WholeModel, pieces: Sequence[OwnedPiece], buffer_of: _Buffers
 ) -> Iterator[tuple[str, TensorRecord]]:
     """All params of this rank, in boxes of what it owns."""
     chunks: dict[str, list[Chunk]] = {}
@@ -171,6 +139,9 @@ def _records_of_tensors(
         chunks.setdefault(piece.placement.name, []).append(Chunk(piece.piece.in_global, 0, 0, 0))
     for share in model.shares:
         for name, placement in share.placements.items():
-            for kind, dtype in values.kinds(share, name).items():
-                owned = tuple(chunks.get(placement.name, ()))
-                yield key_of(kind, placement.name), TensorRecord(placement.global_shape, dtype, owned)
+            owned = tuple(chunks.get(placement.name, ()))
+            for kind, dtype in buffer_of[share.optimizer, name].kinds.items():
+                yield (
+                    key_of(kind, placement.name),
+                    TensorRecord(placement.global_shape, dtype_name(dtype), owned),
+                )

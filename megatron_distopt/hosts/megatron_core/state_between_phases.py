@@ -121,11 +121,7 @@ class OffloadedState:
                     stored.move(lambda part: part.to(device))
 
     def check_is_there(self) -> None:
-        """Checks that the state has its values, wherever they are: what a save and a load need.
-
-        Raises:
-            LayoutError: other code has emptied it meanwhile.
-        """
+        """Refuses state that other code has emptied: a save and a load need its values, wherever they are."""
         for flat, state, name in self._entries(self._sharded.flat_params):
             if (state[name].numel() == 0 and flat.main.numel() > 0) or state[name].is_meta:
                 raise LayoutError(
@@ -134,12 +130,9 @@ class OffloadedState:
                 )
 
     def check_is_back(self) -> None:
-        """Checks that everything is where an update needs it.
+        """Refuses state that was emptied, or is not where an update needs it.
 
         Frameworks bring all moments to the device. Those that belong on the host go back there.
-
-        Raises:
-            LayoutError: something was emptied, or is elsewhere.
         """
         self.check_is_there()
         tensors = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]

@@ -1,29 +1,36 @@
-"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and gathered together."""
+"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and gathered together.
+
+[Note: norm groups] megatron-core 0.19 and later give the heads of multi-token prediction `param.grad_norm_group =
+"mtp"`. Such params are excluded from the norm that all others are clipped by, and are clipped by a norm of their own.
+Here they are measured param shard by param shard, because a flat param may hold others beside them, and the CPU waits
+for their norms; models without groups pay nothing.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.optimizer import optimizer as host
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.comm import Group
-from megatron_distopt.errors import HostError, LayoutError, refusal
+from megatron_distopt.comm import Group, exchange, sum_over
+from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
-from megatron_distopt.hosts.megatron_core.norm_groups import GroupStats, divide_groups, measure_groups
-from megatron_distopt.hosts.megatron_core.start import OneOptimizer, PreparedStep, start_together
+from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
+from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -37,7 +44,17 @@ from megatron_distopt.optimizer.step import (
 
 _log = logging.getLogger("megatron_distopt")
 
-StepOfHost = tuple[bool, float | None, int | None]
+
+@dataclass(frozen=True)
+class NormGroupStats:
+    """Of the gradients of one norm group on all ranks, as they stand in the grad buffers."""
+
+    sum_of_squares: float  # over elements that no other rank counts
+    num_zeros: int  # of those, how many are exactly zero
+
+    def norm(self, divisor: float) -> float:
+        """L2 norm of the gradients divided by `divisor`."""
+        return math.sqrt(self.sum_of_squares) / divisor
 
 
 class StepCalls(MegatronOptimizer):
@@ -47,7 +64,7 @@ class StepCalls(MegatronOptimizer):
     """
 
     #: Of the last gradient that was measured, by norm group.
-    _group_stats: Mapping[str, GroupStats] = MappingProxyType({})
+    _group_stats: Mapping[str, NormGroupStats] = MappingProxyType({})
     #: Called around each step and after a load.
     hooks: Sequence[DigestLog]
 
@@ -56,7 +73,7 @@ class StepCalls(MegatronOptimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self) -> StepOfHost:
+    def step(self) -> tuple[bool, float | None, int | None]:
         """Collective: the whole step.
 
         Returns:
@@ -67,72 +84,60 @@ class StepCalls(MegatronOptimizer):
             LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
         """
         ours = self.ours()
-        start_together(ours)
-        config, sharded, group = ours[0].config, *_measured_by(ours)
-        for hook in self.hooks:
-            hook.before()
-        with _timer(config, "optimizer-unscale-and-check-inf"):
-            finish_deferred_check(sharded, group)
-            threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
-            waits = threshold < math.inf or any(each.norm_groups for each in ours)  # the CPU has to know norms
-            grads = [optimizer.main_grads() for optimizer in sharded]
-            find = measure_now if waits else measure
-            measured = find(sharded, grads, group, _notice_of(ours, group))
-            decisions = decide(sharded, measured, group, clip_grad=config.clip_grad)
-        if decisions[0].action is StepAction.SKIP:
-            for hook in self.hooks:
-                hook.after(decisions[0])
+        config, group = ours[0].config, ours[0].stats_group
+        threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+        grads, decisions = self._measure_and_decide(config.clip_grad, needs_norm=threshold < math.inf)
+        decision = decisions[0]
+        if decision.action is StepAction.SKIP:
             return False, None, None
-        self._group_stats = measure_groups(ours, grads, group)
-        zeros = decisions[0].zeros_to_log if config.log_num_zeros_in_grad else None
+        zeros = decision.zeros_to_log if config.log_num_zeros_in_grad else None
         if zeros is not None and self._group_stats:
             zeros += self._zeros_of_groups()
-        if threshold != math.inf and decisions[0].norm > threshold:
-            _leave_out(sharded, decisions[0].norm, threshold, group)
+        if threshold < math.inf and decision.norm > threshold:
+            for optimizer in ours:
+                optimizer.sharded.num_skipped += 1
+            if group.rank == 0:
+                _log.info(
+                    "step skipped: its gradient norm %s is above grad_norm_skip_threshold %s", decision.norm, threshold
+                )
             for hook in self.hooks:
-                hook.after(replace(decisions[0], action=StepAction.SKIP))
-            return False, decisions[0].norm, zeros
-        self._clip_groups(ours, grads, decisions[0], config.clip_grad)
-        _update(ours, grads, decisions, self.hooks)
-        return True, decisions[0].norm_to_log, zeros
-
-    def _clip_groups(
-        self,
-        ours: Sequence[OneOptimizer],
-        grads: Sequence[Sequence[Tensor]],
-        decision: StepDecision,
-        clip_grad: float,
-    ) -> None:
-        """By their own norms, which the host's training loop reads off `grad_norms_by_group`."""
-        self.grad_norms_by_group: dict[str, float] = {}
-        if self._group_stats and clip_grad > 0:
-            norms = {name: stats.norm(decision.unclipped) for name, stats in self._group_stats.items()}
-            divide_groups(ours, grads, norms, decision.norm, clip_grad)
-            self.grad_norms_by_group = norms
-
-    def _zeros_of_groups(self) -> int:
-        return sum(stats.num_zeros for stats in self._group_stats.values())
+                hook.after(replace(decision, action=StepAction.SKIP))
+            return False, decision.norm, zeros
+        self._clip_groups(grads, decision, config.clip_grad)
+        self._update(grads, decisions)
+        return True, decision.norm_to_log, zeros
 
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients and decides; True where the step must be skipped."""
+        grads, decisions = self._measure_and_decide(clip_grad=0.0, needs_norm=True)
+        for optimizer, of_one, decision in zip(self.ours(), grads, decisions, strict=True):
+            optimizer.prepared = PreparedStep(of_one, decision)
+        return decisions[0].action is StepAction.SKIP
+
+    def _measure_and_decide(
+        self, clip_grad: float, *, needs_norm: bool
+    ) -> tuple[Sequence[Sequence[Tensor]], Sequence[StepDecision]]:
+        """Collective: the main grads of each optimizer and what is done with them.
+
+        `needs_norm`: the CPU has to know the norm in this step.
+        """
         ours = self.ours()
         start_together(ours)
-        sharded, group = _measured_by(ours)
+        sharded, group = [optimizer.sharded for optimizer in ours], ours[0].stats_group
         for hook in self.hooks:
             hook.before()
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
             grads = [optimizer.main_grads() for optimizer in sharded]
-            stats = measure_now(sharded, grads, group, _notice_of(ours, group))
-            decisions = decide(sharded, stats, group, clip_grad=0.0)
-        for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
-            optimizer.prepared = PreparedStep(of_one, decision)
+            waits = needs_norm or any(optimizer.norm_groups for optimizer in ours)
+            stats = (measure_now if waits else measure)(sharded, grads, group, _notice_of(ours, group))
+            decisions = decide(sharded, stats, group, clip_grad=clip_grad)
         if decisions[0].action is StepAction.SKIP:
             for hook in self.hooks:
                 hook.after(decisions[0])
-            return True
-        self._group_stats = measure_groups(ours, grads, group)
-        return False
+        else:
+            self._group_stats = _measure_groups(ours, grads, group)
+        return grads, decisions
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""
@@ -142,37 +147,65 @@ class StepCalls(MegatronOptimizer):
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
         return (prepared_of(self.ours()[0]).decision.stats.num_zeros or 0) + self._zeros_of_groups()
 
+    def _zeros_of_groups(self) -> int:
+        return sum(stats.num_zeros for stats in self._group_stats.values())
+
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
         norm = self.get_grad_norm()
         prepared = [prepared_of(optimizer) for optimizer in self.ours()]
-        self._clip_groups(self.ours(), [each.grads for each in prepared], prepared[0].decision, clip_grad)
+        self._clip_groups([step.grads for step in prepared], prepared[0].decision, clip_grad)
         for optimizer, before in zip(self.ours(), prepared, strict=True):
             divisor = before.decision.divisor * clip_divisor(norm, clip_grad)
             optimizer.prepared = PreparedStep(before.grads, replace(before.decision, divisor=divisor))
         return norm
 
+    def _clip_groups(self, grads: Sequence[Sequence[Tensor]], decision: StepDecision, clip_grad: float) -> None:
+        """Makes the coming update, which clips by the main norm, clip the grads of norm groups by their own."""
+        # The host's training loop reads it.
+        self.grad_norms_by_group: dict[str, float] = {}
+        for name, stats in self._group_stats.items() if clip_grad > 0 else ():
+            norm = stats.norm(decision.unclipped)
+            self.grad_norms_by_group[name] = norm
+            factor = clip_divisor(decision.norm, clip_grad) / clip_divisor(norm, clip_grad)
+            for optimizer, of_one in zip(self.ours(), grads, strict=True):
+                for grad in grads_of_group(optimizer, of_one, name, with_copies=True):
+                    grad.mul_(factor)
+
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
-        ours = self.ours()
-        prepared = [prepared_of(optimizer) for optimizer in ours]
-        for optimizer in ours:
+        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
+        for optimizer in self.ours():
             optimizer.prepared = None
-        _update(ours, [each.grads for each in prepared], [each.decision for each in prepared], self.hooks)
+        self._update([step.grads for step in prepared], [step.decision for step in prepared])
         return True
 
+    def _update(self, grads: Sequence[Sequence[Tensor]], decisions: Sequence[StepDecision]) -> None:
+        """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
+        ours = self.ours()
+        config = ours[0].config
+        for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
+            with _timer(config, "optimizer-inner-step"):
+                update(optimizer.sharded, of_one, decision)
+            if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
+                optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
+        for hook in self.hooks:
+            hook.after(decisions[0])
+        if not ours[0].ddp_config.overlap_param_gather:
+            with _timer(config, "params-all-gather"):
+                for chunk in dict.fromkeys(chunk for optimizer in ours for chunk in optimizer.model_chunks):
+                    chunk.start_param_sync()
 
-def _leave_out(sharded: Sequence[ShardedOptimizer], norm: float, threshold: float, group: Group) -> None:
-    """Counts a step that the host's `grad_norm_skip_threshold` forbids."""
-    for optimizer in sharded:
-        optimizer.num_skipped += 1
-    if group.rank == 0:
-        _log.info("step skipped: its gradient norm %s is above grad_norm_skip_threshold %s", norm, threshold)
 
-
-def _measured_by(ours: Sequence[OneOptimizer]) -> tuple[list[ShardedOptimizer], Group]:
-    """What is measured, and the ranks that do it together."""
-    return [optimizer.sharded for optimizer in ours], ours[0].stats_group
+def start_together(optimizers: Sequence[OneOptimizer]) -> None:
+    """Collective: compares ranks and says what is active, once for each optimizer, before its first step."""
+    waiting = [optimizer for optimizer in optimizers if not optimizer.is_started]
+    for optimizer in waiting:
+        optimizer.check_start_up()
+        optimizer.is_started = True
+    if waiting and Group.of().rank == 0:
+        sharded = [optimizer.sharded for optimizer in waiting]
+        announce(describe("megatron-core", (PATCH_POINT, CLASS_POINT), sharded, sharded[0].loss_scale.scale.device))
 
 
 def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
@@ -188,38 +221,58 @@ def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
 
 
 def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
-    """What `prepare_grads` has found.
-
-    Raises:
-        HostError: it was not called.
-    """
+    """What `prepare_grads` has found, which must have been called."""
     if optimizer.prepared is None:
-        rule, remedy = "be measured first", "Call prepare_grads() before it"
-        raise HostError(refusal("gradient statistics", "none", rule, remedy))
+        raise HostError("Gradients were not measured before this call. Call prepare_grads() first.")
     return optimizer.prepared
-
-
-def _update(
-    ours: Sequence[OneOptimizer],
-    grads: Sequence[Sequence[Tensor]],
-    decisions: Sequence[StepDecision],
-    hooks: Sequence[DigestLog],
-) -> None:
-    """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
-    config = ours[0].config
-    for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
-        with _timer(config, "optimizer-inner-step"):
-            update(optimizer.sharded, of_one, decision)
-        if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
-            optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
-    for hook in hooks:
-        hook.after(decisions[0])
-    if not ours[0].ddp_config.overlap_param_gather:
-        with _timer(config, "params-all-gather"):
-            for chunk in dict.fromkeys(chunk for optimizer in ours for chunk in optimizer.model_chunks):
-                chunk.start_param_sync()
 
 
 def _timer(config: Any, name: str) -> AbstractContextManager[None]:
     """The host's timer of that name, where it keeps timers."""
     return timed(config.timers, name, barrier=config.barrier_with_L1_time)
+
+
+def norm_group_of(param: Any) -> str | None:
+    """The norm group of a param; None for the norm of the whole model. The host refuses groups that it has not."""
+    find = getattr(host, "_get_param_grad_norm_group", None)
+    name: str | None = None if find is None else find(param)
+    return name if name is not None and host._is_separate_grad_norm_group(name) else None
+
+
+def groups_on_all_ranks(optimizer: OneOptimizer, group: Group) -> tuple[str, ...]:
+    """Collective where the host has norm groups: those of any rank, sorted."""
+    if not getattr(host, "SEPARATE_GRAD_NORM_GROUPS", ()):
+        return ()
+    own = {name for param in optimizer.named.values() if (name := norm_group_of(param)) is not None}
+    return tuple(sorted(set().union(*exchange(own, group))))
+
+
+def _measure_groups(
+    optimizers: Sequence[OneOptimizer], grads: Sequence[Sequence[Tensor]], group: Group
+) -> Mapping[str, NormGroupStats]:
+    """Collective where there is a norm group: the statistics of each."""
+    names = sorted({name for optimizer in optimizers for name in optimizer.norm_groups})
+    if not names:
+        return {}
+    device = optimizers[0].sharded.device
+    sums = torch.zeros(2 * len(names), dtype=stats_dtype(device), device=device)
+    for index, name in enumerate(names):
+        for optimizer, of_one in zip(optimizers, grads, strict=True):
+            for grad in grads_of_group(optimizer, of_one, name):
+                wide = grad.to(sums.dtype)
+                sums[2 * index] += wide.dot(wide)
+                sums[2 * index + 1] += grad.numel() - torch.count_nonzero(grad)
+    sum_over(sums, group)
+    values = sums.tolist()
+    return {name: NormGroupStats(values[2 * i], int(values[2 * i + 1])) for i, name in enumerate(names)}
+
+
+def grads_of_group(
+    optimizer: OneOptimizer, grads: Sequence[Tensor], name: str, *, with_copies: bool = False
+) -> Iterator[Tensor]:
+    """The main grads of one norm group on this rank, views of param shards; `with_copies` that another rank counts."""
+    for flat, main_grad in zip(optimizer.sharded.flat_params, grads, strict=True):
+        for shard in flat.plan.shards:
+            is_in = norm_group_of(optimizer.named[shard.name]) == name
+            if is_in and (with_copies or not optimizer.is_duplicate(shard.name)):
+                yield flat.cut(main_grad, shard)

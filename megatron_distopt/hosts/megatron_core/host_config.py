@@ -7,25 +7,22 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch.nn import Module, Parameter
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group
 from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
-from megatron_distopt.hosts.megatron_core.buffers import check_layout
+from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
+from megatron_distopt.hosts.megatron_core.buffers import layout_of
 from megatron_distopt.hosts.megatron_core.core_muon import (
     check_layer_wise,
     check_matrices,
     is_hosts_muon,
     request_from,
 )
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED
-from megatron_distopt.hosts.megatron_core.fields import judged
-from megatron_distopt.hosts.megatron_core.host_state import host_state_of
-from megatron_distopt.hosts.megatron_core.precision import precision_of
-from megatron_distopt.hosts.megatron_muon import MUON, MuonRequest, config_for_adam
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, judged
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
@@ -34,6 +31,14 @@ from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.options import flag_of
+
+#: What the options of the host that are torch dtypes mean; its 8-bit state is fp8.
+_STATE_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint8: "float8_e4m3fn",
+}
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,15 @@ class Merged:
     muon: MuonRequest | None = None  # None where Muon does not update anything
 
 
-def missing_parallel_state() -> ConfigError:
-    """Returns the error for a flag without process groups."""
-    remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-    return ConfigError(f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}.")
-
-
-def check_parallel_state(pg_collection: object | None) -> None:
-    """Checks that the host's groups exist, or that the caller gives its own."""
-    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
-        raise missing_parallel_state()
+def check_parallel_state(is_there: bool) -> None:
+    """Refuses the host's flag where process groups are missing."""
+    if not is_there:
+        remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
+        raise ConfigError(f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}.")
 
 
 def merge_config(options: DistOptConfig, host: Any) -> Merged:
-    """Adds the settings of the host's OptimizerConfig to the options of this package.
-
-    Args:
-        options: what the host has no flag for.
-        host: the OptimizerConfig.
-
-    Raises:
-        ConfigError: a host option that cannot be combined with this optimizer, or code gave one another value.
-    """
+    """Adds the settings of `host`, an OptimizerConfig, to the options of this package, which it has no flags for."""
     _check_options("config", host)
     check_layer_wise(host)
     for name, hosts_flag in HOSTS_OWN.items():  # what the host's own DistributedDataParallel decides
@@ -89,8 +81,44 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    merged = with_hosts_own(options, {**own, **precision_of(host), **host_state_of(host)})
+    merged = with_hosts_own(options, {**own, **_state_precision(host), **offload_of(host)})
     return Merged(merged, request_from(merged, host))
+
+
+def _state_precision(host: Any) -> dict[str, str]:
+    """The options for the precision of the state; empty where the host leaves them to us."""
+    if not getattr(host, "use_precision_aware_optimizer", False):
+        return {}
+    precision = {}
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(host, name)
+        if dtype not in _STATE_DTYPES:
+            raise ConfigError(
+                f"{name} is {dtype_name(dtype)}, and must be one of {', '.join(map(dtype_name, _STATE_DTYPES))}. Write "
+                f"--{name.replace('_', '-')} fp32."
+            )
+        precision[name] = _STATE_DTYPES[dtype]
+    # The host's own remainders are of bf16 params as well.
+    if precision["main_params_dtype"] == "float32" and host.bf16 and getattr(host, "store_param_remainders", False):
+        precision["main_params_dtype"] = "remainder"
+    return precision
+
+
+def offload_of(host: Any) -> dict[str, float]:
+    """The option for state on the host; empty where the host leaves it to us.
+
+    Copies down and up are always overlapped, and the kernel is torch's, so `overlap_cpu_optimizer_d2h_h2d` and
+    `use_torch_optimizer_for_cpu_offload` change nothing.
+    """
+    if not getattr(host, "optimizer_cpu_offload", False):
+        return {}
+    for name in ("pin_cpu_grads", "pin_cpu_params"):
+        if not getattr(host, name, True):
+            raise ConfigError(
+                f"{name} is False with optimizer_cpu_offload, and gradients and params are copied from pinned memory. "
+                f"Drop --no-{name.replace('_', '-')}."
+            )
+    return {"offload_fraction": host.optimizer_offload_fraction}
 
 
 def _check_options(where: str, options: Any) -> None:
@@ -113,11 +141,7 @@ def _check_options(where: str, options: Any) -> None:
 def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     """Checks everything about the model that this rank can see by itself.
 
-    Returns:
-        The inner optimizer beside Muon, unless the host brings an object; None on a rank without params.
-
-    Raises:
-        HostError, ConfigError, LayoutError
+    Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank without params.
     """
     config, names, choice = merged.options, names_by_param(chunks), None
     devices = {param.device for param in names}
@@ -133,26 +157,20 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
         named = {name: param for param, name in names_by_param([chunk]).items() if param.requires_grad}
         check_dtypes(named, config)
-        _check_not_rematerialised(named)
         for name, param in named.items():
+            if getattr(param, "is_gtp_weight_remat", False):  # a copy that statistics here would count more than once
+                remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
+                raise ConfigError(f"The param {name!r} is cut by generalized tensor parallelism. {remedy}.")
             if param not in in_buffers:
                 text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
                 raise LayoutError(f"{text}. Unfreeze params before wrapping.")
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
-            layouts.append((check_layout(buffer, names), buffer.param_data.dtype))
+            layouts.append((layout_of(buffer, names), buffer.param_data.dtype))
     if merged.muon is not None:
         check_matrices({name: param for param, name in names.items()}, merged.muon, config, chunks)
     if devices:
         check_offload(layouts, config, device)
     return choice
-
-
-def _check_not_rematerialised(named: Mapping[str, Parameter]) -> None:
-    """Refuses generalized tensor parallelism, whose copies the statistics here would count more than once."""
-    for name, param in named.items():
-        if getattr(param, "is_gtp_weight_remat", False):
-            remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
-            raise ConfigError(f"The param {name!r} is cut by generalized tensor parallelism. {remedy}.")
 
 
 def _check_ddp(chunk: Any) -> None:

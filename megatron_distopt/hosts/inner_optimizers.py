@@ -1,4 +1,4 @@
-"""Muon in a Megatron of any generation: what a run wants of it, its param groups and the matrices of a param.
+"""The inner optimizer in a Megatron of any generation: what takes the place of the host's own, and Muon.
 
 Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else stay with Adam. A
 param group with a key `use_muon` says so itself.
@@ -6,8 +6,10 @@ param group with a key `use_muon` says so itself.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import digits
 from typing import Any
@@ -18,11 +20,77 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.inner import is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon, matrix_of
+
+#: Classes that can be replaced by another implementation of the same formula, by package; a user's own class of the
+#: same name is not meant.
+_ADAMS = {
+    "torch.optim": ("Adam", "AdamW"),
+    "apex.optimizers": ("FusedAdam",),
+    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
+    "transformer_engine.pytorch.optimizers": ("FusedAdam",),
+}
+_SGDS = {"torch.optim": ("SGD",), "apex.optimizers": ("FusedSGD",)}
+
+
+def is_adam(optimizer: Optimizer) -> bool:
+    """Whether an implementation of Adam can take its place."""
+    return _is_of(optimizer, _ADAMS)
+
+
+def is_sgd(optimizer: Optimizer) -> bool:
+    """Whether torch's SGD can take its place."""
+    return _is_of(optimizer, _SGDS)
+
+
+def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
+    """Whether it is what a package exports, or calls so in one of its files; a class that inherits from it is not."""
+    kind = type(optimizer)
+    for module, names in classes.items():
+        package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
+        is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
+        if is_exported or (kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")):
+            return True
+    return False
+
+
+#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote there is its own.
+_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
+#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a group has no value of
+#: its own, the class gets that of the config as far as it can take it.
+_IN_OTHER_FORMS = ("betas", "eps", "momentum")
+#: Options of a class that say how it computes, and not what.
+_ABOUT_KERNELS = ("foreach", "fused", "capturable", "set_grad_none", "master_weights", "fp32_optimizer_states")
+
+
+def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list[dict[str, Any]]:
+    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours).
+
+    `is_for_other_class`: for a class that a user named, and not for another implementation of the same.
+    """
+    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
+    usual = {key: optimizer.defaults.get(key) for key in _IN_OTHER_FORMS if is_for_other_class}
+    return [
+        {key: value for key, value in group.items() if key not in added and not (key in usual and value == usual[key])}
+        for group in optimizer.param_groups
+    ]
+
+
+def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Options of a host's own Adam or SGD that change its arithmetic and that our choice for it does not have, by name.
+
+    These are values that differ from what its class has by default, as nesterov or amsgrad.
+    """
+    parameters = inspect.signature(type(optimizer)).parameters
+    usual = {name: parameter.default for name, parameter in parameters.items() if name in optimizer.defaults}
+    for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
+        usual.pop(name, None)
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    return {name: group[name] for group in groups for name in usual if group.get(name, usual[name]) != usual[name]}
+
 
 #: What the option `optimizer` calls it.
 MUON = "muon"
@@ -81,20 +149,10 @@ class FusedWeights:
         return ()
 
 
-def matrices_of(name: str, param: Tensor, place: Placement, request: MuonRequest, fused: FusedWeights) -> MatrixSpec:
-    """The matrices of a param of Muon's.
-
-    Args:
-        name: of the param.
-        param: of this rank.
-        place: of it in the model; tensor-parallel ranks may have parts of it.
-        request: what is wanted of Muon.
-        fused: the weights that are several matrices.
-
-    Raises:
-        ConfigError: a fused weight of another shape than its parts have.
-        LayoutError: the param has not two dimensions.
-    """
+def matrices_of(
+    name: str, param: Tensor, placement: Placement, request: MuonRequest, fused: FusedWeights
+) -> MatrixSpec:
+    """The matrices of a param of Muon's, of which this rank may have a part."""
     spec = matrix_of(name, param)
     sizes = fused.rows_of(name, spec.rows, request)
     if sizes and spec.rows % sum(sizes):
@@ -103,9 +161,10 @@ def matrices_of(name: str, param: Tensor, place: Placement, request: MuonRequest
             f"{sizes} have together. Write muon_split=none."
         )
     cut = None
-    if place.dim is not None and place.size > 1 and request.tp_mode != "blockwise":
+    if placement.dim is not None and placement.size > 1 and request.tp_mode != "blockwise":
         # Every part of a fused weight is cut by itself, in one piece.
-        cut = MatrixCut(place.dim, place.size, 1 if sizes else place.stride, request.tp_mode == "duplicated")
+        stride = 1 if sizes else placement.stride
+        cut = MatrixCut(placement.dim, placement.size, stride, request.tp_mode == "duplicated")
     return MatrixSpec(spec.rows, spec.cols, 0, sizes, spec.rows // sum(sizes) if sizes else 1, cut)
 
 
@@ -124,10 +183,7 @@ def with_muon_groups(
 ) -> list[dict[str, Any]]:
     """A host's param groups, each cut into one for Muon and one for Adam where it has params of both kinds.
 
-    Args:
-        groups: of the host.
-        is_for_muon: of params in groups that do not say it themselves.
-        options: of the groups that are Muon's, beside those that a group has.
+    `is_for_muon` is asked about params in groups that do not say it themselves.
     """
     cut: list[dict[str, Any]] = []
     for group in groups:
@@ -149,11 +205,7 @@ def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
 
 
 def check_is_adam(base: Optimizer) -> None:
-    """Checks that a host's own optimizer is one whose place Muon and an Adam can take.
-
-    Raises:
-        ConfigError
-    """
+    """Refuses a host's own optimizer whose place Muon and an Adam cannot take."""
     if not is_adam(base):
         raise unsupported_base(type(base).__name__)
 
@@ -161,8 +213,8 @@ def check_is_adam(base: Optimizer) -> None:
 def unsupported_base(name: str) -> ConfigError:
     """The error for another optimizer of the host's beside Muon."""
     return ConfigError(
-        f"Invalid optimizer: muon beside the host's {name}. Muon leaves other params to an Adam. Write --optimizer "
-        "adam, whose place is taken, or drop --distopt-optimizer muon."
+        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write --optimizer adam, "
+        "whose place is taken, or drop --distopt-optimizer muon."
     )
 
 
@@ -172,16 +224,6 @@ def config_for_adam(config: DistOptConfig) -> DistOptConfig:
 
 
 def muon_and_adam(rest: InnerChoice, matrices: Matrices, config: DistOptConfig, request: MuonRequest) -> InnerChoice:
-    """Muon for its param groups, and an Adam for the others.
-
-    Args:
-        rest: the Adam.
-        matrices: of this rank.
-        config: merged.
-        request: what is wanted of Muon.
-
-    Raises:
-        ConfigError: options of the config that Muon does not serve.
-    """
+    """Muon for its param groups, and the Adam `rest` for the others."""
     why = (f"{len(matrices.specs)} matrices of this rank are Muon's",)
     return choose_muon(rest, matrices, config, why, source=request.options.source)

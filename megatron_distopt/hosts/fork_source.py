@@ -1,0 +1,388 @@
+"""A fork's source, read without importing it: on a login node, without its GPU and its packages.
+
+At the end is the block of text that lets a fork find packages by itself, see plugin/entry_point.py. It comes right
+after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use, and leaves the function as it is
+where no package registers itself. `cli/patch.py` puts it in and takes it out.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_distopt.errors import HostError, UnknownHostError
+from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
+from megatron_distopt.hosts.megatron_core import facts as megatron_core
+from megatron_distopt.hosts.patch_points import PatchPoint
+
+_PACKAGE = "megatron"
+_REMEDY = "Use a Megatron that docs/hosts.md lists."
+
+
+class UnreadableSourceError(HostError):
+    """A source file of the host cannot be read, or is no Python."""
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """A host's modules as files."""
+
+    roots: tuple[Path, ...]  # folders that hold a folder `megatron`; a module comes from the first that has it
+
+    def file_of(self, module: str) -> Path | None:
+        """Returns the file of a module, or None where there is none."""
+        inside = Path(*module.split("."))
+        candidates = (inside / "__init__.py", inside.with_suffix(".py"))
+        files = (root / candidate for root in self.roots for candidate in candidates)
+        return next((file for file in files if file.is_file()), None)
+
+    def has(self, module: str) -> bool:
+        """Whether the host has a module of that dotted name."""
+        return self.file_of(module) is not None
+
+    def shown(self, file: Path, line: int | None = None) -> str:
+        """Returns a file's path from the fork's folder, and the line after a colon."""
+        roots = (root for root in self.roots if file.is_relative_to(root))
+        name = next((file.relative_to(root).as_posix() for root in roots), str(file))
+        return name if line is None else f"{name}:{line}"
+
+    def parse(self, file: Path) -> ast.Module:
+        """A file's syntax tree."""
+        try:
+            with warnings.catch_warnings():  # a fork's invalid escape sequences are not our subject
+                warnings.simplefilter("ignore")
+                return ast.parse(file.read_bytes(), str(file))
+        except OSError as error:
+            text = f"{self.shown(file)} cannot be read ({error.strerror}). Run chmod +r {file}."
+            raise UnreadableSourceError(text) from None
+        except (SyntaxError, ValueError) as error:
+            place = self.shown(file, error.lineno if isinstance(error, SyntaxError) else None)
+            said = error.msg if isinstance(error, SyntaxError) else error
+            raise UnreadableSourceError(f"{place} is no Python ({said}). Correct that line.") from None
+
+
+def fork_at(folder: Path) -> SourceTree:
+    """The fork in a folder. A folder without `megatron` is refused, with the one to write where it can be seen."""
+    if (folder / _PACKAGE).is_dir():
+        return SourceTree((folder.resolve(),))
+    found = f"{folder} does not exist" if not folder.exists() else f"{folder} is a file"
+    if folder.is_dir():
+        found = f"{folder} holds no folder {_PACKAGE}"
+    rule = f"The fork must be a folder that holds the folder {_PACKAGE}"
+    near = _fork_near(folder.resolve()) or "the path of your Megatron's checkout"
+    raise UnknownHostError(f"{found}. {rule}. Write {near}.")
+
+
+def _fork_near(folder: Path) -> Path | None:
+    """Finds the fork where a folder above or below it, or a file in it, was given."""
+    above = next((parent for parent in folder.parents if folder.exists() and (parent / _PACKAGE).is_dir()), None)
+    below = [*folder.glob(f"*/{_PACKAGE}/__init__.py"), *folder.glob(f"*/{_PACKAGE}/core/__init__.py")]
+    inside = {file.parents[file.parts[::-1].index(_PACKAGE)] for file in below}
+    return above or (inside.pop() if len(inside) == 1 else None)
+
+
+def importable_host(working_directory: Path, path: Sequence[str]) -> SourceTree:
+    """The Megatron that `import megatron` finds from the folder where training starts; without roots if there is none.
+
+    megatron-core alone is a namespace package, which has several places or none of its own.
+    """
+    spec = PathFinder.find_spec(_PACKAGE, [str(working_directory), *path])
+    with suppress(ValueError):  # a module without a spec is in sys.modules
+        spec = spec or find_spec(_PACKAGE)  # an editable installation
+    places = spec.submodule_search_locations if spec is not None else None
+    return SourceTree(tuple(dict.fromkeys(Path(place).resolve().parent for place in places or ())))
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+Binding = ast.stmt | ast.expr
+
+
+def bindings_of(module: ast.Module, name: str) -> list[Binding]:
+    """Returns the statements that bind a name when the module is loaded, in that order."""
+    return [node for node in _at_module_level(module) if isinstance(node, Binding) and name in _bound_by(node)]
+
+
+def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what runs when the module is loaded, in the order of the source: no body of a function or a class."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _SCOPES):
+            yield from _at_module_level(child)
+
+
+def _bound_by(node: Binding) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return {node.id} if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else set()
+
+
+def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Returns the names of all parameters, in the order of `inspect.signature`.
+
+    >>> parameters_of(ast.parse("def f(a, /, b, *rest, c, **others): ...").body[0])
+    ('a', 'b', 'rest', 'c', 'others')
+    """
+    given = function.args
+    ordered = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    return tuple(argument.arg for argument in ordered if argument is not None)
+
+
+def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
+    """The names of the parameters without a default."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    keywords = [argument for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not default]
+    return tuple(argument.arg for argument in [*positional[: len(positional) - len(given.defaults)], *keywords])
+
+
+def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
+    """Returns the classes at the top of a module, by name."""
+    return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+
+
+def methods_of(definition: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    """Returns the methods that a class defines itself, by name."""
+    return {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
+
+
+def resolved(node: ast.ImportFrom, package: str) -> str:
+    """The absolute name of the module from which a statement in a module of `package` imports.
+
+    >>> resolved(ast.parse("from ..core import mpu").body[0], "megatron.optimizer")
+    'megatron.core'
+    """
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*parents, *filter(None, [node.module])])
+
+
+class PatchPointState(Enum):
+    """The states of a patch point in the source."""
+
+    FREE = "free"  # the host's own function, as the host defines it
+    PATCHED = "patched"  # the host's own function, with our entry-point block after it
+    REPLACED = "replaced"  # something else is bound to the name after the function
+    DIFFERENT = "different"  # the host's own function, with other parameters than the adapter gives
+    MISSING = "missing"  # no function of that name
+
+
+@dataclass(frozen=True)
+class PatchPointInSource:
+    """A patch point, as the source has it."""
+
+    patch_point: PatchPoint
+    state: PatchPointState
+    place: str = ""  # file and line of the function, or of what replaced it
+    parameters: tuple[str, ...] = ()
+    is_at_top: bool = False  # whether the function stands by itself, and not under an `if` or a `try`
+    end: int = 0  # last line of the function
+
+    def refusal(self) -> str | None:
+        """Says why it cannot be replaced; None where it can."""
+        if self.state is PatchPointState.MISSING:
+            return f"{self.patch_point} is missing. {_REMEDY}"
+        if self.state is PatchPointState.DIFFERENT:
+            rule = f"its signature must start with ({', '.join(self.patch_point.parameters)})"
+            return f"{self.patch_point} in {self.place} takes ({', '.join(self.parameters)}); {rule}. {_REMEDY}"
+        if self.state is PatchPointState.REPLACED:
+            remedy = "Take the other patcher out, or install megatron_distopt before it"
+            return f"{self.patch_point} is bound to something else in {self.place}. {remedy}."
+        return None
+
+
+@dataclass(frozen=True)
+class ClassInSource:
+    """The class that the factory builds, as the source has it."""
+
+    name: str  # as the factory calls it
+    place: str  # file and line; empty where the factory imports no such class
+    parameters: tuple[str, ...]  # of its constructor, without self
+    required: tuple[str, ...]  # those of them without a default
+    wanted: tuple[str, ...]  # the parameters that the adapter gives
+    is_exact: bool = True  # whether it may have no others, not even with a default
+    files: str = ""  # "per-rank files" or "gathered file" in a Megatron of 2023
+    bound_in: str = ""  # file that binds the name to something else than a class, which shows only when it runs
+
+    def refusal(self) -> str | None:
+        """Says why the factory cannot build our class in its place; None where it can."""
+        if not self.place:
+            return f"The module of the factory has no {self.name}. {_REMEDY}"
+        takes_all = set(self.required) <= set(self.wanted) <= set(self.parameters)
+        if self.parameters == self.wanted if self.is_exact else takes_all:
+            return None
+        rule = f"must {'be' if self.is_exact else 'take'} ({', '.join(self.wanted)})"
+        found = f"The constructor of {self.name} in {self.place} has ({', '.join(self.parameters)})"
+        return f"{found}; its parameters {rule}. {_REMEDY}"
+
+
+@dataclass(frozen=True)
+class ParserOption:
+    """A flag of the host's parser."""
+
+    flag: str  # as it is typed
+    name: str  # in `args`
+    value: bool | None  # what it stores; None where it takes a value
+    place: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that was found in the source."""
+
+    roots: tuple[str, ...]
+    generation: Generation
+    patch_points: tuple[PatchPointInSource, ...]  # the factory first
+    optimizer_class: ClassInSource | None  # None where the generation is not supported
+    options: tuple[ParserOption, ...]  # of its parser; empty where it has none, as megatron-core from PyPI
+
+
+def survey(tree: SourceTree) -> Survey:
+    """Reads the files that the adapter depends on; a fork of no known generation is refused."""
+    generation = recognise(tree.has)
+    return Survey(
+        roots=tuple(map(str, tree.roots)),
+        generation=generation,
+        patch_points=tuple(find_patch_point(tree, patch_point) for patch_point in generation.patch_points),
+        optimizer_class=_find_class(tree, generation),
+        options=tuple(_find_options(tree)),
+    )
+
+
+def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInSource:
+    """Looks for a patch point in the file that defines it."""
+    file = tree.file_of(patch_point.module)
+    if file is None:
+        return PatchPointInSource(patch_point, PatchPointState.MISSING)
+    module, content = tree.parse(file), file.read_bytes()
+    ours = range(0)
+    if intact_block(content) is not None:
+        lines = content.splitlines()
+        ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
+    bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
+    if not bindings:
+        return PatchPointInSource(patch_point, PatchPointState.MISSING)
+    last = bindings[-1]
+    place = tree.shown(file, last.lineno)
+    if not isinstance(last, ast.FunctionDef):
+        return PatchPointInSource(patch_point, PatchPointState.REPLACED, place)
+    parameters = parameters_of(last)
+    state = PatchPointState.PATCHED if ours else PatchPointState.FREE
+    if parameters[: len(patch_point.parameters)] != patch_point.parameters:
+        state = PatchPointState.DIFFERENT
+    end = last.end_lineno or last.lineno
+    return PatchPointInSource(patch_point, state, place, parameters, is_at_top=last in module.body, end=end)
+
+
+def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | None:
+    """Finds the class that the factory's module imports or defines, and what its constructor takes."""
+    if generation not in (MEGATRON_2023, MEGATRON_CORE):
+        return None
+    is_core = generation is MEGATRON_CORE
+    facts = megatron_core if is_core else megatron_2023
+    file = _file_of_class(tree, generation.factory.module, facts.CLASS)
+    module = tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
+    definition = classes_of(module).get(facts.CLASS)
+    if file is None or definition is None:
+        bound_in = tree.shown(file) if file is not None and bindings_of(module, facts.CLASS) else ""
+        return ClassInSource(facts.CLASS, "", (), (), facts.CLASS_PARAMETERS, bound_in=bound_in)
+    methods = methods_of(definition)
+    constructor = methods.get("__init__")
+    parameters = parameters_of(constructor)[1:] if constructor else ()
+    may_take = megatron_core.CLASS_MAY_TAKE if is_core else ()
+    gathers = megatron_2023.GATHERS_STATE in methods
+    return ClassInSource(
+        facts.CLASS,
+        tree.shown(file, definition.lineno),
+        parameters,
+        required_of(constructor)[1:] if constructor else (),
+        facts.CLASS_PARAMETERS + tuple(name for name in may_take if name in parameters),
+        is_exact=is_core,
+        files="" if is_core else "gathered file" if gathers else "per-rank files",
+    )
+
+
+def _file_of_class(tree: SourceTree, factory: str, name: str) -> Path | None:
+    file = tree.file_of(factory)
+    if file is None:
+        return None
+    package = factory if file.name == "__init__.py" else factory.rpartition(".")[0]
+    for node in bindings_of(tree.parse(file), name):
+        if isinstance(node, ast.ImportFrom):
+            return tree.file_of(resolved(node, package))
+        if isinstance(node, ast.ClassDef):
+            return file
+    return None
+
+
+def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
+    for file in filter(None, map(tree.file_of, ("megatron.arguments", "megatron.training.arguments"))):
+        for call in ast.walk(tree.parse(file)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+                words = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+                flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
+                given = {each.arg: each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
+                value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
+                for flag in flags:
+                    name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
+                    yield ParserOption(flag, name, value, tree.shown(file, call.lineno))
+
+
+GROUP = "megatron.optimizer_factories"
+BEGIN = f"# >>> {GROUP} (put in by: megatron-distopt patch --apply; taken out by: --undo)"
+END = f"# <<< {GROUP}"
+
+#: One entry point may be listed twice on Python 3.8 and 3.9, where an installed package also lies on the path.
+BLOCK = (
+    BEGIN,
+    "def _with_optimizer_factories(factory):",
+    "    from importlib.metadata import entry_points",
+    f'    group, found = "{GROUP}", entry_points()',
+    '    found = found.select(group=group) if hasattr(found, "select") else found.get(group, ())',
+    "    for _, entry in sorted({(entry.name, entry.value): entry for entry in found}.items()):",
+    "        factory = entry.load()(factory)",
+    "    return factory",
+    "",
+    "",
+    "get_megatron_optimizer = _with_optimizer_factories(get_megatron_optimizer)",
+    END,
+)
+
+
+def as_bytes(newline: bytes) -> bytes:
+    """Returns the block with a file's own newlines, one after every line."""
+    return b"".join(line.encode("ascii") + newline for line in BLOCK)
+
+
+def has_marker(content: bytes) -> bool:
+    """Whether a file has the first or the last line of a block."""
+    return any(line in (BEGIN.encode(), END.encode()) for line in content.splitlines())
+
+
+def intact_block(content: bytes) -> slice | None:
+    """Finds the one whole and unedited block, in bytes; returns None where there is none.
+
+    Where the function was the last of a file without a final newline, the newline before the block belongs to it.
+    """
+    markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
+    if markers != [BEGIN.encode(), END.encode()]:
+        return None
+    for newline in (b"\r\n", b"\n", b"\r"):
+        whole = as_bytes(newline)
+        unfinished = newline + whole[: -len(newline)]
+        start = content.find(newline + whole)
+        if start >= 0:
+            return slice(start + len(newline), start + len(newline) + len(whole))
+        if content.endswith(unfinished):
+            return slice(len(content) - len(unfinished), len(content))
+    return None

@@ -1,0 +1,132 @@
+"""How this rank's params lie in the whole model, as megatron-core has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_distopt.checkpoint import Share, WholeModel
+from megatron_distopt.comm import Group
+from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
+from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.written import RemainderWatch
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import StepDecision
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """What `prepare_grads` leaves for the calls after it."""
+
+    grads: Sequence[Tensor]  # main grads by flat param
+    decision: StepDecision
+
+
+class OneOptimizer(Protocol):
+    """What steps and checkpoints use of each optimizer of a chain, which optimizer.py builds."""
+
+    config: Any  # the host's OptimizerConfig
+    ddp_config: Any  # and its DistributedDataParallelConfig
+    model_chunks: list[Any]
+    buffers: list[Any]  # of the host
+    data_parallel_group_idx: int
+    distributed_optimizer_instance_id: int
+    grad_scaler: Any
+    param_groups: list[dict[str, Any]]
+    named: dict[str, Parameter]  # the params that it updates
+    sharded: ShardedOptimizer
+    offloaded: OffloadedState  # where its state is
+    written: RemainderWatch  # what others did to its params
+    is_started: bool  # whether ranks were compared
+    norm_groups: tuple[str, ...]  # those of any rank, see [Note: norm groups]
+    prepared: PreparedStep | None  # between `prepare_grads` and the update
+
+    def check_between_steps(self) -> None:
+        """Raises LayoutError where params or groups are not as they have to be."""
+
+    def check_start_up(self) -> None:
+        """Collective: raises where ranks disagree."""
+
+    def is_duplicate(self, name: str) -> bool:
+        """Whether another rank counts the param of that name, and writes it."""
+
+    @property
+    def stats_group(self) -> Group:
+        """All ranks that hold a part of the model."""
+
+
+def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
+    """The model of which these optimizers, for example of dense and of expert params, update the part of this rank."""
+    ranks = ranks_of(optimizers[0].model_chunks)
+    chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
+    names = global_names(chunks, ranks)
+    frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
+    about: dict[str, str | int] = {
+        "host": "megatron-core",
+        "ranks": Group.of().size,
+        "data_parallel": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "tensor_parallel": ranks.tensor[1],
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": ranks.expert[1],
+    }
+    shares = [_share_of(optimizer, names, ranks) for optimizer in optimizers]
+    return WholeModel(shares, canonical, frozen, about, FROM_WEIGHTS)
+
+
+def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
+    placements = {
+        name: placement_of(names[param], param, ranks, is_expert=is_expert(names[param], param))
+        for name, param in optimizer.named.items()
+    }
+
+    def writes(name: str) -> bool:
+        """The rank that does not exclude a param from the norm writes it. Of experts the host excludes biases by the
+        tensor-parallel group of all the other params, over whose ranks experts may be spread."""
+        param = optimizer.named[name]
+        if optimizer.distributed_optimizer_instance_id > 0:  # copies of the same shards
+            return False
+        if getattr(param, "allreduce", True):
+            # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
+            is_copy = is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
+            return not is_copy and not optimizer.is_duplicate(name)
+        return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
+
+    return Share(optimizer.sharded, placements, writes)
+
+
+def is_expert(name: str, param: Parameter) -> bool:
+    """Whether a param is an expert's.
+
+    The host marks experts where they are spread over ranks; their tensor-parallel group is another one anyway.
+    """
+    return not getattr(param, "allreduce", True) or "experts" in name.split(".")
+
+
+def expert_tensor_group() -> Any:
+    """The tensor-parallel group of experts; None where the host has no group of their own."""
+    find = getattr(parallel_state, "get_expert_tensor_parallel_group", None)
+    return None if find is None else find(check_initialized=False)
+
+
+def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
+    """The process group of the ranks over which a param is cut, or would be."""
+    own = getattr(chunks[0], "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    return (expert_tensor_group() or own) if is_expert(name, param) else own
+
+
+def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
+    """Where this rank is in the groups over which the model is cut."""
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    expert_tensor, expert = expert_tensor_group() or tensor, parallel_state.get_expert_model_parallel_group()
+    return ModelRanks(
+        tensor=(tensor.rank(), tensor.size()),
+        expert_tensor=(expert_tensor.rank(), expert_tensor.size()),
+        expert=(expert.rank(), expert.size()),
+        is_gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
+        embedding="embedding.word_embeddings.weight",
+    )
