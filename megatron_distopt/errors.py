@@ -1,18 +1,4 @@
-"""Every exception that the package raises on purpose.
-
-::
-
-    DistOptError
-    ├── ConfigError (ValueError)             an option has a value that cannot work
-    ├── LayoutError (ValueError)             params, buffers and groups do not fit together
-    ├── HostError                            the Megatron is not what the package needs
-    │   ├── UnknownHostError                 no adapter recognises it
-    │   └── HostMismatchError                an attribute that is replaced looks different
-    ├── AccessError (RuntimeError)           something is read or changed that this rank does not have, or not now
-    ├── CheckpointError                      a checkpoint cannot be written or read
-    ├── NonFiniteGradError (FloatingPointError)   a gradient is inf or nan and the policy is "raise"
-    ├── RanksDisagreeError                   ranks that must be alike are not
-    └── InvariantError (AssertionError)      a bug of this package
+"""Every exception that the package raises on purpose; docs/errors.md says what to do about each.
 
 A message is one to three sentences: what was found, with its value and place; what is required; what to type instead.
 """

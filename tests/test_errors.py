@@ -1,48 +1,38 @@
-"""The exception tree is the one that the docstring of errors.py draws."""
+"""What callers catch, and that docs/errors.md has a row for each exception class with its base."""
 
 from __future__ import annotations
 
 import builtins
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_distopt import errors
 
-#: The branches of a drawn line, the name, and a second base in brackets where there is one.
-LINE = re.compile(r"^ {4}(?P<branch>[│├└─ ]*)(?P<name>\w+Error)(?: \((?P<base>\w+)\))?(?:  +\w.*)?$", re.MULTILINE)
+PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
+#: Class and second base in the first two columns of the table of classes.
+ROWS = dict(re.findall(r"^\| `(\w+)` \| `?(\w*)`? ?\|", PAGE, re.MULTILINE))
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and value.__module__ == errors.__name__
+}
 
 
-def drawn_tree() -> dict[str, tuple[str, ...]]:
-    """Bases by name, read off the drawing: the parent is the last line above with shorter branches."""
-    tree: dict[str, tuple[str, ...]] = {}
-    above: list[tuple[int, str]] = []
-    for match in LINE.finditer(errors.__doc__ or ""):
-        depth = len(match["branch"])
-        above = [(their_depth, name) for their_depth, name in above if their_depth < depth]
-        tree[match["name"]] = tuple(base for base in (above[-1][1] if above else "", match["base"]) if base)
-        above.append((depth, match["name"]))
-    return tree
+def test_page_when_compared_with_the_classes_then_each_has_a_row_and_no_other() -> None:
+    assert set(ROWS) == set(CLASSES)
 
 
-def defined_exceptions() -> dict[str, type[BaseException]]:
-    return {
-        name: value
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == errors.__name__
-    }
+@pytest.mark.parametrize("name", CLASSES)
+def test_row_when_it_names_a_base_then_the_class_has_it(name: str) -> None:
+    bases = {base.__name__ for base in CLASSES[name].__mro__[1:]}
+    assert ROWS[name] in bases or (ROWS[name] == "" and CLASSES[name].__bases__ == (errors.DistOptError,))
 
 
-def test_tree_when_read_off_the_docstring_then_the_classes_have_these_bases() -> None:
-    drawn = drawn_tree()
-    assert drawn.pop("DistOptError") == ()
-    assert errors.DistOptError.__bases__ == (Exception,)
-    for name, bases in drawn.items():
-        assert tuple(base.__name__ for base in getattr(errors, name).__bases__) == bases
-
-
-def test_tree_when_compared_with_the_module_then_nothing_is_left_out() -> None:
-    assert set(drawn_tree()) == set(defined_exceptions())
+def test_page_when_it_names_an_error_then_the_class_exists() -> None:
+    named = set(re.findall(r"`(\w+Error)`", PAGE))
+    assert {name for name in named if name not in CLASSES and not hasattr(builtins, name)} == set()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +57,6 @@ def test_error_when_raised_then_callers_catch_it_as_what_they_know(name: str, ca
 
 
 def test_errors_when_they_have_a_docstring_then_it_is_their_own() -> None:
-    texts = [vars(value).get("__doc__") for value in defined_exceptions().values()]
+    texts = [vars(value).get("__doc__") for value in CLASSES.values()]
     assert all(texts)
     assert len(set(texts)) == len(texts)
