@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,16 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.config import FREE_OPTIONS
-from megatron_distopt.errors import DistOptError
 from megatron_distopt.version import VERSION
-from tests.support.mini_fork import FOLDER, SCRIPT, Launched, MiniFork, TrainingRun, core_folder, launch
+from tests.support.fork_worlds import raised
+from tests.support.mini_fork import FOLDER, Launched, MiniFork, TrainingRun, core_folder, launch
+from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
 SIZE = 2
@@ -72,17 +74,11 @@ pretrain(script.train_data, script.model_provider, None, script.forward_step)
 
 @dataclass(frozen=True)
 class Curves:
-    """What a training left.
+    """What a training left."""
 
-    Args:
-        losses: by iteration.
-        params: checksums, by rank and name.
-        optimizers: module of the class, by rank.
-    """
-
-    losses: list[float]
-    params: list[Mapping[str, str]]
-    optimizers: list[str]
+    losses: list[float]  # by iteration
+    params: list[Mapping[str, str]]  # checksums, by rank and name
+    optimizers: list[str]  # module of the class, by rank
 
     @classmethod
     def of(cls, file: Path) -> Curves:
@@ -120,7 +116,6 @@ def _starts(patched: Path) -> dict[str, Start]:
             "torchrun", (*runner, str(patched / "with_workers.py")), required, (_FLAG, "--distopt-nonfinite=skip")
         ),
         "entry point": Start("torchrun", (str(patched / "pretrain.py"),), of_patched | required),
-        "entry point, runner, module": Start("torchrun", (*runner, "-m", "tools.pretrain"), of_patched | required),
         "entry point, install": Start("torchrun", (str(patched / "with_install.py"),), of_patched | required, ranks=1),
         "entry point, switched off": Start(
             "torchrun",
@@ -153,9 +148,6 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "conftest.py"))
     (folder / "with_workers.py").write_text(_WITH_WORKERS)
     (folder / "with_install.py").write_text(_WITH_INSTALL)
-    (folder / "tools").mkdir()
-    (folder / "tools" / "__init__.py").write_text("")
-    (folder / "tools" / "pretrain.py").write_text(SCRIPT.read_text())
     done = _patch("--apply", folder)
     assert done.startswith("applied: megatron/optimizer/__init__.py, "), done
     return folder
@@ -183,32 +175,45 @@ def launched(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     pool.shutdown(cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What one rank saw of the library, and the curves that all install methods are compared with."""
-
-    ours: Curves
-    theirs: Curves
-    facts: Mapping[str, object]
+Found = tuple[Curves, Curves, Mapping[str, object]]
 
 
-def as_library(rank: int, size: int, folder: str) -> Found:
-    """All cases in one process: the first before the training module is imported."""
+def as_library(rank: int, size: int) -> Found:
+    """Our curves, those of the fork's own optimizer, and facts; the first before the training module is imported."""
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
+    os.environ["MINI_FORK_CORE"], os.environ["MINI_FORK_NATIVE"] = str(core_folder()), "1"
     facts: dict[str, object] = {}
-    _install_before_the_training_module(facts)
+    sys.path.insert(0, str(FOLDER))
+    installation = megatron_distopt.install()
+    facts["not yet imported"] = "megatron.training" not in sys.modules
+    training, factory = import_module("megatron.training"), import_module("megatron.optimizer")
+    factory_of_ours = factory.get_megatron_optimizer
+    facts["imported ours"] = training.get_megatron_optimizer is factory_of_ours and factory_of_ours.original.__name__
+    installation.undo()
+
     fork = MiniFork.imported(file_layout="gathered")
-    theirs = fork.train(_BF16, _FLAG, ours=False)
-    ours = fork.train(_BF16, _FLAG)
-    facts["their optimizer"] = type(theirs.optimizer).__module__
-    facts["our optimizer"] = type(ours.optimizer).__module__
-    _install_and_undo(fork, facts)
-    _install_twice(facts)
-    _call_directly(fork, ours, facts)
-    _without_the_flag(fork, facts)
-    _switched_off(fork, theirs, facts)
-    facts["required without the flag"] = _refusal(lambda: fork.train(_BF16), MEGATRON_DISTOPT="require")
-    return Found(_curves_of(ours), _curves_of(theirs), facts)
+    runs = {"their optimizer": fork.train(_BF16, _FLAG, ours=False), "our optimizer": fork.train(_BF16, _FLAG)}
+    facts |= {name: type(run.optimizer).__module__ for name, run in runs.items()}
+    theirs, ours = map(_curves_of, runs.values())
+    # In a fork whose training module imports our function in place of its own.
+    with mock.patch.object(training, "get_megatron_optimizer", megatron_distopt.get_megatron_optimizer):
+        run = fork.train(_BF16, _FLAG, ours=False)
+        facts["called directly"] = (type(run.optimizer).__module__, _curves_of(run) == ours)
+    with_l2 = functools.partial(megatron_distopt.get_megatron_optimizer, options=DistOptConfig(decay="l2"))
+    with mock.patch.object(training, "get_megatron_optimizer", with_l2):
+        short = fork.train(_BF16, _FLAG, "--train-iters", "1", ours=False)
+        facts["called with options"] = short.optimizer.sharded.config.decay
+    said: list[str] = []
+    with mock.patch("megatron_distopt.hosts.base.announce", said.append):
+        alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
+    facts["said without the flag"] = said
+    facts["without the flag"] = _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
+    with mock.patch.dict(os.environ, MEGATRON_DISTOPT="0"):
+        run = fork.train(_BF16, _FLAG, "--distopt-nonfinite", "skip")
+    facts["switched off"] = _curves_of(run) == theirs and run.args.distopt_nonfinite
+    with mock.patch.dict(os.environ, MEGATRON_DISTOPT="require"):
+        facts["required without the flag"] = raised(lambda: fork.train(_BF16))
+    return ours, theirs, facts
 
 
 def _curves_of(run: TrainingRun) -> Curves:
@@ -217,106 +222,22 @@ def _curves_of(run: TrainingRun) -> Curves:
     return Curves(run.losses, [params], [type(run.optimizer).__module__])
 
 
-def _install_before_the_training_module(facts: dict[str, object]) -> None:
-    os.environ["MINI_FORK_CORE"], os.environ["MINI_FORK_NATIVE"] = str(core_folder()), "1"
-    sys.path.insert(0, str(FOLDER))
-    installation = megatron_distopt.install()
-    facts["not yet imported"] = "megatron.training" not in sys.modules
-    training, factory = import_module("megatron.training"), import_module("megatron.optimizer")
-    ours = factory.get_megatron_optimizer
-    facts["imported ours"] = training.get_megatron_optimizer is ours and ours.original.__name__
-    installation.undo()
-    everywhere = {id(each.get_megatron_optimizer) for each in (training, factory)}
-    facts["undone where it was imported since"] = everywhere == {id(ours.original)}
-
-
-def _attributes() -> dict[tuple[str, str], Any]:
-    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
-    return {(name, key): value for name, module in modules.items() for key, value in vars(module).items()}
-
-
-def _changed(run: Callable[[], object]) -> set[tuple[str, str]]:
-    before = _attributes()
-    run()
-    return {key for key, value in _attributes().items() if before.get(key, run) is not value}
-
-
-def _install_and_undo(fork: MiniFork, facts: dict[str, object]) -> None:
-    short = (_BF16, _FLAG, "--train-iters", "1")
-    without_us = _changed(lambda: fork.train(*short, ours=False))
-    facts["a run changes only what it changes without us"] = _changed(lambda: fork.train(*short)) == without_us
-    facts["install and undo change"] = _changed(lambda: megatron_distopt.install().undo())
-    installations: list[megatron_distopt.Installation] = []
-    facts["install changes"] = _changed(lambda: installations.append(megatron_distopt.install()))
-    installations[0].undo()
-
-
-def _install_twice(facts: dict[str, object]) -> None:
-    first = megatron_distopt.install(DistOptConfig(decay="l2"))
-    facts["a second install is the first"] = megatron_distopt.install(DistOptConfig(decay="l2")) is first
-    before = _attributes()
-    facts["other options"] = _refusal(megatron_distopt.install)
-    facts["other options change"] = {key for key, value in _attributes().items() if before[key] is not value}
-    first.undo()
-
-
-def _call_directly(fork: MiniFork, ours: TrainingRun, facts: dict[str, object]) -> None:
-    """In a fork whose training module imports our function in place of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork.training, "get_megatron_optimizer", megatron_distopt.get_megatron_optimizer)
-        run = fork.train(_BF16, _FLAG, ours=False)
-        facts["called directly"] = (type(run.optimizer).__module__, _curves_of(run) == _curves_of(ours))
-        patch.setattr(fork.training, "get_megatron_optimizer", _with_l2)
-        short = fork.train(_BF16, _FLAG, "--train-iters", "1", ours=False)
-        facts["called with options"] = short.optimizer.sharded.config.decay
-
-
-def _with_l2(*args: Any, **kwargs: Any) -> Any:
-    return megatron_distopt.get_megatron_optimizer(*args, options=DistOptConfig(decay="l2"), **kwargs)
-
-
-def _without_the_flag(fork: MiniFork, facts: dict[str, object]) -> None:
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.hosts.base.announce", said.append)
-        alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
-    facts["said without the flag"] = said
-    facts["without the flag"] = _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
-
-
-def _switched_off(fork: MiniFork, theirs: TrainingRun, facts: dict[str, object]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_DISTOPT", "0")
-        run = fork.train(_BF16, _FLAG, "--distopt-nonfinite", "skip")
-        facts["switched off"] = _curves_of(run) == _curves_of(theirs) and run.args.distopt_nonfinite
-
-
-def _refusal(run: Callable[[], object], **variables: str) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        try:
-            run()
-        except DistOptError as error:
-            return str(error)
-    return "nothing was refused"
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return run_ranks(as_library, SIZE, str(tmp_path_factory.mktemp("library")))
+def found() -> list[Found]:
+    core_folder()
+    return run_ranks(as_library, SIZE)
 
 
 @pytest.fixture(scope="module")
 def ours(found: list[Found]) -> Curves:
     """Of the library."""
-    return _of_all_ranks([each.ours for each in found])
+    return _of_all_ranks([ours for ours, _, _ in found])
 
 
 @pytest.fixture(scope="module")
 def theirs(found: list[Found]) -> Curves:
     """Of the fork's own distributed optimizer."""
-    return _of_all_ranks([each.theirs for each in found])
+    return _of_all_ranks([theirs for _, theirs, _ in found])
 
 
 def _of_all_ranks(curves: Sequence[Curves]) -> Curves:
@@ -325,43 +246,35 @@ def _of_all_ranks(curves: Sequence[Curves]) -> Curves:
     return Curves(curves[0].losses, params, [each.optimizers[0] for each in curves])
 
 
-_PLACES = [
-    ("megatron.arguments", "parse_args"),
-    ("megatron.initialize", "parse_args"),
-    ("megatron.optimizer", "get_megatron_optimizer"),
-    ("megatron.training", "get_megatron_optimizer"),
-]
 FACTS: dict[str, object] = {
     "not yet imported": True,
     "imported ours": "get_megatron_optimizer",
-    "undone where it was imported since": True,
     "their optimizer": _THEIRS,
     "our optimizer": _OURS,
-    "a run changes only what it changes without us": True,
-    "install and undo change": set(),
-    "install changes": set(_PLACES),
-    "a second install is the first": True,
-    "other options": "install() was called before with other options. Call undo() on the first installation.",
-    "other options change": set(),
     "called directly": (_OURS, True),
     "called with options": "l2",
     "without the flag": "Float16OptimizerWithFloat16Params",
     "switched off": "skip",
-    "required without the flag": "MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. "
-    "Add --use-distributed-optimizer, or unset the variable.",
 }
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(found: list[Found], name: str) -> None:
-    assert [each.facts[name] for each in found] == [FACTS[name]] * SIZE
+    assert [facts[name] for _, _, facts in found] == [FACTS[name]] * SIZE
+
+
+def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(found: list[Found]) -> None:
+    for _, _, facts in found:
+        kind, text = facts["required without the flag"]
+        assert kind == "ConfigError"
+        assert_mentions(text, "MEGATRON_DISTOPT=require", "use_distributed_optimizer", f"Add {_FLAG}")
 
 
 def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it_is_not_used(
     found: list[Found],
 ) -> None:
     line = "megatron_distopt is loaded and not used: use_distributed_optimizer is not set"
-    assert [each.facts["said without the flag"] for each in found] == [[line], []]
+    assert [facts["said without the flag"] for _, _, facts in found] == [[line], []]
 
 
 def test_as_library_when_trained_then_the_curve_is_the_forks_own(ours: Curves, theirs: Curves) -> None:
@@ -369,7 +282,7 @@ def test_as_library_when_trained_then_the_curve_is_the_forks_own(ours: Curves, t
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "torchrun", "entry point", "entry point, runner, module"])
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun", "entry point"])
 def test_install_method_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_as_by_the_as_library(
     launched: Callable[[str], Done], ours: Curves, name: str
 ) -> None:
@@ -414,11 +327,10 @@ def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_a
     assert len(launched("torchrun").block) == 10
 
 
-@pytest.mark.parametrize("name", ["entry point", "entry point, runner, module"])
 def test_entry_point_when_the_fork_finds_us_by_itself_then_it_is_announced_once(
-    launched: Callable[[str], Done], name: str
+    launched: Callable[[str], Done],
 ) -> None:
-    assert len(launched(name).block) == 10
+    assert len(launched("entry point").block) == 10
 
 
 def test_entry_point_when_the_script_installs_with_options_then_they_count(launched: Callable[[str], Done]) -> None:
@@ -447,66 +359,3 @@ def test_entry_point_when_taken_out_then_the_fork_is_as_it_was_to_the_byte(patch
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.py"))}
-
-
-#: Says how it was started, and fails.
-_PROBE = """
-import json
-import sys
-
-main = sys.modules["__main__"]
-print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ is None, vars(main) is globals()]))
-print("megatron.training" in sys.modules)
-
-
-def outer():
-    try:
-        {}["no such key"]
-    except KeyError as error:
-        raise ValueError("from the script") from error
-
-
-if "--fail" in sys.argv:
-    outer()
-sys.exit(7)
-"""
-
-
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the same script by itself and in a package."""
-    folder = tmp_path_factory.mktemp("probe")
-    (folder / "package").mkdir()
-    (folder / "package" / "__init__.py").write_text("")
-    for file in (folder / "probe.py", folder / "package" / "probe.py"):
-        file.write_text(_PROBE)
-    (folder / "broken.py").write_text("x = = 3\n")
-    return folder
-
-
-def _python(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_DISTOPT")}
-    environment |= {"MINI_FORK_CORE": str(core_folder()), "PYTHONPATH": str(FOLDER), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "variables"),
-    [
-        (("probe.py", "--fail"), {}),
-        (("-m", "package.probe", "--lr", "1"), {}),
-        (("probe.py",), {"PYTHONSAFEPATH": "1", "MEGATRON_DISTOPT": "0"}),
-        (("broken.py",), {"MEGATRON_DISTOPT": "0"}),
-    ],
-    ids=["script that raises", "module", "safe path", "script that is no Python"],
-)
-def test_runner_when_a_script_runs_in_the_fork_then_it_is_as_if_started_alone(
-    probe: Path, words: tuple[str, ...], variables: dict[str, str]
-) -> None:
-    alone = _python(probe, *words, **variables)
-    assert _python(probe, "-m", "megatron_distopt", *words, **variables) == alone
-    assert alone[0] == (1 if alone[2] else 7)

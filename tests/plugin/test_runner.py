@@ -30,6 +30,21 @@ if __name__ == "__main__":
     print(json.dumps(facts))
     sys.exit(7)
 """
+#: Says how it was started, and fails.
+BROKEN = """
+import sys
+
+main = vars(sys.modules["__main__"])
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ is None, main is globals())
+
+def deep():
+    try:
+        {}["no such key"]
+    except KeyError as error:
+        raise ValueError("from the script") from error
+
+deep()
+"""
 
 
 @pytest.fixture
@@ -37,7 +52,8 @@ def folder(tmp_path: Path) -> Path:
     """A script with a module beside it, and a package."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
-    (tmp_path / "broken.py").write_text("def deep():\n    raise ValueError('from the script')\n\ndeep()\n")
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "no_python.py").write_text("x = = 3\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(SCRIPT)
@@ -72,11 +88,17 @@ def test_runner_when_the_script_is_elsewhere_then_its_folder_is_first_on_the_pat
     assert done.returncode == 7
 
 
-def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(folder: Path) -> None:
-    alone = _run(str(folder / "broken.py"), cwd=folder, program=())
-    ours = _run(str(folder / "broken.py"), cwd=folder)
-    assert ours.stderr == alone.stderr
-    assert "from the script" in ours.stderr
+@pytest.mark.parametrize(
+    ("script", "safe_path", "text"), [("broken.py", "1", "from the script"), ("no_python.py", "", "SyntaxError")]
+)
+def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(
+    script: str, safe_path: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    alone, ours = _run(script, cwd=folder, program=()), _run(script, cwd=folder)
+    assert (ours.stdout, ours.stderr) == (alone.stdout, alone.stderr)
+    assert text in ours.stderr
     assert ours.returncode == alone.returncode == 1
 
 

@@ -212,17 +212,21 @@ def launch(
         environment: in addition to this process's.
         seconds: time limit.
     """
-    port = str(free_port())
-    command = [str(Path(sys.executable).parent / launcher)]
-    if launcher == "deepspeed":
-        module = ["--module", *words[1:]] if words[0] == "-m" else list(words)
-        command += ["--quiet", "--num_accelerators", str(ranks), "--master_port", port, *module]
-    else:
-        command += ["--nproc-per-node", str(ranks), "--master-port", port, *words]
     base = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_DISTOPT", "MINI_FORK"))}
     base |= {"MINI_FORK_CORE": str(core_folder()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     base |= {"MEGATRON_DISTOPT_ACCELERATOR": "torch", "PYTHONPATH": str(_ROOT), **(environment or {})}
-    done = subprocess.run(command, env=base, capture_output=True, text=True, timeout=seconds, cwd=FOLDER, check=False)
+    for _ in range(3):
+        port, command = str(free_port()), [str(Path(sys.executable).parent / launcher)]
+        if launcher == "deepspeed":
+            module = ["--module", *words[1:]] if words[0] == "-m" else list(words)
+            command += ["--quiet", "--num_accelerators", str(ranks), "--master_port", port, *module]
+        else:
+            command += ["--nproc-per-node", str(ranks), "--master-port", port, *words]
+        done = subprocess.run(
+            command, env=base, capture_output=True, text=True, timeout=seconds, cwd=FOLDER, check=False
+        )
+        if "EADDRINUSE" not in done.stderr:  # another process was faster
+            break
     return Launched(done.returncode, done.stdout + done.stderr)
 
 
