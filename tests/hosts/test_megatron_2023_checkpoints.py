@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.layout import ParamSpec, lay_out
-from tests.support.fork_worlds import ForkInWorlds, Refused, held, raised, refusal, same
+from tests.support.fork_worlds import Continued, ForkInWorlds, Refused, held, raised, refusal, same
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
@@ -50,7 +50,6 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32 norms": (2, ("--bf16", "--fp32-norms")),
     "fp32 norms in fp16": (2, (*FP16, "--fp32-norms", "--accumulate-allreduce-grads-in-fp32")),
     "sgd": (2, ("--bf16", "--optimizer", "sgd")),
-    "torch_foreach": (2, ("--bf16", "--distopt-adam", "torch_foreach")),
     "odd": (2, ("--bf16", "--fp32-norms", *ODD)),
     "experts on both ranks": (2, ("--bf16", "--experts")),
     "experts apart": (2, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
@@ -62,11 +61,9 @@ PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",), "fp16
 #: Which trainings are interrupted with which files. What is written of a precision, of a class and of groups of ranks
 #: is another thing in the fork's two layouts; ours is one layout for all of them.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "gathered": tuple(name for name in RESUMED if name != "torch_foreach"),
-    "per_rank": tuple(
-        name for name in RESUMED if name not in ("fp32 norms in fp16", "experts on both ranks", "odd", "torch_foreach")
-    ),
-    "ours": ("bf16", "fp32 norms in fp16", "torch_foreach", "sgd", "experts apart", "tp2 dp2"),
+    "gathered": tuple(RESUMED),
+    "per_rank": tuple(name for name in RESUMED if name not in ("fp32 norms in fp16", "experts on both ranks", "odd")),
+    "ours": ("bf16", "fp32 norms in fp16", "sgd", "experts apart", "tp2 dp2"),
 }
 #: Where another of our classes resumes, too: its moments are the same whatever the params are.
 CROSSED_AMONG_OURS = ("bf16", "torch")
@@ -90,182 +87,65 @@ FIRST_OF_FOUR = [[800, 1024], [64, 16, 16, 16]]
 NUM_OF_TWO = tuple(len(matrices) for matrices, _ in OF_TWO)
 
 
-def _chunk(state: Any) -> dict[str, Tensor]:
-    chunk: dict[str, Tensor] = state[0][torch.float32]
-    return chunk
-
-
-def _with(good: Any, **changes: Any) -> dict[str, Any]:
-    """With other groups or another state in the inner optimizer."""
-    return {**good, "optimizer": {**good["optimizer"], **changes}}
-
-
-def _groups(good: Any) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = good["optimizer"]["param_groups"]
-    return groups
-
-
-def _without_step(good: Any) -> dict[str, Any]:
-    return _with(good, param_groups=[{k: v for k, v in group.items() if k != "step"} for group in _groups(good)])
-
-
-def _first_without(good: Any, *keys: str, **changes: Any) -> dict[str, Any]:
-    """With other tensors of the first param of an undistributed state."""
-    states, first = good["optimizer"]["state"], _groups(good)[0]["params"][0]
-    changed = {key: value for key, value in {**states[first], **changes}.items() if key not in keys}
-    return _with(good, state={**states, first: changed})
-
-
-def _moment_flat(good: Any) -> dict[str, Any]:
-    first = good["optimizer"]["state"][_groups(good)[0]["params"][0]]
-    return _first_without(good, exp_avg=first["exp_avg"].view(-1))
-
-
-def _every_state(good: Any, change: Callable[[dict[str, Tensor]], object]) -> Any:
-    for state in good["optimizer"]["state"].values():
-        change(state)
-    return good
-
-
-def _as_sgd(state: dict[str, Tensor]) -> None:
-    state["momentum_buffer"] = state.pop("exp_avg")
-    del state["exp_avg_sq"]
-
-
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
-#: What is given: a change of a good state (None: something else, see where the table is used), and what the refusal
-#: names, between bars; two texts where the ranks differ. A file changes in place.
-REFUSED: dict[str, dict[str, tuple[Callable[[Any], Any] | None, str | tuple[str, str]]]] = {
+CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
+OF_HALF = VECTORS.replace("wd_mult=0.0", "wd_mult=0.5")
+NO_VECTORS = f"none with {VECTORS} among {DECAYED}. | {OTHER_MODEL}"
+#: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like make what is given.
+REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
     "file": {
-        "truncated": (None, SAME_PARALLEL),
-        "text": (None, SAME_PARALLEL),
-        "pickle": (None, f"posix.mkdir | {SAME_PARALLEL}"),
-        "missing": (None, "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim"),
-        "list": (None, f"chunk 0 | torch.float32 | {SAME_PARALLEL}"),
-        "number": (None, f"param of [] | chunk 0 | 7744 | {SAME_PARALLEL}"),
-        "chunk": (lambda state: state.pop(0), f"chunk 0 | torch.float32 | {SAME_PARALLEL}"),
-        "dtype": (
-            lambda state: state[0].update({torch.float16: state[0].pop(torch.float32)}),
-            f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
-        ),
-        "short": (
-            lambda state: _chunk(state).update(exp_avg=_chunk(state)["exp_avg"][:-1].clone()),
-            f"exp_avg of [7743] | chunk 0 | 7744 | {SAME_PARALLEL}",
-        ),
-        "long": (
-            lambda state: _chunk(state).update(param=torch.zeros(7744 + 2**16)),
-            f"param of [73280] | chunk 0 | 7744 | {SAME_PARALLEL}",
-        ),
-        "shape": (
-            lambda state: _chunk(state).update(param=_chunk(state)["param"].view(2, -1)),
-            f"param of [2, 3872] | chunk 0 | 7744 | {SAME_PARALLEL}",
-        ),
-        "moment": (lambda state: _chunk(state).pop("exp_avg_sq"), f"with exp_avg. | {MOMENTS}"),
-        "moments": (
-            lambda state: [_chunk(state).pop(key) for key in ("exp_avg", "exp_avg_sq")],
-            f"with params alone. | {MOMENTS}",
-        ),
-        "of sgd": (lambda state: _as_sgd(_chunk(state)), f"with momentum_buffer. | {MOMENTS}"),
+        "truncated": SAME_PARALLEL,
+        "text": SAME_PARALLEL,
+        "pickle": f"posix.mkdir | {SAME_PARALLEL}",
+        "missing": "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim",
+        "list": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
+        "number": f"param of [] | {CHUNK}",
+        "chunk": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
+        "dtype": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
+        "short": f"exp_avg of [7743] | {CHUNK}",
+        "long": f"param of [73280] | {CHUNK}",
+        "shape": f"param of [2, 3872] | {CHUNK}",
+        "moment": f"with exp_avg. | {MOMENTS}",
+        "moments": f"with params alone. | {MOMENTS}",
+        "of sgd": f"with momentum_buffer. | {MOMENTS}",
     },
-    # `state_dict()` beside a gathered file.
     "head": {
-        "of an undistributed fp32 optimizer": (
-            lambda good: {"state": {}, "param_groups": _groups(good)},
-            f"0 params | the model's 10 | {OTHER_MODEL}",
-        ),
-        "of an undistributed 16-bit optimizer": (
-            lambda good: {"optimizer": {**good["optimizer"], "state": {}}, HALVES: []},
-            f"0 params | the model's 10 | {OTHER_MODEL}",
-        ),
-        "nothing": (lambda good: {}, f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}"),
-        "group missing": (
-            lambda good: {**good, "optimizer": {"param_groups": _groups(good)[:1]}},
-            f"none with {VECTORS} among {DECAYED}. | {OTHER_MODEL}",
-        ),
-        "no groups": (
-            lambda good: {**good, "optimizer": {"param_groups": []}},
-            f"none with {DECAYED} among no groups. | {OTHER_MODEL}",
-        ),
-        "group of another factor": (
-            lambda good: _with(good, param_groups=[_groups(good)[0], {**_groups(good)[1], "wd_mult": 0.5}]),
-            f"none with {VECTORS} among {DECAYED}, {VECTORS.replace('wd_mult=0.0', 'wd_mult=0.5')}. | {OTHER_MODEL}",
-        ),
-        "group too many": (
-            lambda good: _with(good, param_groups=[*_groups(good), {**_groups(good)[0], "name": "third"}]),
-            f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
-        ),
+        "of an undistributed fp32 optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
+        "of an undistributed 16-bit optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
+        "nothing": f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}",
+        "group missing": NO_VECTORS,
+        "no groups": f"none with {DECAYED} among no groups. | {OTHER_MODEL}",
+        "group of another factor": f"none with {VECTORS} among {DECAYED}, {OF_HALF}. | {OTHER_MODEL}",
+        "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
     },
-    # `state_dict()` of a bf16 run without the distributed optimizer.
     "undistributed": {
-        "param missing": (
-            lambda good: _with(
-                good, param_groups=[{**_groups(good)[0], "params": _groups(good)[0]["params"][1:]}, _groups(good)[1]]
-            ),
-            f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        ),
-        "main missing": (
-            lambda good: {**good, HALVES: [good[HALVES][0][1:], good[HALVES][1]]},
-            f"10 params, 9 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        ),
-        "mains of a group missing": (
-            lambda good: {**good, HALVES: good[HALVES][:1]},
-            f"18 params, 0 of them | group 1 | the model's 18 | {OTHER_MODEL}",
-        ),
-        "of an fp32 model": (
-            lambda good: good["optimizer"],
-            f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        ),
-        "shape of a main": (
-            lambda good: {**good, HALVES: [[good[HALVES][0][0].t(), *good[HALVES][0][1:]], good[HALVES][1]]},
-            f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
-        ),
-        "shape of a moment": (_moment_flat, f"[1024] | {WORDS} | [64, 16] | {OTHER_MODEL}"),
-        "moment missing": (lambda good: _first_without(good, "exp_avg_sq"), f"with exp_avg. | {MOMENTS}"),
-        "state missing": (
-            lambda good: _first_without(good, "exp_avg", "exp_avg_sq"),
-            f"with params alone. | {MOMENTS}",
-        ),
-        "step missing": (_without_step, LOST_STEP),
-        "group missing": (
-            lambda good: _with(good, param_groups=_groups(good)[:1]),
-            f"none with {VECTORS} among {DECAYED}. | {OTHER_MODEL}",
-        ),
+        "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
+        "main missing": f"10 params, 9 of them | group 0 | the model's 10 | {OTHER_MODEL}",
+        "mains of a group missing": f"18 params, 0 of them | group 1 | the model's 18 | {OTHER_MODEL}",
+        "of an fp32 model": f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
+        "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
+        "shape of a moment": f"[1024] | {WORDS} | [64, 16] | {OTHER_MODEL}",
+        "moment missing": f"with exp_avg. | {MOMENTS}",
+        "state missing": f"with params alone. | {MOMENTS}",
+        "step missing": LOST_STEP,
+        "group missing": NO_VECTORS,
     },
-    # `state_dict()` of per-rank files.
     "own": {
         "of the other rank": (
-            None,
-            (
-                f"{NUM_OF_TWO[1]} params | the model's {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
-                f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
-            ),
+            f"{NUM_OF_TWO[1]} params | the model's {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
+            f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
-        "of a gathered layout": (
-            lambda good: {"optimizer": {"param_groups": _groups(good)}},
-            f"without {SHARDS} | --no-load-optim",
-        ),
-        "without state": (
-            lambda good: {**good, "optimizer": {"param_groups": _groups(good)}},
-            "without state | --no-load-optim",
-        ),
-        "group missing": (
-            lambda good: _with(good, param_groups=_groups(good)[:1]),
-            f"none with {VECTORS} among {DECAYED}. | {OTHER_MODEL}",
-        ),
-        "mains of a group missing": (
-            lambda good: {**good, SHARDS: good[SHARDS][:1]},
-            f"main params of 1 groups | 2 param groups | {SAME_RANKS}",
-        ),
+        "of a gathered layout": f"without {SHARDS} | --no-load-optim",
+        "without state": "without state | --no-load-optim",
+        "group missing": NO_VECTORS,
+        "mains of a group missing": f"main params of 1 groups | 2 param groups | {SAME_RANKS}",
         "main missing": (
-            lambda good: {**good, SHARDS: [good[SHARDS][0][:-1], *good[SHARDS][1:]]},
-            tuple(f"{n} params, {n - 1} of them | the model's {n} | {SAME_RANKS}" for n in NUM_OF_TWO),  # type: ignore[dict-item]  # two
+            f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | {SAME_RANKS}",
+            f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | {SAME_RANKS}",
         ),
-        "moment missing": (
-            lambda good: _every_state(good, lambda state: state.pop("exp_avg_sq")),
-            f"with exp_avg. | {MOMENTS}",
-        ),
-        "of sgd": (lambda good: _every_state(good, _as_sgd), f"with momentum_buffer. | {MOMENTS}"),
-        "step missing": (_without_step, LOST_STEP),
+        "moment missing": f"with exp_avg. | {MOMENTS}",
+        "of sgd": f"with momentum_buffer. | {MOMENTS}",
+        "step missing": LOST_STEP,
     },
 }
 
@@ -308,21 +188,6 @@ class _Fork(ForkInWorlds):
             for module in (package, distrib_optimizer, fused_adam):
                 stack.enter_context(mock.patch.object(module, "Adam", torch.optim.Adam))
             yield
-
-
-@dataclasses.dataclass(frozen=True)
-class Continued:
-    """The iterations after the checkpoint, on the rank that logs, of the run that had none and of the one that did."""
-
-    uninterrupted: tuple[Iteration, ...]
-    resumed: tuple[Iteration, ...]
-    same_end: bool = True
-
-    @property
-    def largest_deviation(self) -> float:
-        """Of the loss."""
-        pairs = zip(self.uninterrupted, self.resumed, strict=True)
-        return max(abs(one.loss - other.loss) for one, other in pairs)
 
 
 def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_AT) -> Continued:
@@ -434,26 +299,94 @@ class _Dangerous:
 
 def _bad_files(good: Path, folder: Path) -> dict[str, Path]:
     """Copies of a gathered file of a bf16 model with something wrong in each."""
-    bad = {name: folder / f"bad {name}.pt" for name in REFUSED["file"]}
-    for name, (change, _) in REFUSED["file"].items():
-        if change is not None:
-            state = torch.load(good, weights_only=True)
-            change(state)
-            torch.save(state, bad[name])
-    whole = good.read_bytes()
+    bad, whole = {name: folder / f"bad {name}.pt" for name in REFUSED["file"]}, good.read_bytes()
     bad["truncated"].write_bytes(whole[: len(whole) // 2])
     bad["text"].write_text("not a checkpoint")
     torch.save(_Dangerous(str(folder / "made by a pickle")), bad["pickle"])
-    torch.save([1, 2], bad["list"])
-    torch.save({0: {torch.float32: {"param": 3.0}}}, bad["number"])
+    state = torch.load(good, weights_only=True)
+    tensors = state[0][torch.float32]
+    chunks = {
+        "short": {**tensors, "exp_avg": tensors["exp_avg"][:-1].clone()},
+        "long": {**tensors, "param": torch.zeros(7744 + 2**16)},
+        "shape": {**tensors, "param": tensors["param"].view(2, -1)},
+        "number": {"param": 3.0},
+        "moment": {"param": tensors["param"], "exp_avg": tensors["exp_avg"]},
+        "moments": {"param": tensors["param"]},
+        "of sgd": {"param": tensors["param"], "momentum_buffer": tensors["exp_avg"]},
+    }
+    states: dict[str, Any] = {name: {**state, 0: {torch.float32: each}} for name, each in chunks.items()}
+    states["dtype"] = {**state, 0: {torch.float16: tensors}}
+    states["chunk"] = {key: value for key, value in state.items() if key != 0}
+    states["list"] = [1, 2]
+    for name, changed in states.items():
+        torch.save(changed, bad[name])
     return bad
 
 
-def _refuse(run: TrainingRun, table: str, good: Any, alone: str, more: Mapping[str, Any] = {}) -> dict[str, Refused]:
-    """What comes of each bad state of a table, and of one of them on rank 1 alone."""
+def _bad_heads(good: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict()` beside a gathered file that is none of this run."""
+    inner, groups = good["optimizer"], good["optimizer"]["param_groups"]
+    return {
+        "of an undistributed fp32 optimizer": {"state": {}, "param_groups": groups},
+        "of an undistributed 16-bit optimizer": {"optimizer": {**inner, "state": {}}, HALVES: []},
+        "nothing": {},
+        "group missing": {**good, "optimizer": {"param_groups": groups[:1]}},
+        "no groups": {**good, "optimizer": {"param_groups": []}},
+        "group of another factor": {**good, "optimizer": {"param_groups": [groups[0], {**groups[1], "wd_mult": 0.5}]}},
+        "group too many": {**good, "optimizer": {"param_groups": [*groups, {**groups[0], "name": "third"}]}},
+    }
+
+
+def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict()` of a run without the distributed optimizer, damaged."""
+    inner, mains = good["optimizer"], good[HALVES]
+    groups, states = inner["param_groups"], inner["state"]
+    first = groups[0]["params"][0]
+
+    def with_first(**changes: Any) -> dict[str, Any]:
+        changed = {key: value for key, value in {**states[first], **changes}.items() if value is not None}
+        return {**good, "optimizer": {**inner, "state": {**states, first: changed}}}
+
+    def with_groups(*changed: dict[str, Any]) -> dict[str, Any]:
+        return {**good, "optimizer": {**inner, "param_groups": list(changed)}}
+
+    return {
+        "param missing": with_groups({**groups[0], "params": groups[0]["params"][1:]}, groups[1]),
+        "main missing": {**good, HALVES: [mains[0][1:], mains[1]]},
+        "mains of a group missing": {**good, HALVES: mains[:1]},
+        "of an fp32 model": inner,
+        "shape of a main": {**good, HALVES: [[mains[0][0].t(), *mains[0][1:]], mains[1]]},
+        "shape of a moment": with_first(exp_avg=states[first]["exp_avg"].view(-1)),
+        "moment missing": with_first(exp_avg_sq=None),
+        "state missing": with_first(exp_avg=None, exp_avg_sq=None),
+        "step missing": with_groups(*({k: v for k, v in group.items() if k != "step"} for group in groups)),
+        "group missing": with_groups(groups[0]),
+    }
+
+
+def _bad_own(good: Mapping[str, Any], of_other_rank: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict()` of per-rank files that is not this rank's."""
+    inner, mains = good["optimizer"], good[SHARDS]
+    groups, states = inner["param_groups"], inner["state"]
+    without_square = {number: {k: v for k, v in s.items() if k != "exp_avg_sq"} for number, s in states.items()}
+    of_sgd = {number: {"momentum_buffer": state["exp_avg"]} for number, state in states.items()}
+    without_step = [{k: v for k, v in group.items() if k != "step"} for group in groups]
+    return {
+        "of the other rank": of_other_rank,
+        "of a gathered layout": {"optimizer": {"param_groups": groups}},
+        "without state": {**good, "optimizer": {"param_groups": groups}},
+        "group missing": {**good, "optimizer": {**inner, "param_groups": groups[:1]}},
+        "mains of a group missing": {**good, SHARDS: mains[:1]},
+        "main missing": {**good, SHARDS: [mains[0][:-1], *mains[1:]]},
+        "moment missing": {**good, "optimizer": {**inner, "state": without_square}},
+        "of sgd": {**good, "optimizer": {**inner, "state": of_sgd}},
+        "step missing": {**good, "optimizer": {**inner, "param_groups": without_step}},
+    }
+
+
+def _refuse(run: TrainingRun, good: Any, bad: Mapping[str, Any], alone: str) -> dict[str, Refused]:
+    """What comes of each bad state, and of one of them on rank 1 alone."""
     load = run.optimizer.load_state_dict
-    changes = {name: change for name, (change, _) in REFUSED[table].items() if change is not None}
-    bad = {**more, **{name: change(copy.deepcopy(good)) for name, change in changes.items()}}
     found = {name: refusal(run, lambda state=state: load(state)) for name, state in bad.items()}
     found["on rank 1 alone"] = refusal(run, lambda: load(bad[alone] if dist.get_rank() == 1 else good))
     return found
@@ -463,7 +396,7 @@ def _undistributed(fork: _Fork) -> dict[str, Any]:
     """`state_dict()` of a bf16 run without the distributed optimizer, loaded whole and damaged."""
     theirs = ForkInWorlds.train(fork, "--bf16", "--train-iters", str(SAVED_AT), ours=False)
     run, good = fork.train("--bf16"), theirs.optimizer.state_dict()
-    refused = _refuse(run, "undistributed", good, "of an fp32 model")
+    refused = _refuse(run, good, _bad_undistributed(copy.deepcopy(good)), "of an fp32 model")
     run.optimizer.load_state_dict(copy.deepcopy(good))
     nowhere = str(fork.folder / "nowhere.pt")
     return {
@@ -514,7 +447,7 @@ def _refusals_gathered(fork: _Fork) -> dict[str, Any]:
     bad: list[Any] = [_bad_files(good, fork.folder) if fork.rank == 0 else None]
     dist.broadcast_object_list(bad)
     files = {n: refusal(run, lambda file=file: optimizer.load_parameter_state(str(file))) for n, file in bad[0].items()}
-    heads = _refuse(run, "head", head, "nothing")
+    heads = _refuse(run, head, _bad_heads(head), "nothing")
     optimizer.load_state_dict(_reordered(head))
     atomic = _crash_while_saving(fork, run, good)
     return {"file": files, "head": heads, "eps": _eps_by_name(optimizer), "atomic": atomic}
@@ -620,8 +553,8 @@ def _state_of_file(folder: Path, rank: int) -> dict[str, Any]:
 def _refusals_per_rank(fork: _Fork) -> dict[str, Any]:
     run, folder = fork.train("--bf16"), fork.folder / "bf16"
     good = _state_of_file(folder, fork.rank)
-    others = {"of the other rank": _state_of_file(folder, 1 - fork.rank)}
-    refused = _refuse(run, "own", good, "of the other rank", others)
+    bad = _bad_own(good, _state_of_file(folder, 1 - fork.rank))
+    refused = _refuse(run, good, bad, "of the other rank")
     reordered = _reordered(good)
     reordered["shard_fp32_from_float16_groups"] = good["shard_fp32_from_float16_groups"][::-1]
     taken = []
@@ -649,7 +582,7 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
         with fork.adam_of_torch():
             found["crossed"]["torch"] = _cross(fork, "torch", ("--bf16",), _write_own, "--distopt-decay", "l2")
             l2 = ("--bf16", "--distopt-decay", "l2")
-            found["torch's adam"] = {"own": _resume(fork, l2, fork.folder / "torchs exact")}
+            found["torch's adam"] = {"exact": _resume(fork, l2, fork.folder / "torchs exact")}
         found["refused"] = _refusals_per_rank(fork)
         found["undistributed"] = _undistributed(fork)
         _mixed_own(fork)
@@ -687,6 +620,7 @@ def _other_size(fork: _Fork) -> Refused:
 class Collected:
     """What the ranks returned and left."""
 
+    files: str  # "gathered" or "per_rank"
     folder: Path
     ranks: list[dict[str, Any]]
 
@@ -695,19 +629,18 @@ class Collected:
         return [found[name] for found in self.ranks if name in found]
 
 
-def _collected(collect: Callable[..., dict[str, Any]], folder: Path) -> Collected:
-    core_folder()
-    return Collected(folder, run_ranks(collect, RANKS, str(folder), seconds=600))
-
-
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    return _collected(_collect_gathered, tmp_path_factory.mktemp("gathered"))
+    core_folder()
+    folder = tmp_path_factory.mktemp("gathered")
+    return Collected("gathered", folder, run_ranks(_collect_gathered, RANKS, str(folder), seconds=600))
 
 
 @pytest.fixture(scope="module")
 def per_rank(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    return _collected(_collect_per_rank, tmp_path_factory.mktemp("per_rank"))
+    core_folder()
+    folder = tmp_path_factory.mktemp("per_rank")
+    return Collected("per_rank", folder, run_ranks(_collect_per_rank, RANKS, str(folder), seconds=600))
 
 
 @pytest.fixture(params=["gathered", "per_rank"])
@@ -750,8 +683,7 @@ def _check_same(of_ranks: list[Continued]) -> None:
 
 def test_resume_when_in_fp16_then_the_loss_scale_moves_before_and_after_the_checkpoint(layout: Collected) -> None:
     """Otherwise the comparison of the runs in fp16 would say nothing about the scale."""
-    files = "gathered" if "gathered" in layout.ranks[0]["resumed"] else "per_rank"
-    resumed = layout.ranks[0]["resumed"][files]["fp16"].resumed
+    resumed = layout.ranks[0]["resumed"][layout.files]["fp16"].resumed
     assert [each.loss_scale for each in resumed] == [2.0**17, 2.0**16, 2.0**16]
     assert [each.skipped for each in resumed] == [False, True, False]
 
@@ -903,30 +835,18 @@ def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tenso
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(name: str, layout: Collected) -> None:
-    head = "mp_rank_00/model_optim_rng.pt" if (layout.folder / _checkpoint(layout.folder / name)).exists() else None
-    for who in (name, f"of fork {name}"):
-        assert (layout.folder / who).exists()
-    ours, theirs = (_param_groups(layout.folder / who, head) for who in (name, f"of fork {name}"))
+    ours, theirs = (_param_groups(layout.folder / who, layout.files) for who in (name, f"of fork {name}"))
     assert ours == theirs
-    assert ours[0].keys() >= {
-        "name",
-        "wd_mult",
-        "lr_mult",
-        "lr",
-        "weight_decay",
-        "betas",
-        "eps",
-        "bias_correction",
-        "step",
-    }
+    of_adam = {"lr", "weight_decay", "betas", "eps", "bias_correction", "step"}
+    assert ours[0].keys() >= {"name", "wd_mult", "lr_mult"} | of_adam
 
 
-def _param_groups(folder: Path, head: str | None) -> list[dict[str, Any]]:
-    if head is None:
+def _param_groups(folder: Path, files: str) -> list[dict[str, Any]]:
+    if files == "per_rank":
         groups = _state_of_file(folder, 0)["optimizer"]["param_groups"]
     else:
         # Written by this test's own ranks; it holds an argparse.Namespace and random states.
-        state = torch.load(folder / "iter_0000003" / head, weights_only=False)
+        state = torch.load(_checkpoint(folder).with_name("model_optim_rng.pt"), weights_only=False)
         groups = state["optimizer"]["optimizer"]["param_groups"]
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -997,7 +917,7 @@ CASES = [
 def test_state_when_it_does_not_fit_then_refused_on_all_ranks_and_nothing_is_changed(
     files: str, table: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    by_rank, mentions = _refusals_in(table, request.getfixturevalue(files)), REFUSED[table][name][1]
+    by_rank, mentions = _refusals_in(table, request.getfixturevalue(files)), REFUSED[table][name]
     for refused, text in zip(by_rank, (mentions, mentions) if isinstance(mentions, str) else mentions, strict=True):
         _check_refused(refused[name], text)
     if table == "file":
@@ -1018,7 +938,7 @@ def test_state_when_one_rank_alone_sees_the_fault_then_both_refuse(
     files: str, table: str, name: str, request: pytest.FixtureRequest
 ) -> None:
     first, second = (each["on rank 1 alone"] for each in _refusals_in(table, request.getfixturevalue(files)))
-    mentions = REFUSED[table][name][1]
+    mentions = REFUSED[table][name]
     _check_refused(second, mentions if isinstance(mentions, str) else mentions[1])
     _check_told(first, second)
 
@@ -1110,7 +1030,7 @@ def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Co
 def test_resume_when_the_forks_adam_is_torchs_and_ours_saved_then_it_is_the_uninterrupted_run(
     layout: Collected,
 ) -> None:
-    for decay in ("exact", "exact, decoupled") if "exact" in layout.ranks[0]["torch's adam"] else ("own",):
+    for decay in ("exact", "exact, decoupled") if layout.files == "gathered" else ("exact",):
         _check_same([found[decay] for found in layout.of_world("torch's adam")])
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.installed_fork import InstalledFork
-from tests.support.mini_fork import MiniFork, TrainingRun, core_folder
+from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, core_folder
 from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -31,22 +32,13 @@ Record = Callable[[str, object], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One training, run with several optimizers.
-
-    Args:
-        words: flags of the fork.
-        thirds: round grads to multiples of 3 * 2**-8, whose sum over three ranks can be divided by three before or
-            after, without rounding.
-        repaired: the plain reference averages experts and sequence-parallel ranks over the right groups.
-        exact: no clipping, and torch's Adam.
-        has_host: the fork's own distributed optimizer runs too.
-    """
+    """One training, run with several optimizers."""
 
     words: str
-    thirds: bool = False
-    repaired: bool = False
-    exact: bool = True
-    has_host: bool = False
+    thirds: bool = False  # grads are multiples of 3 * 2**-8, whose sum over three ranks is divided without rounding
+    repaired: bool = False  # the plain reference averages experts and sequence-parallel ranks over the right groups
+    exact: bool = True  # no clipping, and torch's Adam
+    has_host: bool = False  # the fork's own distributed optimizer runs too
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -55,43 +47,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two trainings ended up from each other, on one rank.
+    """How far two trainings ended up from each other, on one rank."""
 
-    Args:
-        param: absolute, of the params after the last step.
-        loss: absolute, over all iterations.
-        norm: relative, over all iterations.
-        is_equal: whether every param is the same to the last bit.
-        zeros: whether the numbers of zeros in the gradient are the same.
-    """
-
-    param: float
-    loss: float
-    norm: float
-    is_equal: bool
-    zeros: bool
+    param: float  # absolute, of the params after the last step
+    loss: float  # absolute, over all iterations
+    norm: float  # relative, over all iterations
+    is_equal: bool  # every param, to the last bit
+    zeros: bool  # the numbers of zeros in the gradient are the same
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one case on one rank.
-
-    Args:
-        ours_plain, host_plain: distances of ours, and of the fork's own distributed optimizer, from its plain one.
-        losses: ours; of the rank that logs.
-        num_zeros: ours.
-        padding: elements of our first grad buffer that belong to no param.
-        is_moved: whether the fork's DDP has another grad buffer than it made.
-        shards: ranks that our first buffer is sharded over.
-    """
+    """Of one case on one rank."""
 
     ours_plain: Distance
     host_plain: Distance | None
-    losses: list[float]
-    num_zeros: list[int | None]
-    padding: int
-    is_moved: bool
-    shards: int
+    losses: list[float]  # ours; of the rank that logs
+    num_zeros: list[int | None]  # ours
+    padding: int  # elements of our first grad buffer that belong to no param
+    is_moved: bool  # the fork's DDP has another grad buffer than it made
+    shards: int  # ranks that our first buffer is sharded over
 
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 4096"}
@@ -163,37 +138,40 @@ def compare_all(
     fork = InstalledFork.imported(file_layout=file_layout, adam="torch")
     with contextlib.redirect_stdout(io.StringIO()):
         found: dict[str, Any] = _compare_each(fork, exact)
-        _use_fused_adam()
+        # As with MINI_FORK_ADAM=fused, from here on: a second import would cost as much as twenty trainings.
+        optimizer, distrib_optimizer, fused_adam = (
+            import_module(f"megatron.{name}")
+            for name in ("optimizer", "optimizer.distrib_optimizer", "optimizer.fused_adam")
+        )
+        optimizer.Adam = distrib_optimizer.Adam = fused_adam.FusedAdam
         found |= {f"clipped {name}": each for name, each in _compare_each(fork, clipped).items()}
         found |= {f"norms of {name}": _norms(fork, words) for name, words in norms.items()}
     return found
 
 
-def _use_fused_adam() -> None:
-    """As with MINI_FORK_ADAM=fused, from here on: a second import would cost as much as twenty trainings."""
-    from megatron import optimizer
-    from megatron.optimizer import distrib_optimizer, fused_adam
-
-    optimizer.Adam = distrib_optimizer.Adam = fused_adam.FusedAdam
-
-
 def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Comparison]:
     """All of the fork's trainings first, then all of ours: the package is installed once."""
-    of_fork = {name: _train_by_fork(fork, case) for name, case in cases.items()}
+    from megatron.model import distributed
+
+    of_fork = {}
+    for name, case in cases.items():
+        with _thirds(fork, case):
+            with mock.patch.object(distributed, "REPAIRED", case.repaired or distributed.REPAIRED):
+                plain = fork.train(*case.flags, ours=False)
+            theirs = fork.train(*case.flags, DISTRIBUTED, ours=False) if case.has_host else None
+        of_fork[name] = (plain, theirs)
     return {name: _compare(fork, case, *of_fork[name]) for name, case in cases.items()}
 
 
-def _train_by_fork(fork: MiniFork, case: Case) -> tuple[TrainingRun, TrainingRun | None]:
-    """With its plain optimizer, and with its distributed one."""
-    with _thirds(fork) if case.thirds else contextlib.nullcontext():
-        with _repaired() if case.repaired else contextlib.nullcontext():
-            plain = fork.train(*case.flags, ours=False)
-        return plain, fork.train(*case.flags, DISTRIBUTED, ours=False) if case.has_host else None
-
-
 def _compare(fork: MiniFork, case: Case, plain: TrainingRun, theirs: TrainingRun | None) -> Comparison:
-    made: list[Tensor] = []
-    with _thirds(fork) if case.thirds else contextlib.nullcontext(), _noting_grad_buffers(fork, made):
+    made, get_model = list[Tensor](), fork.training.get_model
+
+    def noting_grad_buffers(*args: Any, **kwargs: Any) -> Any:
+        model = get_model(*args, **kwargs)
+        made.extend(memory.data for memory in _grad_buffers(model))
+        return model
+
+    with _thirds(fork, case), mock.patch.object(fork.training, "get_model", noting_grad_buffers):
         ours = fork.train(*case.flags, *(AS_TORCH if case.exact else (DISTRIBUTED,)))
     buffer = ours.optimizer.grad_buffers[0]
     return Comparison(
@@ -207,50 +185,23 @@ def _compare(fork: MiniFork, case: Case, plain: TrainingRun, theirs: TrainingRun
     )
 
 
-@contextlib.contextmanager
-def _thirds(fork: MiniFork) -> Iterator[None]:
+def _thirds(fork: MiniFork, case: Case) -> contextlib.AbstractContextManager[object]:
+    if not case.thirds:
+        return contextlib.nullcontext()
+    original = fork.script.model_provider
+
     def provide(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
         for param in model.parameters():
             param.register_hook(_in_thirds)
         return model
 
-    original, fork.script.model_provider = fork.script.model_provider, provide
-    try:
-        yield
-    finally:
-        fork.script.model_provider = original
+    return mock.patch.object(fork.script, "model_provider", provide)
 
 
 def _in_thirds(grad: Tensor) -> Tensor:
     """At most 255 * 2**-8, which bf16 holds as well."""
     return ((grad.float() * (2**8 / 3)).round().clamp(-85, 85) * 3 / 2**8).to(grad)
-
-
-@contextlib.contextmanager
-def _repaired() -> Iterator[None]:
-    """What MINI_FORK_REPAIRED=1 does, for one training."""
-    import megatron.model.distributed as fork_ddp
-
-    fork_ddp.REPAIRED = True
-    try:
-        yield
-    finally:
-        fork_ddp.REPAIRED = False
-
-
-@contextlib.contextmanager
-def _noting_grad_buffers(fork: MiniFork, made: list[Tensor]) -> Iterator[None]:
-    def get_model(*args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
-        made.extend(memory.data for memory in _grad_buffers(model))
-        return model
-
-    original, fork.training.get_model = fork.training.get_model, get_model
-    try:
-        yield
-    finally:
-        fork.training.get_model = original
 
 
 def _grad_buffers(model: Any) -> list[Any]:
@@ -306,11 +257,8 @@ def _norms(fork: MiniFork, words: str) -> Norms:
         wanted.append(_norm_and_zeros_in_float64(model, float(optimizer.get_loss_scale())))
         return original(model, optimizer, scheduler)
 
-    fork.training._update = update
-    try:
+    with mock.patch.object(fork.training, "_update", update):
         run = fork.train(*words.split(), DISTRIBUTED, *ZEROS.split())
-    finally:
-        fork.training._update = original
     rows = run.iterations
     return Norms(
         [row.grad_norm for row in rows],  # type: ignore[misc]
@@ -362,45 +310,29 @@ def four() -> Results:
     return run_ranks(compare_all, 4, "gathered", FOUR, {}, {}, seconds=240)
 
 
-def check_equal(by_rank: Results, name: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(ranks, name) for ranks, cases in {"two": TWO, "three": THREE, "four": FOUR}.items() for name in cases],
+)
+def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer(
+    ranks: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    by_rank: Results = request.getfixturevalue(ranks)
     for rank, comparison in enumerate(found[name] for found in by_rank):
-        assert comparison.ours_plain.param == 0.0, f"rank {rank}"
-        assert comparison.ours_plain.is_equal, f"rank {rank}"
-        assert comparison.ours_plain.loss == 0.0
-        assert comparison.ours_plain.zeros
+        distance = comparison.ours_plain
+        assert (distance.param, distance.is_equal, distance.loss, distance.zeros) == (0.0, True, 0.0, True), rank
         # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer knows its own experts
         # only; with them, ours is compared with float64 below.
-        assert comparison.ours_plain.norm <= 1e-6 or name.startswith("experts")
+        assert distance.norm <= 1e-6 or name.startswith("experts")
     logged = next(found[name].losses for found in by_rank if found[name].losses)
     assert len(set(logged)) == 4, "every iteration has other data"
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_training_when_there_are_two_ranks_then_every_bit_is_that_of_the_plain_optimizer(
-    two: Results, name: str
-) -> None:
-    check_equal(two, name)
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_training_when_there_are_four_ranks_then_every_bit_is_that_of_the_plain_optimizer(
-    four: Results, name: str
-) -> None:
-    check_equal(four, name)
-
-
 @pytest.mark.parametrize("name", THREE)
-def test_training_when_the_ranks_do_not_divide_the_buffer_then_every_bit_is_that_of_the_plain_optimizer(
+def test_buffer_when_the_ranks_do_not_divide_it_then_it_is_padded_and_moves_where_the_fork_pads_for_one_rank(
     three: Results, name: str
 ) -> None:
     assert all(found[name].padding > 0 and found[name].shards == 3 for found in three)
-    check_equal(three, name)
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_grad_buffer_when_the_forks_padding_does_not_fit_the_group_then_the_fork_gets_another(
-    three: Results, name: str
-) -> None:
     assert all(found[name].is_moved is name.startswith("ulysses") for found in three)
 
 

@@ -11,17 +11,17 @@ import contextlib
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_distopt.comm import Communicator, pairwise
-from tests.support.installed_fork import InstalledFork
-from tests.support.mini_fork import MiniFork, TrainingRun
+from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -88,23 +88,15 @@ REDUCED_ALONE = ("bf16", "fp16 that overflows", "pp2")
 
 @dataclass(frozen=True)
 class Found:
-    """Of one case on one rank.
+    """Of one case on one rank."""
 
-    Args:
-        same: by what was overlapped, whether all bits, losses and norms are those of none of it.
-        early: by step, buckets that were under way when backward had ended.
-        buckets: of the first buffer.
-        late: params in buckets of their own at the end of it.
-    """
-
-    same: dict[str, bool]
-    early: list[int]
-    buckets: int
-    late: list[str]
+    same: dict[str, bool]  # by what was overlapped, whether all bits, losses and norms are those of none of it
+    early: list[int]  # by step, buckets that were under way when backward had ended
+    buckets: int  # of the first buffer
+    late: list[str]  # params in buckets of their own at the end of it
 
 
-@contextlib.contextmanager
-def _noting_early(early: list[int]) -> Iterator[None]:
+def _noting_early(early: list[int]) -> contextlib.AbstractContextManager[object]:
     original = Communicator.finish_grads
 
     def finish(self: Communicator) -> Any:
@@ -112,11 +104,7 @@ def _noting_early(early: list[int]) -> Iterator[None]:
             early.append(self.num_reducing)
         return original(self)
 
-    Communicator.finish_grads = finish  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Communicator.finish_grads = original  # type: ignore[method-assign]
+    return mock.patch.object(Communicator, "finish_grads", finish)
 
 
 def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
@@ -139,8 +127,7 @@ def _built_before(fork: MiniFork, chunks: Any) -> None:
     fork.training.get_megatron_optimizer(chunks)
 
 
-@contextlib.contextmanager
-def _changed(fork: MiniFork, change: Callable[[MiniFork, Any], None]) -> Iterator[None]:
+def _changed(fork: MiniFork, change: Callable[[MiniFork, Any], None]) -> contextlib.AbstractContextManager[object]:
     original = fork.training.get_model
 
     def get_model(*args: Any, **kwargs: Any) -> Any:
@@ -148,11 +135,7 @@ def _changed(fork: MiniFork, change: Callable[[MiniFork, Any], None]) -> Iterato
         change(fork, chunks)
         return chunks
 
-    fork.training.get_model = get_model
-    try:
-        yield
-    finally:
-        fork.training.get_model = original
+    return mock.patch.object(fork.training, "get_model", get_model)
 
 
 #: What happens to the wrapped model before its optimizer is built.
@@ -244,11 +227,12 @@ def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(name: 
 
 
 @pytest.mark.parametrize("name", _cases(TWO))
-def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
+def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same_and_from_the_second_step_on_all_go_early(
     name: str, two: list[dict[str, Found]]
 ) -> None:
     for each in two:
         assert each[name].same == ({"both": True, "grads": True} if name in REDUCED_ALONE else {"both": True})
+        assert each[name].early == [0, *[each[name].buckets] * 3]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -266,14 +250,6 @@ def test_four_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
 ) -> None:
     for each in four:
         assert each[name].same == ({"both": True, "grads": True} if name in REDUCED_ALONE else {"both": True})
-
-
-@pytest.mark.parametrize("name", _cases(TWO))
-def test_buckets_when_backward_ends_then_all_are_under_way_from_the_second_step_on(
-    name: str, two: list[dict[str, Found]]
-) -> None:
-    for each in two:
-        assert each[name].early == [0, *[each[name].buckets] * 3]
 
 
 @pytest.mark.parametrize(("name", "is_late"), [("pp2", True), ("tp2 sequence-parallel", True), ("tp2", False)])

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,28 +37,19 @@ from tests.hosts.test_megatron_2023_overlap import (
     _slowly,
 )
 from tests.support.fork_worlds import Refused, raised, refusal
-from tests.support.installed_fork import InstalledFork
-from tests.support.mini_fork import MiniFork, TrainingRun
+from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
 
 
 @dataclass(frozen=True)
 class Own:
-    """A training whose state is kept in every rank's own file.
-
-    Args:
-        words: of it.
-        inner: our inner optimizer.
-        bucket: elements, where there are many.
-        trained: parts of the names of the params that are; all where there are none.
-        fork_reads: whether the fork's own optimizer has the same split; it knows no experts.
-    """
+    """A training whose state is kept in every rank's own file."""
 
     words: str
     inner: str = "--distopt-adam torch_foreach"
-    bucket: int = 700
-    trained: tuple[str, ...] = ()
-    fork_reads: bool = True
+    bucket: int = 700  # elements, where there are many
+    trained: tuple[str, ...] = ()  # parts of the names of the params that are; all where there are none
+    fork_reads: bool = True  # the fork's own optimizer has the same split; it knows no experts
 
     @property
     def of_fork(self) -> str:
@@ -99,21 +91,13 @@ OWN_OF_THREE = {
 
 @dataclass
 class OwnFiles:
-    """Of trainings with one bucket and with many, on one rank of a per-rank file.
+    """Of trainings with one bucket and with many, on one rank of a per-rank file."""
 
-    Args:
-        facts: what has to be true, by name.
-        buckets: of the first buffer, by how many there are.
-        groups: how many this rank's file has.
-        owned: params of which this rank updates something, where there are many buckets.
-        refused: on two ranks, what came of states that are wrong on rank 1 alone.
-    """
-
-    facts: dict[str, bool] = field(default_factory=dict)
-    buckets: dict[str, int] = field(default_factory=dict)
-    groups: int = 0
-    owned: int = 0
-    refused: dict[str, Refused] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)  # what has to be true, by name
+    buckets: dict[str, int] = field(default_factory=dict)  # of the first buffer, by how many there are
+    groups: int = 0  # how many this rank's file has
+    owned: int = 0  # params of which this rank updates something, where there are many buckets
+    refused: dict[str, Refused] = field(default_factory=dict)  # on two ranks: states that are wrong on rank 1 alone
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -164,8 +148,7 @@ def _is_filled(run: TrainingRun, seed: str) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> Iterator[None]:
+def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
     """The model's other params are frozen."""
     provide = fork.script.model_provider
 
@@ -175,11 +158,7 @@ def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> Iterator[None]:
             param.requires_grad_(not parts or any(part in name for part in parts))
         return model
 
-    fork.script.model_provider = provider
-    try:
-        yield
-    finally:
-        fork.script.model_provider = provide
+    return mock.patch.object(fork.script, "model_provider", provider)
 
 
 def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> OwnFiles:
@@ -354,21 +333,14 @@ def test_own_files_of_a_mixed_model_when_there_are_many_buckets_then_ours_and_th
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OWN_OF_TWO)
-def test_own_files_of_two_ranks_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
-    name: str, own_of_two: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(ranks, name) for ranks, cases in {"two": OWN_OF_TWO, "three": OWN_OF_THREE}.items() for name in cases],
+)
+def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
+    ranks: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    for each in own_of_two:
-        assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
-        assert each[name].buckets["one"] == 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OWN_OF_THREE)
-def test_own_files_of_three_ranks_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
-    name: str, own_of_three: list[dict[str, Any]]
-) -> None:
-    for each in own_of_three:
+    for each in request.getfixturevalue(f"own_of_{ranks}"):
         assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
         assert each[name].buckets["one"] == 1
 

@@ -639,15 +639,13 @@ def test_inner_when_the_fork_built_it_then_replaced_where_ours_does_the_same_and
 def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(config: DistOptConfig) -> None:
     with pytest.raises(ConfigError) as error:
         _chosen(lambda groups: torch.optim.Adam(groups, amsgrad=True, maximize=True), config)
-    assert "amsgrad=True, maximize=True" in str(error.value)
-    assert "Drop one of the two" in str(error.value)
+    assert_mentions(error.value, "amsgrad=True, maximize=True", "Drop one of the two")
 
 
 def test_inner_when_an_adam_is_named_and_the_forks_class_is_its_own_then_refused() -> None:
     with pytest.raises(ConfigError) as error:
         _chosen(AdamW, DistOptConfig(adam="torch_foreach"))
-    assert str(error.value).startswith("Invalid adam: torch_foreach with the fork's own AdamW. ")
-    assert "--distopt-optimizer adam" in str(error.value)
+    assert_mentions(error.value, "Invalid adam: torch_foreach", "AdamW", "--distopt-optimizer adam")
     assert _chosen(AdamW, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
 
 

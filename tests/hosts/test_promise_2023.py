@@ -18,8 +18,7 @@ from torch.nn import Parameter
 from megatron_distopt.comm import pairwise
 from tests.hosts import promises
 from tests.hosts.promises import COMMON, OTHER, STEPS, Act, NoEffect, Outcome, Program, Refused, Result
-from tests.support.installed_fork import InstalledFork
-from tests.support.mini_fork import MiniFork, core_folder
+from tests.support.mini_fork import InstalledFork, MiniFork, core_folder
 from tests.support.spawn import run_ranks
 
 BF16: tuple[str, ...] = ("--bf16",)

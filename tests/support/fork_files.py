@@ -24,19 +24,12 @@ VOCABULARY, HIDDEN = 8, 4
 
 @dataclass(frozen=True)
 class Whole:
-    """A param of the whole model.
-
-    Args:
-        name: in it.
-        shape: of it.
-        dim: along which tensor-parallel ranks cut it.
-        bands: how many matrices lie one after the other along `dim`, each cut by itself.
-    """
+    """A param of the whole model."""
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None = None
-    bands: int = 1
+    dim: int | None = None  # along which tensor-parallel ranks cut it
+    bands: int = 1  # matrices that lie one after the other along `dim`, each cut by itself
 
     def part(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """What one tensor-parallel rank has."""
@@ -52,33 +45,20 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fork:
-    """A run of a fork, and what it saves.
+    """A run of a fork, and what it saves."""
 
-    Args:
-        layout: "gathered", "per-rank" or "plain".
-        tp, pp, dp: sizes of the groups.
-        chunks: model chunks on each stage.
-        layers: of the whole model.
-        dtype: of the model params.
-        fp32_norms: norms are fp32 among them.
-        swiglu: a gate beside the up projection.
-        step: updates so far; None for a class that keeps it elsewhere, 0 for before the first one.
-        options: of the fork, in addition to those that follow from the sizes.
-        seed: of all values.
-    """
-
-    layout: str = "gathered"
+    layout: str = "gathered"  # or "per-rank" or "plain"
     tp: int = 1
     pp: int = 1
     dp: int = 2
-    chunks: int = 1
-    layers: int = 2
-    dtype: torch.dtype = torch.bfloat16
-    fp32_norms: bool = False
-    swiglu: bool = False
-    step: int | None = 10
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    chunks: int = 1  # of the model, on each stage
+    layers: int = 2  # of the whole model
+    dtype: torch.dtype = torch.bfloat16  # of the model params
+    fp32_norms: bool = False  # among them
+    swiglu: bool = False  # a gate beside the up projection
+    step: int | None = 10  # updates so far; None for a class that keeps it elsewhere, 0 for before the first one
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the fork, beside those that follow from the sizes
+    seed: int = 0  # of all values
 
     @property
     def params(self) -> list[Whole]:

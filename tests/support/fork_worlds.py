@@ -24,19 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.installed_fork import InstalledFork
-from tests.support.mini_fork import TrainingRun
+from tests.support.mini_fork import InstalledFork, Iteration, TrainingRun
 
 
 class ForkInWorlds:
-    """The fork in one rank, quiet.
-
-    Args:
-        file_layout: "per_rank" or "gathered".
-        rank: of this process in the spawn.
-        folder: that all ranks share.
-        ranks: of the spawn.
-    """
+    """The fork in one rank of a spawn of `ranks`, quiet. All ranks share the folder."""
 
     def __init__(self, file_layout: str, rank: int, folder: str, *, ranks: int) -> None:
         self.rank, self.folder, self.file_layout = rank, Path(folder), file_layout
@@ -99,6 +91,21 @@ class ForkInWorlds:
                 runs[str(ranks)] = self.train(*words, *scale_of[ranks], "--load", saved)
         self.leaves()
         return {name: (dict(run.params), len(run.iterations)) for name, run in runs.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """The iterations after the checkpoint, on the rank that logs, of the run that had none and of the one that did."""
+
+    uninterrupted: tuple[Iteration, ...]
+    resumed: tuple[Iteration, ...]
+    same_end: bool = True
+
+    @property
+    def largest_deviation(self) -> float:
+        """Of the loss."""
+        pairs = zip(self.uninterrupted, self.resumed, strict=True)
+        return max(abs(one.loss - other.loss) for one, other in pairs)
 
 
 def distance(one: TrainingRun, other: TrainingRun) -> float:

@@ -67,21 +67,13 @@ class Iteration:
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """What one training left in this rank.
+    """What one training left in this rank."""
 
-    Args:
-        iterations: of the rank that logs.
-        params: copies of this rank's model params, by the fork's names.
-        optimizer: the fork's or ours.
-        model: the fork's chunks.
-        args: the fork's.
-    """
-
-    iterations: tuple[Iteration, ...]
-    params: Mapping[str, Tensor]
-    optimizer: Any
-    model: Any
-    args: Any
+    iterations: tuple[Iteration, ...]  # of the rank that logs
+    params: Mapping[str, Tensor]  # copies of this rank's model params, by the fork's names
+    optimizer: Any  # the fork's or ours
+    model: Any  # the fork's chunks
+    args: Any  # the fork's
 
     @property
     def losses(self) -> list[float]:
@@ -91,17 +83,12 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class MiniFork:
-    """The fork, imported in this process with some switches.
+    """The fork, imported in this process with some switches."""
 
-    Args:
-        training, script: its modules.
-        goes_back: whether optimizers of earlier trainings are used again, with their process groups.
-        entered: the layout of the last training, whose process groups the next one keeps if it has the same.
-    """
-
-    training: Any
-    script: Any
-    goes_back: bool = False
+    training: Any  # a module of it
+    script: Any  # another one
+    goes_back: bool = False  # optimizers of earlier trainings are used again, with their process groups
+    #: The layout of the last training, whose process groups the next one keeps if it has the same.
     entered: list[tuple[object, ...]] = field(default_factory=list)
 
     @classmethod
@@ -174,6 +161,32 @@ class MiniFork:
         for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
             for what in ("group", "rank", "world_size"):
                 vars(mpu).pop(f"get_{name}_{what}", None)
+
+
+@dataclass(frozen=True)
+class InstalledFork(MiniFork):
+    """The fork with the package installed from one training of ours to the next.
+
+    Installing and undoing looks through all modules of the process and through the source of the fork, which costs
+    more than a training of a few steps; the package is taken out only where the next training is the fork's own.
+    """
+
+    kept: list[megatron_distopt.Installation] = field(default_factory=list)  # the installation, while there is one
+
+    def train(
+        self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
+    ) -> TrainingRun:
+        """Collective: as `MiniFork.train`. With `options`, the package is installed for this training alone."""
+        if ours and options is None:
+            if not self.kept:
+                self.kept.append(megatron_distopt.install())
+            return super().train(*words, ours=False)
+        self.uninstall()
+        return super().train(*words, ours=ours, options=options)
+
+    def uninstall(self) -> None:
+        while self.kept:
+            self.kept.pop().undo()
 
 
 def _layout_in(words: Sequence[str]) -> tuple[str, ...]:
