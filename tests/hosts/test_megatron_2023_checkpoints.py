@@ -70,10 +70,10 @@ CROSSED_AMONG_OURS = ("bf16", "torch")
 
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-MOMENTS = "exp_avg, exp_avg_sq for torch_fused | Resume with the optimizer of the saved run | --no-load-optim"
+MOMENTS = "torch_fused needs exp_avg, exp_avg_sq | Resume with the optimizer of the saved run | --no-load-optim"
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
 SAME_RANKS = "Resume with the ranks of the saved run | megatron-distopt convert --to per-rank --dp N"
-LOST_STEP = "Invalid update count in the checkpoint: none | torch's Adam | Write --distopt-resume-step N"
+LOST_STEP = "no update count | torch's Adam | Write --distopt-resume-step N"
 DECAYED, VECTORS = (
     f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)" for name, factor in (("wd", 1.0), ("no_wd", 0.0))
 )
@@ -90,7 +90,7 @@ NUM_OF_TWO = tuple(len(matrices) for matrices, _ in OF_TWO)
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
 OF_HALF = VECTORS.replace("wd_mult=0.0", "wd_mult=0.5")
-NO_VECTORS = f"none with {VECTORS} among {DECAYED}. | {OTHER_MODEL}"
+NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
 #: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
     "file": {
@@ -105,17 +105,17 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "short": f"exp_avg of [7743] | {CHUNK}",
         "long": f"param of [73280] | {CHUNK}",
         "shape": f"param of [2, 3872] | {CHUNK}",
-        "moment": f"with exp_avg. | {MOMENTS}",
-        "moments": f"with params alone. | {MOMENTS}",
-        "of sgd": f"with momentum_buffer. | {MOMENTS}",
+        "moment": f"has exp_avg, | {MOMENTS}",
+        "moments": f"has params alone, | {MOMENTS}",
+        "of sgd": f"has momentum_buffer, | {MOMENTS}",
     },
     "head": {
         "of an undistributed fp32 optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
         "of an undistributed 16-bit optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
         "nothing": f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
-        "no groups": f"none with {DECAYED} among no groups. | {OTHER_MODEL}",
-        "group of another factor": f"none with {VECTORS} among {DECAYED}, {OF_HALF}. | {OTHER_MODEL}",
+        "no groups": f"no param group with {DECAYED} | has no groups. | {OTHER_MODEL}",
+        "group of another factor": f"no param group with {VECTORS} | has {DECAYED}, {OF_HALF}. | {OTHER_MODEL}",
         "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
     },
     "undistributed": {
@@ -125,8 +125,8 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "of an fp32 model": f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
         "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
         "shape of a moment": f"[1024] | {WORDS} | [64, 16] | {OTHER_MODEL}",
-        "moment missing": f"with exp_avg. | {MOMENTS}",
-        "state missing": f"with params alone. | {MOMENTS}",
+        "moment missing": f"has exp_avg, | {MOMENTS}",
+        "state missing": f"has params alone, | {MOMENTS}",
         "step missing": LOST_STEP,
         "group missing": NO_VECTORS,
     },
@@ -143,8 +143,8 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | {SAME_RANKS}",
             f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | {SAME_RANKS}",
         ),
-        "moment missing": f"with exp_avg. | {MOMENTS}",
-        "of sgd": f"with momentum_buffer. | {MOMENTS}",
+        "moment missing": f"has exp_avg, | {MOMENTS}",
+        "of sgd": f"has momentum_buffer, | {MOMENTS}",
         "step missing": LOST_STEP,
     },
 }
@@ -1023,7 +1023,7 @@ def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Co
     for found in gathered.of_world("torch's adam"):
         kind, text = found["another step"]
         assert kind == "CheckpointError"
-        assert_mentions(text, "3 in the checkpoint", "the 5 of", "Drop --distopt-resume-step")
+        assert_mentions(text, "in the checkpoint is 3", "--distopt-resume-step is 5", "Drop --distopt-resume-step")
         assert found["same step"] == ("nothing", "")
 
 
