@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
-from megatron_distopt.errors import InvariantError, refusal
+from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import Bucket, BufferLayout, Span
 
 #: Elements of 16 bits that a device loads or stores at a time.
@@ -29,33 +29,25 @@ _VECTOR_NUMEL = 8
 
 @dataclass(frozen=True)
 class _PackedPiece:
-    """What one rank owns of one param, and where its values lie in that rank's packed part.
-
-    `number` is that of the param's slot.
-    """
+    """What one rank owns of one param."""
 
     name: str
-    number: int
+    number: int  # of the param's slot
     rank: int
     in_param: Span
     in_buffer: Span
-    in_part: Span
+    in_part: Span  # where its values lie in the rank's packed part
 
 
 @dataclass(frozen=True)
 class CompactBuffer(ShardedBuffer):
-    """See [Note: two param dtypes in one grad buffer].
+    """Packed params beside a grad buffer, see [Note: two param dtypes in one grad buffer].
 
-    Args:
-        layout, rank, grad: of the grad buffer.
-        param: 1-D [layout.num_shards * part_numel], the parts of all ranks one after the other.
-        names: of the params in `param`.
-        params: by name, each in its own storage.
-        part_numel: elements of one rank's part.
+    `param` is 1-D [layout.num_shards * part_numel]: the parts of all ranks one after the other.
     """
 
-    params: Mapping[str, Parameter] = field(default_factory=dict)
-    part_numel: int = 0
+    params: Mapping[str, Parameter] = field(default_factory=dict)  # by name, each in its own storage
+    part_numel: int = 0  # elements of one rank's part
 
     def __post_init__(self) -> None:
         self._check_numel("grad", self.grad, self.layout.numel)
@@ -72,8 +64,9 @@ class CompactBuffer(ShardedBuffer):
         has_all_slots = inside[-1].number - inside[0].number == len(inside) - 1  # none of the majority in between
         if packed.numel != in_buffer.numel or not has_all_slots:
             numel = sum(piece.in_part.numel for piece in inside)
-            got, rule = f"{numel} elements", f"hold the flat param's {in_buffer.numel}"
-            raise InvariantError(refusal("packed flat param", got, rule, "Report this"))
+            raise InvariantError(
+                f"Invalid packed flat param: {numel} elements. Must hold the flat param's {in_buffer.numel}. Report it."
+            )
         return view_of(self._part_of(self.rank).detach(), packed)
 
     @cached_property
@@ -105,13 +98,8 @@ class CompactBuffer(ShardedBuffer):
 
 @torch.no_grad()
 def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int, grad: Tensor) -> CompactBuffer:
-    """Allocates the packed buffer of one rank and fills this rank's part.
-
-    Args:
-        params: the minority, by name, of one dtype and device.
-        layout: of the grad buffer, with a slot for each and for the majority.
-        rank: in the data-parallel group.
-        grad: the grad buffer.
+    """Allocates the packed buffer and fills this rank's part. The layout is that of the grad buffer; the params are the
+    minority in it, of one dtype and device.
     """
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers.sharded_buffer import dtype_name, view_of
-from megatron_distopt.errors import AccessError, ConfigError, refusal
+from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.layout import BufferLayout
 
 
@@ -76,12 +76,7 @@ class LocalGrad(Tensor):
 
     @classmethod
     def of(cls, view: Tensor, name: str, on_zero: Callable[[str], None]) -> LocalGrad:
-        """
-        Args:
-            view: of the grad buffer.
-            name: of the param.
-            on_zero: called before it is zeroed; raises while the values are communicated.
-        """
+        """Shows a view of the grad buffer. `on_zero` raises while the values are communicated."""
         grad: LocalGrad = torch.Tensor._make_subclass(cls, view)
         grad.param_name, grad.on_zero = name, on_zero
         return grad
@@ -130,12 +125,14 @@ def _first_name(*values: Any) -> str:
 
 
 def _unreadable(name: str, func: Any) -> AccessError:
-    got = f"used by {getattr(func, '__name__', func)} between backward and the end of the step"
-    rule = "be left alone on several ranks, where it holds this rank's contribution and not the average"
+    call = getattr(func, "__name__", str(func))
     remedy = "Call optimizer.clip_grad_norm_(max_norm), or optimizer.full_grad(param) for the average, on all ranks"
-    if "_amp_" in got:  # torch.amp.GradScaler
+    if "_amp_" in call:  # torch.amp.GradScaler
         remedy = "Give distribute(...) loss_scale='dynamic', and call optimizer.scale_loss(loss).backward()"
-    return AccessError(refusal(f"grad of param {name!r}", got, rule, remedy))
+    return AccessError(
+        f"Invalid grad of param {name!r}: used by {call} between backward and the end of the step. Must be left alone "
+        f"on several ranks, where it holds this rank's contribution and not the average. {remedy}."
+    )
 
 
 class GradSlot:
@@ -199,16 +196,13 @@ class GradSlot:
 
 
 def check_grad_dtype(name: str, param: Parameter, dtype: torch.dtype) -> None:
-    """Whether `param.grad` may have this dtype.
-
-    Raises:
-        ConfigError: this torch insists on the param's own.
-    """
+    """Checks that `param.grad` may have this dtype: older torch insists on the param's own."""
     if dtype is not param.dtype and not hasattr(param, "grad_dtype"):
-        got = f"{dtype_name(dtype)} for a {dtype_name(param.dtype)} param on torch {torch.__version__}"
-        rule = "be the dtype of the param before torch 2.10"
-        remedy = "Write grads_in_fp32=False, or run pip install 'torch>=2.10'"
-        raise ConfigError(refusal(f"grad dtype of param {name!r}", got, rule, remedy))
+        raise ConfigError(
+            f"Invalid grad dtype of param {name!r}: {dtype_name(dtype)} for a {dtype_name(param.dtype)} param on torch "
+            f"{torch.__version__}. Must be the dtype of the param before torch 2.10. Write grads_in_fp32=False, or run "
+            "pip install 'torch>=2.10'."
+        )
 
 
 def allocate_grads(
@@ -217,13 +211,9 @@ def allocate_grads(
     dtype: torch.dtype,
     show: Callable[[str, Tensor], Tensor] = lambda name, view: view.detach(),
 ) -> tuple[Tensor, tuple[GradSlot, ...]]:
-    """Allocates the buffer. A gradient that a param has already stays where it is until it is taken.
+    """Allocates the buffer of params of one device. A gradient that one has already stays there until it is taken.
 
-    Args:
-        params: by name, of one device.
-        layout: holds a slot for each.
-        dtype: of the buffer.
-        show: makes what `param.grad` will be from a param's name and its view of the buffer.
+    `show` makes what `param.grad` will be from a param's name and its view of the buffer.
 
     Returns:
         The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero and stays zero.

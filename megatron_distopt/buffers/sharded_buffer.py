@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import BufferLayout, Span
 
 #: Dtypes that model params may have; any other is refused.
@@ -36,10 +36,7 @@ def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
 
     torch.save writes whole storages, and safetensors refuses params that share one. Where a device has no DLPack the
-    view itself is returned.
-
-    Args:
-        view: contiguous, of a buffer.
+    view itself, which is contiguous, is returned.
     """
     try:
         own: Tensor = from_dlpack(view)
@@ -50,21 +47,13 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """The grads and the params of the same parameters, in the same layout, as one rank sees them.
+    """The grads and the params of the same parameters, in the same layout, as one rank sees them."""
 
-    Args:
-        layout: of both tensors.
-        rank: in the data-parallel group.
-        grad: 1-D [layout.numel]; in a rank's shard of each bucket the reduced gradient after the reduce-scatter.
-        param: 1-D [layout.numel]; `param.data` of every parameter is a view of it.
-        names: of the params that lie in `param`; all of the layout's where None. The others lie in `grad` alone.
-    """
-
-    layout: BufferLayout
-    rank: int
-    grad: Tensor
-    param: Tensor
-    names: frozenset[str] | None = None
+    layout: BufferLayout  # of both tensors
+    rank: int  # in the data-parallel group
+    grad: Tensor  # 1-D [layout.numel]; in the rank's shard of each bucket the reduced gradient after the reduce-scatter
+    param: Tensor  # 1-D [layout.numel]; `param.data` of every parameter is a view of it
+    names: frozenset[str] | None = None  # of the params in `param`, or None for all; the others lie in `grad` alone
 
     def __post_init__(self) -> None:
         self._check_numel("grad", self.grad, self.layout.numel)
@@ -73,9 +62,10 @@ class ShardedBuffer:
     @staticmethod
     def _check_numel(kind: str, tensor: Tensor, numel: int) -> None:
         if tensor.shape != (numel,):
-            rule = f"be 1-D with the layout's {numel} elements"
-            got = f"shape {tuple(tensor.shape)}"
-            raise LayoutError(refusal(f"{kind} buffer", got, rule, "Give both buffers whole"))
+            raise LayoutError(
+                f"Invalid {kind} buffer: shape {tuple(tensor.shape)}. Must be 1-D with the layout's {numel} elements. "
+                "Give both buffers whole."
+            )
 
     def holds(self, name: str) -> bool:
         """Whether the param lies in `param`."""
@@ -110,14 +100,10 @@ class ShardedBuffer:
 
 @torch.no_grad()
 def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> Tensor:
-    """Allocates the buffer and makes each param a view of it, value kept.
-
-    Args:
-        params: by name, of one dtype and device.
-        layout: holds a slot for each.
+    """Allocates the buffer of params of one dtype and device, and makes each param a view of it, value kept.
 
     Returns:
-        1-D [layout.numel], dtype of the params; padding is zero.
+        1-D [layout.numel]; padding is zero.
     """
     first = next(iter(params.values()))
     buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)

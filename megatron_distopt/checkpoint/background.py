@@ -19,7 +19,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import no_collection
 from megatron_distopt.checkpoint.save import Contribution, Saving, Written, begin, contribution_of, should_have_appeared
@@ -41,38 +40,29 @@ class Staging:
     """Memory of a fixed size, pinned where a device copies into it, for a copy of the state of this rank."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._device = device
+        self.nbytes, self._device = nbytes, device
         self._memory = pinned([nbytes], torch.uint8, device)  # uint8, 1-D [nbytes]
         self._memory.fill_(0)  # the first touch of a page takes time: once here, instead of in a save
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return self._memory.numel()
 
     def copy(self, tensors: Sequence[Written]) -> list[Written]:
         """Copies everything, for which there is room; what it returned before is overwritten."""
         copies, start = [], 0
         for written in tensors:
-            flat = self._memory[start : start + _nbytes(written.tensor)].view(written.tensor.dtype)
+            flat = self._memory[start : start + written.tensor.nbytes].view(written.tensor.dtype)
             copy = flat.view(written.tensor.shape).copy_(written.tensor, non_blocking=True)
             copies.append(replace(written, tensor=copy))
-            start += _aligned(_nbytes(written.tensor))
+            start += _aligned(written.tensor.nbytes)
         mark(self._device)()  # the device copies one after the other, and the CPU waits once
         return copies
 
 
 def room_for(tensors: Sequence[Written]) -> int:
     """Bytes of memory that hold a copy of all of the tensors."""
-    return sum(_aligned(_nbytes(written.tensor)) for written in tensors)
+    return sum(_aligned(written.tensor.nbytes) for written in tensors)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(eq=False)
@@ -92,7 +82,6 @@ class _Task:
         return self.cancelled.is_set() or is_late
 
     def raise_error(self) -> None:
-        """Raises what went wrong in the thread."""
         if self.error is not None:
             raise self.error
 
@@ -136,15 +125,8 @@ class BackgroundSaver:
     def save(self, folder: Path, model: WholeModel, then: Callable[[], None]) -> None:
         """Collective: copies the state and returns; the checkpoint is there some time later.
 
-        Args:
-            folder: of the checkpoint; made where it is missing.
-            model: with this rank's optimizers.
-            then: called on the first rank, in its thread, once the checkpoint is there.
-
-        Raises:
-            CheckpointError: on a rank whose last save failed, that cannot begin this one, or whose state does not fit
-                into the memory for the copy.
-            RanksDisagreeError: on the others, with that rank's text.
+        `then` is called on the first rank, in its thread, once it is there. Raises what went wrong in the last save, as
+        `finish` does.
         """
         self.finish()
         copied: list[Contribution] = []
@@ -180,12 +162,7 @@ class BackgroundSaver:
         return replace(contribution, tensors=self._staging.copy(tensors))
 
     def finish(self) -> None:
-        """Collective: waits for the end of a running save.
-
-        Raises:
-            CheckpointError: on a rank that could not write; the checkpoint before is still there.
-            RanksDisagreeError: on the others, with that rank's text.
-        """
+        """Collective: waits for the end of a running save; raises on all ranks what went wrong on one."""
         task, self._task = self._task, None
         if task is None or task.thread is None:
             return

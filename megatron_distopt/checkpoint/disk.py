@@ -31,12 +31,10 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """Creates a file, which must not be there yet."""
     return open(path, "xb", buffering=_BUFFER_NBYTES)
 
 
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Appends to a file."""
     file.write(data)
 
 
@@ -57,11 +55,7 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes sure that names which were created or replaced in a folder are there after a power cut.
-
-    Raises:
-        OSError: the disk fails; the names may be lost.
-    """
+    """Makes sure that names which were created or replaced in a folder are there after a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,11 +99,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def lock(path: Path) -> int | None:
-    """Locks a file until `unlock` of what it returns, or until this process ends; None where there are no locks.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
+    """Locks a file until `unlock` of what it returns, or until this process ends; None where there are no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

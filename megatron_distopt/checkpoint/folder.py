@@ -42,7 +42,7 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-_METADATA, _LOCK, _NEW = ".metadata", "saving.lock", ".new"
+_METADATA, _LOCK = ".metadata", "saving.lock"
 #: Names of files of a save. Other files in the folder are never touched.
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new|failed)")
 _SUFFIX = ".distopt"
@@ -71,12 +71,7 @@ def failure_file(folder: Path, save_id: str, rank: int) -> Path:
     return folder / f"{save_id}-{rank:05d}.failed"
 
 
-def _new_file(folder: Path, save_id: str, name: str) -> Path:
-    return folder / f"{save_id}-{name}{_NEW}"
-
-
 def lock_file(folder: Path) -> Path:
-    """The file that a run locks while it saves."""
     return folder / _LOCK
 
 
@@ -104,15 +99,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
-    """Makes a checkpoint of the files that the ranks wrote, see [Note: commit].
+    """Makes a checkpoint of the files that the ranks wrote, see [Note: commit]; parts are in the order of the ranks.
 
-    Args:
-        folder: of the checkpoint.
-        parts: of all ranks, in order.
-
-    Raises:
-        CheckpointError: params or elements are missing or written twice, or a file is not as its rank wrote it.
-        OSError: the disk fails; the folder holds the old checkpoint or the new one.
+    After an OSError the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
     check_joined(manifest)
@@ -123,11 +112,12 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     metadata = metadata_of(manifest)
     manifest = replace(manifest, metadata=(len(metadata), zlib.crc32(metadata)))
     contents = {MANIFEST: to_text(manifest).encode(), _METADATA: metadata}
+    new_files = {name: folder / f"{manifest.save_id}-{name}.new" for name in contents}
     for name, content in contents.items():
-        disk.write_file(_new_file(folder, manifest.save_id, name), content)
+        disk.write_file(new_files[name], content)
     disk.sync_folder(folder)
-    for name in contents:
-        disk.replace(_new_file(folder, manifest.save_id, name), folder / name)
+    for name, new_file in new_files.items():
+        disk.replace(new_file, folder / name)
     disk.sync_folder(folder)
     _remove_except({file.name for file in manifest.files}, folder)
     return manifest
@@ -171,9 +161,6 @@ def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint. Other files in its folder stay, and so does the folder then.
 
     The manifest is removed first: a power cut must not leave one without files.
-
-    Raises:
-        OSError: the disk fails.
     """
     disk.remove(folder / MANIFEST)
     disk.sync_folder(folder)
@@ -235,11 +222,8 @@ def drop_older(folder: Path, keep: int) -> None:
     """Removes all but the latest checkpoints of a run, of those that the manifest names as earlier ones.
 
     They lie in sibling folders, or in siblings of the parent under the same name (`iter_1/optimizer`,
-    `iter_2/optimizer`). Other files stay, also those in the folders of checkpoints.
-
-    Args:
-        folder: of the checkpoint that was just saved.
-        keep: how many stay, this one included.
+    `iter_2/optimizer`). Other files stay, also those in the folders of checkpoints. `keep`
+    says how many checkpoints stay, that of `folder` included, which was just saved.
     """
     with suppress(OSError, CheckpointError):  # the new checkpoint is there, whatever becomes of older ones
         number_of = {save_id: number for number, save_id in enumerate(read_manifest(folder).earlier)}

@@ -36,7 +36,7 @@ from megatron_distopt.checkpoint.whole_model import (
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
-from megatron_distopt.errors import CheckpointError, InvariantError
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -99,11 +99,7 @@ def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
 
 
 def check_state(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
-    """Checks a state against the model, and plans what this rank reads of it; nothing is changed.
-
-    Raises:
-        CheckpointError: the state is damaged, or of another model.
-    """
+    """Checks a state against the model, and plans what this rank reads of it; nothing is changed."""
     plan = plan_load(state, model, names)
     state.verify(plan.reads)
     return plan
@@ -123,7 +119,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     fill_groups(plan.groups, state.read(reads), lambda optimizer: _is_same_class(manifest.inner, optimizer))
     for share in model.shares:
         for name, (owned, options) in owned_by_name(share).items():
-            tensors = [(key, state.read_owned(key)) for key in plan.owned.get(name, ())]
+            tensors = [(key, read(key)) for key in plan.owned.get(name, ()) if (read := state.read_owned) is not None]
             take_owned(owned, options, tensors, state.where)
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, manifest.loss_scale)
@@ -143,14 +139,7 @@ def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
 
 
 def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
-    """The checkpoint in a folder.
-
-    Args:
-        rank, size: of this process among those that load; each verifies its part of the files.
-
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged.
-    """
+    """The checkpoint in a folder; each of the `size` processes that load verifies its part of the files."""
     manifest = read_manifest(folder)
     return Loadable(
         manifest,
@@ -223,14 +212,11 @@ def fill_groups(
 ) -> None:
     """Copies tensors into main params and moments, then gives the inner optimizers options, counts and moments.
 
-    Args:
-        matches: param groups, after `separate`.
-        tensors: the elements of each read.
-        is_same_class: whether the class of an inner optimizer is the one that saved.
-        main_kind: the kind of the tensors that go into main params.
+    `separate` has cut the flat params. `is_same_class` says whether the class of an inner optimizer is the one that
+    saved, and `main_kind` the kind of the tensors that go into main params.
     """
     flat_params = [
-        (match, flat, _state_of(match, flat))
+        (match, flat, match.states[flat.plan.shards[0].name])
         for match in matches
         for flat in flat_params_of(match.optimizer, match.number)
     ]
@@ -257,15 +243,6 @@ def fill_groups(
             _restore_scalars(inner.state, flat.main, saved)
 
 
-def _state_of(match: GroupMatch, flat: FlatParam) -> SavedState:
-    states = {match.states[shard.name] for shard in flat.plan.shards}
-    if len(states) > 1:
-        raise InvariantError(
-            f"Invalid flat param: {len(states)} saved states in one. Must be cut before the load. Call separate first."
-        )
-    return states.pop()
-
-
 def _moment_for(optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: torch.dtype) -> Tensor:
     """Memory for a moment: the present one where it fits, else a new one; padding is zero."""
     inner = optimizer.inner
@@ -284,7 +261,6 @@ def as_kept(saved: Any, current: Any) -> Any:
 
 
 def _restore_scalars(state: Any, main: Tensor, saved: SavedState) -> None:
-    """Gives the state the numbers that it lacks, in the form that the class keeps them in."""
     for key, scalar in saved.scalars:
         if key not in state.get(main, {}):
             dtype = getattr(torch, scalar.dtype) if scalar.dtype else None

@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, key_of, 
 from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.errors import CheckpointError, InvariantError
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.inner import is_torchs, part_for
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
@@ -82,10 +82,6 @@ class Read:
         return self.box.relative_to(self.chunk.box.offsets)
 
 
-def _hold_nothing(key: str) -> Tensor:
-    raise InvariantError(f"Invalid read of {key!r}: nothing is kept for owners of whole params. Report this.")
-
-
 @dataclass(frozen=True, eq=False)
 class Loadable:
     """A state that can be loaded, wherever its tensors come from."""
@@ -94,8 +90,7 @@ class Loadable:
     where: str  # the place of the state, for errors
     read: Callable[[Sequence[Read]], Iterator[tuple[Read, Tensor]]]  # the elements of each box, in the order of reads
     verify: Callable[[Sequence[Read]], None] = lambda reads: None  # raises where something cannot be read; may keep it
-    #: Reads what the owner of a whole param keeps, by key. Other software keeps nothing of the kind.
-    read_owned: Callable[[str], Tensor] = _hold_nothing
+    read_owned: Callable[[str], Tensor] | None = None  # what the owner of a whole param keeps, by key; None without any
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,15 +109,7 @@ class LoadPlan:
 
 
 def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
-    """Finds everything that this rank owns in a state; nothing is changed.
-
-    Args:
-        names: in the whole model of the run, of the params of all ranks.
-
-    Raises:
-        CheckpointError: params are missing, unknown or of another shape, a group is ambiguous, or the inner optimizer
-            could not go on with what is there.
-    """
+    """Finds everything that this rank owns in a state; `names` are those of all ranks, in the model of the run."""
     _check_no_others(state, model, names)
     saved = _saved_params(state, model)
     resting = _resting_groups(state.manifest, model)
@@ -138,11 +125,7 @@ def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadP
 
 
 def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeModel) -> tuple[Read, ...]:
-    """Finds the chunks that hold the elements of this rank's flat params, as they are cut now.
-
-    Raises:
-        CheckpointError: a tensor has another shape than the param of the run, or elements of it are missing.
-    """
+    """Finds the chunks that hold the elements of this rank's flat params, as they are cut now."""
     reads = []
     for piece in owned_pieces(model):
         param = saved[piece.placement.name]
@@ -157,14 +140,9 @@ def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeMod
 
 
 def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Iterator[tuple[int, Box]]:
-    """Yields which of the boxes hold elements of a box, by number, and which elements.
+    """Yields which of the disjoint boxes hold elements of a box, by number, and which elements.
 
-    Args:
-        boxes: disjoint.
-        what: the tensor, for errors.
-
-    Raises:
-        CheckpointError: after the last box, where elements are missing.
+    Raises after the last box, where elements of the tensor, which the error calls `what`, are missing.
     """
     numel = 0
     for number, box in enumerate(boxes):
@@ -191,7 +169,6 @@ def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeMo
 
 
 def _another(model: WholeModel) -> str:
-    """The remedy where the checkpoint is of another model."""
     return f"Load a checkpoint of this model, or {model.from_weights}"
 
 
@@ -203,7 +180,6 @@ def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
 
 
 def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -> None:
-    """Raises where a checkpoint has params that the model does not have on any rank."""
     known = set(_canonical([*names, *model.frozen], model).values())
     others = [name for name, canonical in _canonical(state.manifest.names, model).items() if canonical not in known]
     if others:
@@ -227,8 +203,14 @@ def _saved_params(state: Loadable, model: WholeModel) -> dict[str, SavedParam]:
     keys: dict[str, list[str]] = {name: [] for name in manifest.names}
     for key in manifest.tensors:
         keys.get(name_of(key), []).append(key)
+    updated = [
+        (share.placements[name], current, share.optimizer)
+        for share in model.shares
+        for group, current in zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False)
+        for name in group.names
+    ]
     found = {}
-    for placement, current, optimizer in _updated(model):
+    for placement, current, optimizer in updated:
         name = saved_name.get(canonical[placement.name], "")
         if name not in group_of:
             got = f"param {name!r} in no group" if name else f"without param {placement.name!r}"
@@ -245,13 +227,6 @@ def _saved_params(state: Loadable, model: WholeModel) -> dict[str, SavedParam]:
         ours = tuple(key for key in owned if is_owned_part(key, placement))
         found[placement.name] = SavedParam(name, group, saved, ours, begins_anew=False)
     return found
-
-
-def _updated(model: WholeModel) -> Iterator[tuple[Placement, Mapping[str, Any], ShardedOptimizer]]:
-    """Params that are updated, each with its param group and its optimizer."""
-    for share in model.shares:
-        for group, current in zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False):
-            yield from ((share.placements[name], current, share.optimizer) for name in group.names)
 
 
 def _begins_anew(
@@ -377,15 +352,7 @@ def _check_kinds(
 
 
 def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
-    """Checks that the inner optimizer can count the updates of each param by itself, where the counts differ.
-
-    Args:
-        steps: updates of the params of one group, by name.
-        what: what errors call the counts.
-
-    Raises:
-        CheckpointError
-    """
+    """Checks that the inner optimizer can count the updates of each param by itself, where those of a group differ."""
     counted = {step: name for name, step in steps.items() if step is not None}
     if len(counted) > 1 and not is_torchs(optimizer.inner):
         (one, first), (other, second) = sorted(counted.items())[:2]

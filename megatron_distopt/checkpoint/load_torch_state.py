@@ -43,12 +43,10 @@ class _GivenState:
 
     @property
     def step(self) -> int | None:
-        """Updates so far."""
         return int(self.scalars[STEP]) if STEP in self.scalars else None
 
     @property
     def saved(self) -> SavedState:
-        """As the load of a checkpoint has it."""
         kinds = sorted((kind, torch.float32) for kind in self.values if kind != MAIN_PARAM)
         if not kinds:
             return SavedState()
@@ -189,7 +187,7 @@ def _is_number(value: object) -> bool:
 def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxima: bool) -> None:
     """Checks that the state holds what the inner optimizer needs, or nothing."""
     optimizer, kinds, number = params.share.optimizer, given.values.keys() - {MAIN_PARAM}, params.number_of[name]
-    known = (frozenset(moments_of(optimizer.inner, flat.main)) for flat in optimizer.flat_params)
+    known = (frozenset(moments_of(optimizer.inner, flat.main)) - {STEP} for flat in optimizer.flat_params)
     wanted = needed_moments(optimizer, number) or next((moments for moments in known if moments), frozenset())
     wanted |= {"max_exp_avg_sq"} if is_adam(optimizer, number) and has_maxima else set()
     if (kinds or given.step) and not wanted <= kinds:
@@ -217,9 +215,6 @@ def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tu
     """Everything that this rank owns of what is given, with the places that it goes to.
 
     An fp32 model param is its own main param; it is left alone, as torch leaves it.
-
-    Raises:
-        CheckpointError: a sharded value lacks elements that this rank owns.
     """
     remedy = "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load that"
     for piece in (piece for pieces in params.pieces.values() for piece in pieces):

@@ -69,7 +69,6 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def name_of(key: str) -> str:
-    """The name of the param in a key."""
     return key.partition("/")[2]
 
 
@@ -124,7 +123,6 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -133,9 +131,6 @@ def join(parts: Sequence[Manifest]) -> Manifest:
 
     Args:
         parts: by rank; what is said once for the checkpoint, such as the loss scale, is taken from the first.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor.
     """
     chunks: dict[str, list[Chunk]] = {}
     records: dict[str, TensorRecord] = {}
@@ -159,11 +154,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Checks what no rank can see alone: every param of a group was written, and every param is in one group.
-
-    Raises:
-        CheckpointError
-    """
+    """Checks what no rank can see alone: every param of a group was written, and every param is in one group."""
     for name in (name for group in manifest.groups for name in group.names):
         if key_of(MAIN, name) not in manifest.tensors:
             raise CheckpointError(
@@ -205,11 +196,7 @@ def _crc(body: object) -> int:
 
 
 def from_text(text: str, where: str) -> Manifest:
-    """The inverse of `to_text`; `where` is the path of the file, for errors.
-
-    Raises:
-        CheckpointError: it is no manifest, damaged, of a later version, or has values that no optimizer can use.
-    """
+    """The inverse of `to_text`; `where` is the path of the file, for errors."""
     manifest, what = parsed(text, where), f"manifest {where}"
     check_groups((*manifest.groups, *manifest.resting), what)
     check_counts(manifest, what)
@@ -244,11 +231,7 @@ def parsed(text: str, where: str) -> Manifest:
 
 
 def check_counts(manifest: Manifest, what: str) -> None:
-    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative.
-
-    Raises:
-        CheckpointError
-    """
+    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative."""
     for key, value in {**manifest.loss_scale, "num_skipped": manifest.num_skipped}.items():
         is_right = math.isfinite(value) and (key != "scale" or value > 0) and (key != "num_skipped" or value >= 0)
         if not is_right:

@@ -69,7 +69,6 @@ def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 
 def group_to_json(group: GroupRecord) -> dict[str, Any]:
-    """A group as JSON, in the manifest and in the file of `convert --to torch`."""
     return {
         "names": list(group.names),
         "options": dict(group.options),
@@ -80,11 +79,7 @@ def group_to_json(group: GroupRecord) -> dict[str, Any]:
 
 
 def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
-    """The inverse of `group_to_json`; `check_groups` checks the values.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is not the JSON of a group.
-    """
+    """The inverse of `group_to_json`; `check_groups` checks the values."""
     scalars = {
         str(key): Scalar(value, dtype and known_dtype(dtype)) for key, (value, dtype) in group["scalars"].items()
     }
@@ -100,21 +95,12 @@ def known_dtype(name: str) -> str:
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
-    """Checks groups that were read: an optimizer can compute with the values, and every param is in one group.
-
-    Raises:
-        CheckpointError
-    """
+    """Checks groups that were read: an optimizer can compute with the values, and every param is in one group."""
     check_values(groups, where)
     check_names_once(groups, where)
 
 
 def check_values(groups: Sequence[GroupRecord], where: str) -> None:
-    """Checks that an optimizer can compute with the options, counts and numbers of groups.
-
-    Raises:
-        CheckpointError
-    """
     for number, group in enumerate(groups):
         for key, value, rule in _faults(group):
             raise CheckpointError(
@@ -155,11 +141,6 @@ def _has_nan(value: object) -> bool:
 
 
 def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
-    """Checks that every param is in one group.
-
-    Raises:
-        CheckpointError
-    """
     number_of: dict[str, int] = {}
     for number, group in enumerate(groups):
         for name in group.names:
@@ -188,9 +169,6 @@ def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], 
         saved: options of a param group.
         current: the param group that takes its state.
         place: of the saved options, for errors.
-
-    Raises:
-        CheckpointError
     """
     if saved and is_muons_group(saved) != is_muons_group(current):
         got, wanted = ("Muon", "another optimizer") if is_muons_group(saved) else ("another optimizer", "Muon")
@@ -201,11 +179,7 @@ def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], 
 
 
 def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
-    """Checks that every saved option has the type of the option that a param group has.
-
-    Raises:
-        CheckpointError
-    """
+    """Checks that every saved option has the type of the option that a param group has."""
     for key, value in saved.items():
         if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
             raise CheckpointError(
@@ -260,7 +234,6 @@ def plain_option(value: Any) -> Any:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON keeps a value as it is."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(member) for key, member in value.items())
     if isinstance(value, list):
@@ -269,7 +242,6 @@ def _is_plain(value: object) -> bool:
 
 
 def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
-    """What the inner optimizer keeps once for a flat param."""
     moments = moments_of(optimizer.inner, flat.main)
     state = optimizer.inner.state.get(flat.main, {})
     return {key: _scalar(key, value) for key, value in state.items() if key not in moments}

@@ -72,12 +72,7 @@ class Contribution:
 
 
 def contribution_of(model: WholeModel) -> Contribution:
-    """What this rank writes, as views of the live state: write or copy them before the next step.
-
-    Raises:
-        CheckpointError: the inner optimizer keeps something that cannot be saved by param, or has an option that every
-            load would refuse.
-    """
+    """What this rank writes, as views of the live state: write or copy them before the next step."""
     pieces = (
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
         for piece in owned_pieces(model)
@@ -127,31 +122,6 @@ def _resting_of(share: Share) -> Iterator[GroupRecord]:
         yield GroupRecord(names, options, unsaved=unsaved)
 
 
-def write_contribution(folder: Path, contribution: Contribution, save_id: str, rank: int) -> Manifest:
-    """Writes this rank's file, tensor by tensor, and returns its manifest; the file is on the disk afterwards.
-
-    Ranks other than the first, which commits, write the manifest as well.
-
-    Raises:
-        CheckpointError: the disk is full, or fails; what was written is removed again.
-    """
-    path = data_file(folder, save_id, rank)
-    try:
-        with disk.written(path) as file:
-            writer = TensorWriter(path, file)
-            for written in contribution.tensors:
-                writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
-        part = writer.part(contribution.head, save_id)
-        if rank != 0:
-            disk.write_file(part_file(folder, save_id, rank), to_text(part).encode())
-    except OSError as error:
-        raise CheckpointError(
-            f"Invalid file {path}: {error}. Must be writable. Free space there, or save elsewhere; the last checkpoint "
-            "is untouched."
-        ) from error
-    return part
-
-
 @dataclass(frozen=True)
 class Saving:
     """A save that was begun, on one rank."""
@@ -163,19 +133,31 @@ class Saving:
     lock: int | None  # that the first rank holds
 
     def write(self, contribution: Contribution) -> Manifest:
-        """Writes this rank's file; CheckpointError where the disk is full, or fails."""
-        return write_contribution(self.folder, contribution, self.save_id, self.rank)
+        """Writes this rank's file, tensor by tensor, and returns its manifest; the file is on the disk afterwards.
+
+        Ranks other than the first, which commits, write the manifest as well.
+        """
+        path = data_file(self.folder, self.save_id, self.rank)
+        try:
+            with disk.written(path) as file:
+                writer = TensorWriter(path, file)
+                for written in contribution.tensors:
+                    writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
+            part = writer.part(contribution.head, self.save_id)
+            if self.rank != 0:
+                disk.write_file(part_file(self.folder, self.save_id, self.rank), to_text(part).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"Invalid file {path}: {error}. Must be writable. Free space there, or save elsewhere; the last "
+                "checkpoint is untouched."
+            ) from error
+        return part
 
     def commit(self, part: Manifest, is_hopeless: Callable[[], bool] | None = None) -> None:
-        """Commits the save on the first rank; does nothing on the others.
+        """Commits the save on the first rank, given its own part; does nothing on the others.
 
-        Args:
-            part: this rank's, as `write` returned it.
-            is_hopeless: whether waiting for ranks that are still writing has become useless; None where all ranks
-                have written.
-
-        Raises:
-            CheckpointError: a rank's part does not appear, or the parts do not fit together.
+        `is_hopeless` says whether waiting for ranks that are still writing has become useless; None where all have
+        written.
         """
         if self.rank != 0:
             return
@@ -228,17 +210,7 @@ def should_have_appeared(written_at: float) -> bool:
 
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
-    """Collective: begins a save. The first rank makes the folder and locks it.
-
-    Args:
-        folder: of the checkpoint; made where it is missing.
-        everyone: all ranks that save.
-        prepare: called on every rank before; where it raises, no rank begins.
-
-    Raises:
-        CheckpointError: on the first rank, where another run is saving there or the folder cannot be made.
-        RanksDisagreeError: on the others.
-    """
+    """Collective: begins a save. The first rank makes the folder and locks it, where `prepare` raises on no rank."""
     lock: int | None = None
 
     def claim() -> str:

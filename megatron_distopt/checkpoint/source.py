@@ -43,7 +43,6 @@ class Source:
     read_box: Callable[[str, Box], Tensor]
 
     def read(self, key: str) -> Tensor:
-        """Reads the tensor of a key, whole."""
         info = self.tensors[key]
         if 0 in info.shape:
             return torch.empty(info.shape, dtype=getattr(torch, info.dtype))
@@ -51,22 +50,12 @@ class Source:
 
 
 def open_checkpoint(folder: Path) -> Source:
-    """Opens a checkpoint in this package's own format.
-
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged; `read_box` raises it for damaged tensors.
-    """
     manifest = read_manifest(folder)
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
     return Source(replace(manifest, files=(), tensors={}), infos, partial(read_box, folder, manifest))
 
 
 def read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
-    """Reads a part of a tensor of a checkpoint.
-
-    Raises:
-        CheckpointError: a file is damaged, or cannot be read.
-    """
     record = manifest.tensors[key]
     dtype: torch.dtype = getattr(torch, record.dtype)
     values = torch.empty(box.sizes, dtype=dtype)
@@ -94,9 +83,6 @@ def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], Non
         folder: of the checkpoint; what it held before is replaced at the end.
         source: what to write.
         progress: called with the bytes of every tensor once it is written.
-
-    Raises:
-        CheckpointError: the disk is full or fails, or another run is saving there.
     """
     check_groups((*source.head.groups, *source.head.resting), "the optimizer state")
     save_id, lock = new_save_id(), None

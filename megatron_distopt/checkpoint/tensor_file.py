@@ -62,16 +62,9 @@ class TensorWriter:
     def append(
         self, key: str, tensor: Tensor, *, shape: tuple[int, ...] | None = None, box: Box | None = None
     ) -> Chunk:
-        """Writes one tensor, or a box of one; a view of a larger tensor is written without the rest of it.
+        """Writes one tensor, on any device; a view of a larger tensor is written without the rest of it.
 
-        Args:
-            key: of the whole tensor, see `key_of`.
-            tensor: on any device; on the CPU and contiguous it is not copied.
-            shape: of the whole tensor; None where `tensor` is whole.
-            box: which part of the whole tensor it is; None where `tensor` is whole.
-
-        Raises:
-            CheckpointError: the disk is full, or fails.
+        A box of a larger tensor comes with `box` and the `shape` of the whole, in elements.
         """
         start = self._nbytes
         try:
@@ -115,7 +108,8 @@ class TensorWriter:
         large, self._large = self._large, None
         if large is None:
             return
-        if following[:4] == _DESCRIPTOR and _has_checksums():
+        has_checksums = getattr(torch.serialization, "get_crc32_options", lambda: True)  # before 2.6 it always has
+        if following[:4] == _DESCRIPTOR and has_checksums():
             self._crc32 = joined(self._crc32, int.from_bytes(following[4:8], "little"), len(large))
         else:
             self._crc32 = zlib.crc32(large, self._crc32)
@@ -129,21 +123,15 @@ class TensorWriter:
         return replace(head, save_id=save_id, files=(record,), tensors=self._tensors)
 
 
-def _has_checksums() -> bool:
-    """Whether `torch.save` computes them; releases before 2.6 always do."""
-    return bool(getattr(torch.serialization, "get_crc32_options", lambda: True)())
-
-
 def _alone(tensor: Tensor) -> Tensor:
     """The same values in a storage that holds nothing else, because `torch.save` writes whole storages.
 
     A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as `tensor` lives.
     """
     tensor = as_plain(tensor.detach()).cpu().contiguous()
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.untyped_storage().nbytes() == nbytes:
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
@@ -163,11 +151,7 @@ class TensorReader:
         self._file.close()
 
     def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Reads one box of a tensor, of the dtype that the manifest says, to the CPU.
-
-        Raises:
-            CheckpointError: the bytes are not that tensor.
-        """
+        """Reads one box of a tensor, of the dtype that the manifest says, to the CPU."""
         what, remedy = f"Invalid tensor {key!r} in {self._path}", "Load an earlier checkpoint; this file is damaged."
         try:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
@@ -220,7 +204,6 @@ class _Slice(io.RawIOBase):
 
 
 def crc_of_file(path: Path) -> int:
-    """CRC-32 of all bytes of a file; an OSError where it cannot be read."""
     crc32 = 0
     piece = memoryview(bytearray(_CACHED_NBYTES))
     with open(path, "rb", buffering=0) as file:
@@ -240,7 +223,6 @@ def joined(before: int, after: int, nbytes: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """The product of two remainders, as a remainder."""
     product = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from megatron_distopt.checkpoint.load_plan import needed_moments
 from megatron_distopt.checkpoint.param_groups import step_of
@@ -29,7 +30,7 @@ from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moments_of
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -38,6 +39,13 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 MAIN_PARAM, STEP = "main_param", "step"
 #: Operators that are applied to each box by itself: they move, copy or allocate.
 _ON_EACH_BOX = ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like", "aten::zeros_like")
+
+
+class _LowPrecisionParts(list[Tensor]):
+    """Memory in low precision. For async_save, DCP copies the storages of tensors, which these do not have."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Tensor]:
+        return [as_plain(part).to("cpu", copy=True) for part in self]
 
 
 class ShardedValue(Tensor):
@@ -53,11 +61,13 @@ class ShardedValue(Tensor):
         parts: memory of each box, in its shape: views of the live state.
         dtype, device: of the value, also where this rank has no box.
         writes: whether this rank writes its boxes; False where another rank that holds the same does.
+        is_whole: whether no other rank has a part of it: operators are applied to the only box then.
     """
 
     boxes: tuple[Box, ...]
     parts: list[Tensor]
     writes: bool
+    is_whole: bool
 
     @staticmethod
     def __new__(
@@ -69,9 +79,12 @@ class ShardedValue(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         writes: bool = True,
+        is_whole: bool = False,
     ) -> ShardedValue:
         value: ShardedValue = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-        value.boxes, value.parts, value.writes = tuple(boxes), list(parts), writes
+        is_low = any(isinstance(part, LowPrecisionTensor) for part in parts)
+        value.boxes, value.parts = tuple(boxes), _LowPrecisionParts(parts) if is_low else list(parts)
+        value.writes, value.is_whole = writes, is_whole
         return value
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,18 +108,24 @@ class ShardedValue(Tensor):
             for into, part in zip(value.parts, args[1].parts, strict=True):
                 into.copy_(part)
             return value
+        if value is not None and value.is_whole:
+            whole_args, whole_kwargs = tree_map_only(cls, lambda whole: whole.parts[0], (args, given))
+            return func(*whole_args, **whole_kwargs)
         _refuse_part(f"in {name}", "be saved and loaded by all ranks")
 
     def _mapped(self, change: Callable[[Tensor], Tensor], **given: Any) -> ShardedValue:
         """The same boxes with other memory."""
         dtype, device = given.get("dtype") or self.dtype, torch.device(given.get("device") or self.device)
         parts = [change(part) for part in self.parts]
-        return ShardedValue(self.shape, self.boxes, parts, dtype=dtype, device=device, writes=self.writes)
+        how = {"writes": self.writes, "is_whole": self.is_whole}
+        return ShardedValue(self.shape, self.boxes, parts, dtype=dtype, device=device, **how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
         return self._mapped(torch.clone)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.is_whole:
+            return as_plain(self.parts[0]).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         rule = "be saved by all ranks together: this rank holds a part of it"
         _refuse_part("pickled, for example by torch.save", rule)
 
@@ -154,7 +173,6 @@ class TorchParams:
 
     @cached_property
     def numbered(self) -> list[str]:
-        """Names in the order of torch's numbers."""
         return [name for names in self.names for name in names]
 
     @cached_property
@@ -187,7 +205,6 @@ class TorchParams:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Names of the params that the sharded step has, on all ranks."""
         return frozenset(name for group in self.share.optimizer.plan.groups for name in group.names)
 
 
@@ -245,7 +262,6 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
 
 
 def _has_state(params: TorchParams, name: str) -> bool:
-    """Whether there is anything to show of a param."""
     if name not in params.trained:
         return False
     pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
@@ -282,10 +298,10 @@ def _value(params: TorchParams, name: str, flat: Tensor | None) -> Tensor:
         parts = [torch.zeros(box.sizes, device=device) for box in boxes]
     else:
         parts = [piece.view(flat.detach()) for piece in pieces]
-    if params.is_whole:
+    if params.is_whole and not isinstance(parts[0], LowPrecisionTensor):
         return parts[0]
-    shape = share.placements[name].global_shape
-    return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, writes=share.writes(name))
+    shape, how = share.placements[name].global_shape, {"writes": share.writes(name), "is_whole": params.is_whole}
+    return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, **how)
 
 
 def is_adam(optimizer: ShardedOptimizer, number: int) -> bool:

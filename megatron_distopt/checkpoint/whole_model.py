@@ -98,7 +98,6 @@ class OwnedPiece:
 
 
 def flat_params_of(optimizer: ShardedOptimizer, number: int) -> Iterator[FlatParam]:
-    """The flat params of one param group on this rank, in the order of the buffers."""
     return (flat for flat in optimizer.flat_params if flat.plan.key.group == number)
 
 
@@ -117,7 +116,6 @@ def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
 
 
 def earlier_saves(model: WholeModel) -> tuple[str, ...]:
-    """Ids of the saves before, the latest last."""
     return _SAVES.get(model.shares[0].optimizer, ())
 
 

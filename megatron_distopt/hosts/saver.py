@@ -21,7 +21,7 @@ class Saver:
         self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
-        """Collective: see `save_checkpoint` and `BackgroundSaver.save`.
+        """Collective: saves, or begins to.
 
         Raises:
             NonFiniteGradError: on all ranks, where the deferred check of the last step finds inf or nan and the policy

@@ -158,7 +158,7 @@ def test_param_of_when_a_param_of_the_majority_is_inside_then_refused() -> None:
     buffer = pack_params(params, layout, 0, torch.zeros(layout.numel))
     with pytest.raises(InvariantError) as caught:
         buffer.param_of(Span(0, 9))
-    assert_says(str(caught.value), "Invalid packed flat param: 6 elements. Must hold the flat param's 9. Report this.")
+    assert_says(str(caught.value), "Invalid packed flat param: 6 elements. Must hold the flat param's 9.")
 
 
 def test_collect_when_somebody_changed_the_params_then_this_ranks_part_follows_and_no_other() -> None:

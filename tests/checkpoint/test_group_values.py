@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_distopt import distribute
+from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
@@ -146,10 +148,15 @@ def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(tm
     assert [group["initial_lr"] for group in other.ranks[0].optimizer.inner.param_groups] == [0.5, 0.5]
 
 
-def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(tmp_path: Path) -> None:
+def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World.of(MODEL)
     world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
-    world.save(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        world.save(tmp_path)
+    assert "param group option 'hook' is a builtin_function_or_method and is not saved" in caplog.text
+    assert all("hook" not in group.options for group in read_manifest(tmp_path).groups)
     text = _refused(tmp_path)
     assert "hook of the params of group 0" in text and "builtin_function_or_method" in text
     other = World.of(MODEL, filled=False)

@@ -7,8 +7,7 @@ With real processes and training: test_megatron_2023_reshard.py and test_megatro
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Placement
-from tests.support.simulated import KINDS, Param, World, element_numbers, small_model
+from tests.support.simulated import KINDS, World, element_numbers, small_model
 
 MODEL = small_model()
 Layout = dict[str, Any]
@@ -137,55 +136,6 @@ def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_
     assert torch.equal(moment[37:], torch.zeros(11, 6))
 
 
-def test_load_when_the_inner_optimizer_counts_in_its_groups_then_the_count_is_put_there(tmp_path: Path) -> None:
-    World.of(MODEL, dp=2).save(tmp_path)
-    assert {group.step for group in read_manifest(tmp_path).groups} == {10}
-
-
-def _renamed(params: tuple[Param, ...], change: Callable[[Param], Param], *, which: int = 3) -> tuple[Param, ...]:
-    return tuple(change(param) if number == which else param for number, param in enumerate(params))
-
-
-#: What the run has that the checkpoint has not, and what is said.
-OTHERS: dict[str, tuple[Callable[[Param], Param], str]] = {
-    "name": (
-        lambda p: replace(p, name="decoder.extra.weight"),
-        "'decoder.layers.0.self_attention.linear_proj.weight', which the model does not have",
-    ),
-    "shape": (
-        lambda p: replace(p, shape=(6, 16)),
-        "of shape [6, 8]. Must have the shape [6, 16] of the run. Load a checkpoint of this model",
-    ),
-    "group": (
-        lambda p: replace(p, decays=False),
-        "in different groups. Must have been in groups of equal options, because they are in one here.",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-def test_load_when_the_model_is_another_then_refused_and_nothing_is_changed(
-    what: str, saved: Mapping[str, Path]
-) -> None:
-    change, text = OTHERS[what]
-    world = World.of(_renamed(MODEL, change), dp=2)
-    before = {kind: world.whole(kind) for kind in KINDS}
-    with pytest.raises(CheckpointError) as caught:
-        world.load(saved["dp3 in buckets"])
-    assert text in str(caught.value) and str(saved["dp3 in buckets"]) in str(caught.value)
-    after = {kind: world.whole(kind) for kind in KINDS}
-    assert all(torch.equal(before[k][n], after[k][n]) for k in KINDS for n in before[k])
-
-
-def test_load_when_a_param_is_missing_in_the_checkpoint_then_refused_with_its_name(
-    saved: Mapping[str, Path],
-) -> None:
-    world = World.of((*MODEL, Param("head.weight", (3,))), dp=2)
-    text = "without param 'head.weight'. Must hold the params of the run."
-    with pytest.raises(CheckpointError, match=text):
-        world.load(saved["dp2"])
-
-
 def test_save_when_two_params_have_one_name_then_refused(tmp_path: Path) -> None:
     world = World.of(MODEL, dp=2)
     for rank in world.ranks:
@@ -209,14 +159,3 @@ def test_loss_scale_when_the_run_has_one_then_its_counters_travel(tmp_path: Path
     scales = [rank.optimizer.loss_scale.state_dict() for rank in other.ranks]
     assert scales == [{"scale": 32.0, "good_steps": 7, "tolerated": 1}] * 6
     assert [rank.optimizer.num_skipped for rank in other.ranks] == [3] * 6
-
-
-def test_options_when_one_cannot_be_written_then_a_warning_names_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = World.of(MODEL, dp=1)
-    world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
-    with caplog.at_level(logging.WARNING):
-        world.save(tmp_path)
-    assert "param group option 'hook' is a builtin_function_or_method and is not saved" in caplog.text
-    assert all("hook" not in group.options for group in read_manifest(tmp_path).groups)

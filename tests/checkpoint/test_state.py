@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
+from tests.checkpoint.test_torch_state import Wordy
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.stored import is_same
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
-ONE_RANK = Group(None, 0, 1)
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -48,13 +46,6 @@ class Trained:
         self.optimizer.save(folder)
         return self
 
-    def take(self, other: Trained) -> Trained:
-        """Params and state of another one, through torch's format."""
-        self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-        self.steps_taken = other.steps_taken
-        return self
-
     def load(self, folder: Path, steps_taken: int) -> Trained:
         self.optimizer.load(folder)
         self.steps_taken = steps_taken
@@ -66,17 +57,6 @@ class Trained:
         return {"params": params, "state": copy.deepcopy(self.optimizer.state_dict())}
 
 
-def same(left: Any, right: Any) -> bool:
-    """Bit for bit, through dicts, lists and tuples."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, optimizer="torch.optim:Adagrad")], ids=["adam", "adagrad"])
 def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimizer(
@@ -86,8 +66,8 @@ def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimiz
     trained = Trained(config, dtype).save(tmp_path).train(3)
     assert trained.optimizer.sharded.inner.state
     trained.load(tmp_path, steps_taken=0)
-    assert same(trained.held(), Trained(config, dtype).held())
-    assert same(trained.train(2).held(), Trained(config, dtype).train(2).held())
+    assert is_same(trained.held(), Trained(config, dtype).held())
+    assert is_same(trained.train(2).held(), Trained(config, dtype).train(2).held())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +80,7 @@ def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
 ) -> None:
     first = Trained(replace(CONFIG, adam=saved_by), dtype).train(3).save(tmp_path)
     second = Trained(replace(CONFIG, adam=loaded_by), dtype).load(tmp_path, steps_taken=3)
-    assert same(
+    assert is_same(
         {name: param.detach() for name, param in second.model.named()},
         {name: param.detach() for name, param in first.model.named()},
     )
@@ -121,41 +101,7 @@ def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_c
     before = trained.held()
     with pytest.raises(CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
         trained.load(tmp_path, 0)
-    assert same(trained.held(), before)
-
-
-class Peculiar(Optimizer):
-    """Its step is a tensor of one element, as large as a main param of one element, and its keys are our words."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state.update(step=torch.zeros(1), main=torch.zeros_like(param), cut=0, whole="a text")
-                state["step"] += 1
-                state["cut"] += 2
-                state["main"].mul_(0.5).add_(param.grad)
-                param.add_(state["main"], alpha=-group["lr"] / float(state["step"]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_load_when_the_users_optimizer_has_our_words_as_keys_then_it_round_trips(dtype: torch.dtype) -> None:
-    def build() -> Trained:
-        model = Params(default=dtype)
-        trained = Trained.__new__(Trained)
-        trained.model, trained.steps_taken = model, 0
-        trained.optimizer = distribute(model, Peculiar(model.groups()), CONFIG)
-        return trained
-
-    first = build().train(3)
-    second = build().take(first)
-    assert same(second.held(), first.held())
-    assert same(second.train(3).held(), first.train(3).held())
+    assert is_same(trained.held(), before)
 
 
 class Alone(torch.nn.Module):
@@ -172,7 +118,7 @@ class Alone(torch.nn.Module):
 def test_load_when_a_param_has_one_element_then_a_step_of_one_element_round_trips() -> None:
     def build() -> tuple[Alone, Any]:
         model = Alone()
-        return model, distribute(model, Peculiar(model.parameters()), CONFIG)
+        return model, distribute(model, Wordy(model.parameters()), CONFIG)
 
     def train(model: Alone, optimizer: Any) -> float:
         optimizer.zero_grad()

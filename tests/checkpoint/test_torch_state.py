@@ -27,11 +27,17 @@ from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import RankError, run_ranks
+from tests.support.stored import is_same
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
 MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
-LOW = replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+#: A dtype of torch, and forms that no dtype of torch has.
+LOW = {
+    "bf16": replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
+    "int8": replace(CONFIG, adam="auto", exp_avg_dtype="int8", exp_avg_sq_dtype="int8"),
+    "remainder": replace(CONFIG, adam="auto", main_params_dtype="remainder", exp_avg_dtype="int8"),
+}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -58,17 +64,6 @@ def _separate(optimizer: TorchDistributedOptimizer) -> None:
             sharded.inner.state[run.main]["step"].fill_(7)
         if "deep" in run.plan.shards[0].name:
             sharded.inner.state.pop(run.main)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit; lists and tuples are alike."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left.cpu(), right.cpu())
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
 
 
 # One rank.
@@ -104,7 +99,7 @@ def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bi
     for step in (3, 4):
         _train(model, optimizer, step)
         _train(theirs, adamw, step)
-    assert _same(_weights(model), _weights(theirs))
+    assert is_same(_weights(model), _weights(theirs))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -120,17 +115,17 @@ def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bi
     for step in (3, 4):
         _train(model, optimizer, step)
         _train(theirs, adamw, step)
-    assert _same(_weights(model), _weights(theirs))
+    assert is_same(_weights(model), _weights(theirs))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_it_is_compared_with_torchs_then_the_form_is_the_same() -> None:
+def test_one_rank_when_it_is_compared_with_torchs_then_the_form_is_theis_same() -> None:
     theirs, adamw = _undistributed()
     _train(theirs, adamw, 0)
     _, optimizer = _ours_in_fp32(1)
     ours, wanted = optimizer.state_dict(), adamw.state_dict()
     assert ours["state"].keys() == wanted["state"].keys()
-    assert all(_same(ours["state"][number], wanted["state"][number]) for number in wanted["state"])
+    assert all(is_same(ours["state"][number], wanted["state"][number]) for number in wanted["state"])
     assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in wanted["param_groups"]]
     assert set(wanted["param_groups"][0]) <= set(ours["param_groups"][0]) | {"differentiable", "capturable"}
 
@@ -145,7 +140,7 @@ def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_loa
     other_model, other = _made(steps=1)
     other.load_state_dict(state)
     other_model.load_state_dict(model.state_dict())
-    assert _same(other.state_dict()["state"], state["state"])
+    assert is_same(other.state_dict()["state"], state["state"])
     inner = other.sharded.inner
     begun = {shard.name: run.main in inner.state for run in other.sharded.flat_params for shard in run.plan.shards}
     assert [name for name, is_begun in begun.items() if not is_begun] == ["held.deep_weight"]
@@ -158,7 +153,7 @@ def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it() -> None:
     other_model, other = _made()
     before = _weights(other_model)
     other.load_state_dict(state)
-    assert _same(_weights(other_model), before)
+    assert is_same(_weights(other_model), before)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -175,8 +170,8 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
     for step in (2, 3):
         _train(model, optimizer, step)
         _train(other_model, other, step)
-    assert _same(_weights(other_model), _weights(model))
-    assert _same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert is_same(_weights(other_model), _weights(model))
+    assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -208,9 +203,9 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     for step in (2, 3):
         _train(theirs, reference, step)
         _train(model, optimizer, step)
-    assert _same(_weights(model), _weights(theirs))
+    assert is_same(_weights(model), _weights(theirs))
     ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
-    assert all(_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
+    assert all(is_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
 
 
 class Wordy(torch.optim.Optimizer):
@@ -233,22 +228,45 @@ class Wordy(torch.optim.Optimizer):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
-    model = Params()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back(dtype: torch.dtype) -> None:
+    model = Params(default=dtype)
     optimizer = distribute(model, Wordy(model.groups()))
     for step in range(2):
         _train(model, optimizer, step)
     state = copy.deepcopy(optimizer.full_state_dict())
     assert {(each["cut"], each["whole"]) for each in state["state"].values()} == {(4, "a text")}
-    other_model = Params()
+    other_model = Params(default=dtype)
     other = distribute(other_model, Wordy(other_model.groups()))
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(state)
     for step in (2, 3):
         _train(model, optimizer, step)
         _train(other_model, other, step)
-    assert _same(_weights(other_model), _weights(model))
-    assert _same(other.state_dict(), optimizer.state_dict())
+    assert is_same(_weights(other_model), _weights(model))
+    assert is_same(other.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", LOW)
+def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values_and_it_computes_as_a_tensor(
+    name: str, tmp_path: Path
+) -> None:
+    _, optimizer = _made(LOW[name], steps=2)
+    wanted = optimizer.full_state_dict()
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    _save_low(0, LOW[name], tmp_path)
+    given = {"optim": optimizer.state_dict()}
+    dcp.load(given, checkpoint_id=tmp_path / "later")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    for state in (saved, copy.deepcopy(optimizer.state_dict()), given["optim"]):
+        _, other = _made(LOW[name])
+        other.load_state_dict(state)
+        assert is_same(other.full_state_dict(), wanted)
+    value = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(value.norm(), wanted["state"][0]["exp_avg"].norm())
+    value.zero_()
+    assert not optimizer.full_state_dict()["state"][0]["exp_avg"].any(), "it is live"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -294,7 +312,7 @@ def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fa
     with pytest.raises(CheckpointError) as caught:
         optimizer.load_state_dict(state)
     assert all(each in str(caught.value) for each in named), str(caught.value)
-    assert _same(optimizer.state_dict(), before)
+    assert is_same(optimizer.state_dict(), before)
 
 
 # Several ranks.
@@ -319,11 +337,8 @@ def _write(rank: int, size: int, root: Path) -> dict[str, str]:
         torch.save(full, root / "full.pt")
     else:
         assert full == {}
-    _, low = _made(LOW, steps=2)
-    dcp.save({"optim": low.state_dict()}, checkpoint_id=root / "low precision")
-    full_low = low.full_state_dict()
-    if rank == 0:
-        torch.save(full_low, root / "low.pt")
+    for name, config in LOW.items():
+        _save_low(rank, config, root / name)
     whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     value = next(each["exp_avg"] for each in state["state"].values() if isinstance(each["exp_avg"], ShardedValue))
     assert copy.deepcopy(value).boxes == value.boxes and str(list(value.shape)) in repr(value)
@@ -335,6 +350,16 @@ def _write(rank: int, size: int, root: Path) -> dict[str, str]:
         "copy into a plain tensor": _text(lambda: torch.zeros(value.shape).copy_(value)),
         "item": _text(lambda: value.sum().item()),
     }
+
+
+def _save_low(rank: int, config: DistOptConfig, root: Path) -> None:
+    _, low = _made(config, steps=2)
+    dcp.save({"optim": low.state_dict()}, checkpoint_id=root / "saved")
+    gloo = dist.new_group(backend="gloo")
+    dcp.async_save({"optim": low.state_dict()}, checkpoint_id=root / "later", process_group=gloo).result()
+    full = low.full_state_dict()
+    if rank == 0:
+        torch.save(full, root / "full.pt")
 
 
 def _text(act: Callable[[], object]) -> str:
@@ -356,11 +381,13 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
             dcp.load(state, checkpoint_id=root / name)
             set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
             found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
-    _, low = _made(LOW)
-    low_state = {"optim": low.state_dict()}
-    dcp.load(low_state, checkpoint_id=root / "low precision")
-    low.load_state_dict(low_state["optim"])
-    found["low precision"] = _is_as(low, torch.load(root / "low.pt", weights_only=True))
+    for name, config in LOW.items():
+        for way in ("saved", "later"):
+            _, low = _made(config, steps=1)
+            low_state = {"optim": low.state_dict()}
+            dcp.load(low_state, checkpoint_id=root / name / way)
+            low.load_state_dict(low_state["optim"])
+            found[f"{name} {way}"] = _is_as(low, torch.load(root / name / "full.pt", weights_only=True))
     model, optimizer = _made(steps=1)
     optimizer.load_state_dict(wanted)
     found["full"] = _is_as(optimizer, wanted)
@@ -381,7 +408,7 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
 
 def _is_as(optimizer: TorchDistributedOptimizer, wanted: dict[str, Any]) -> bool:
     full = optimizer.full_state_dict()
-    return optimizer.data.rank != 0 or _same(full, wanted)
+    return optimizer.data.rank != 0 or is_same(full, wanted)
 
 
 def _by_name(full: dict[str, Any]) -> dict[str, Any]:
@@ -444,7 +471,7 @@ def _different(rank: int, size: int, root: Path) -> list[str]:
             optimizer.load_state_dict(state)
         except DistOptError as error:
             texts.append(f"{type(error).__name__}: {error}")
-        assert _same(optimizer.full_state_dict(), before)
+        assert is_same(optimizer.full_state_dict(), before)
     return texts
 
 

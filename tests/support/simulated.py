@@ -20,7 +20,7 @@ from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.checkpoint.folder import commit, new_save_id
 from megatron_distopt.checkpoint.load import check_state, loadable_checkpoint, take_state
 from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.checkpoint.save import contribution_of, write_contribution
+from megatron_distopt.checkpoint.save import Saving, contribution_of
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, Placement, lay_out
@@ -124,10 +124,8 @@ class World:
         """As the ranks would, one after the other."""
         folder.mkdir(parents=True, exist_ok=True)
         save_id = new_save_id()
-        parts = [
-            write_contribution(folder, contribution_of(each.model), save_id, rank)
-            for rank, each in enumerate(self.ranks)
-        ]
+        savings = [Saving(folder, save_id, rank, len(self.ranks), None) for rank in range(len(self.ranks))]
+        parts = [saving.write(contribution_of(self.ranks[saving.rank].model)) for saving in savings]
         return commit(folder, parts)
 
     def load(self, folder: Path) -> None:
